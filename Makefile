@@ -1,0 +1,38 @@
+# Two commands for users: `make relay` and `make test`. Each sets up .venv by itself.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: relay test test-all lint types notebooks bench clean
+
+relay: .venv/.installed
+	$(BIN)/twinshard relay
+
+test: .venv/.installed
+	$(BIN)/python -m pytest
+
+# Everything, also what takes minutes: the 1 GB conversions and environments that hold only one framework.
+test-all: .venv/.installed lint types
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+notebooks: .venv/.installed
+	$(BIN)/python -m tests.notebooks
+
+bench: .venv/.installed
+	$(BIN)/python -m tests.bench.bench_convert
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,187 @@
+"""What a relay runs: model, data, optimizer and legs, read from a TOML file and validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+FRAMEWORKS = ("torch", "jax")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+PRECISIONS = ("float32", "bfloat16")
+BUILT_IN = Path(__file__).parent / "configs"
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A relay file asks for something that cannot be run; the text says where and what was expected."""
+
+
+def _require(condition: bool, where: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ConfigError(f"{where}: expected {expected}, got {got!r}")
+
+
+def _whole(where: str, value: object, least: int = 1) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_whole and value >= least, where, f"a whole number >= {least}", value)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder both frameworks build; sizes in elements. Same fields as the runtimes' ``DecoderConfig``."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: int = 10000
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "tied":
+                _whole(f"[model] {field.name}", getattr(self, field.name))
+        _require(isinstance(self.tied, bool), "[model] tied", "true or false", self.tied)
+
+    def as_train_state(self) -> dict[str, int]:
+        """The fields as integers, as a checkpoint's ``train.model`` holds them."""
+        return {name: int(value) for name, value in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``batch`` sequences of ``length`` tokens make a global batch; ``seed`` keys the order and the initial weights."""
+
+    seed: int
+    batch: int
+    length: int
+
+    def __post_init__(self) -> None:
+        _whole("[data] seed", self.seed, 0)
+        _whole("[data] batch", self.batch)
+        _whole("[data] length", self.length)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW's hyperparameters, as in ``torch.optim.AdamW``."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _require(len(self.betas) == 2, "[optimizer] betas", "two numbers", self.betas)
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, (int, float)) and value >= 0, f"[optimizer] {name}", "a number >= 0", value
+            )
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices."""
+
+    framework: str
+    ranks: int
+    strategy: str
+    steps: int
+    precision: str = "float32"
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("framework", FRAMEWORKS),
+            ("strategy", STRATEGIES),
+            ("precision", PRECISIONS),
+        ):
+            value = getattr(self, name)
+            _require(value in allowed, f"[[leg]] {name}", f"one of {', '.join(allowed)}", value)
+        for name in ("ranks", "steps", "microbatches"):
+            _whole(f"[[leg]] {name}", getattr(self, name))
+
+    @property
+    def title(self) -> str:
+        return f"{self.framework} x{self.ranks} {self.strategy}"
+
+
+@dataclass(frozen=True)
+class RelayConfig:
+    """A whole relay. Raises ``ConfigError`` when a leg's ranks and microbatches do not divide the global batch."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    legs: tuple[Leg, ...]
+
+    def __post_init__(self) -> None:
+        _require(len(self.legs) > 0, "relay", "at least one [[leg]]", len(self.legs))
+        for number, leg in enumerate(self.legs, 1):
+            parts = leg.ranks * leg.microbatches
+            _require(
+                self.data.batch % parts == 0,
+                f"leg {number} ({leg.title})",
+                f"ranks x microbatches to divide the global batch of {self.data.batch} sequences",
+                f"{leg.ranks} x {leg.microbatches} = {parts}",
+            )
+
+    @property
+    def steps(self) -> int:
+        return sum(leg.steps for leg in self.legs)
+
+    @staticmethod
+    def load(name_or_path: str | Path) -> RelayConfig:
+        """Read a TOML file, or a built-in relay by name (``default``, ``bfloat16``, ``quick``)."""
+        built_in = BUILT_IN / f"{name_or_path}.toml"
+        path = built_in if built_in.is_file() else Path(name_or_path)
+        if not path.is_file():
+            names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
+            raise ConfigError(
+                f"relay file {path}: expected a TOML file or one of {names}, found nothing there"
+            )
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"relay file {path}: not a TOML file: {error}") from error
+        try:
+            return RelayConfig.of(table)
+        except ConfigError as error:
+            raise ConfigError(f"relay file {path}: {error}") from error
+
+    @staticmethod
+    def of(table: Mapping[str, Any]) -> RelayConfig:
+        """Build from a parsed TOML document; unknown and missing keys raise ``ConfigError``."""
+        known = {"model", "data", "optimizer", "leg"}
+        _require(set(table) == known, "top level", f"the tables {', '.join(sorted(known))}", sorted(table))
+        legs = table["leg"]
+        _require(isinstance(legs, list), "leg", "[[leg]] tables", legs)
+        return RelayConfig(
+            _build(ModelConfig, "[model]", table["model"]),
+            _build(DataConfig, "[data]", table["data"]),
+            _build(OptimizerConfig, "[optimizer]", table["optimizer"]),
+            tuple(_build(Leg, "[[leg]]", leg) for leg in legs),
+        )
+
+
+def _build(kind: type[T], where: str, table: object) -> T:
+    _require(isinstance(table, Mapping), where, "a table", table)
+    assert isinstance(table, Mapping)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(table) - set(fields))
+    _require(not unknown, where, f"only the keys {', '.join(fields)}", unknown)
+    missing = [
+        name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in table
+    ]
+    _require(not missing, where, f"the keys {', '.join(missing)}", sorted(table))
+    return kind(**table)

@@ -1,0 +1,134 @@
+"""What the relay hands to a leg's processes, and what they hand back: a job file, a metrics file, an error file.
+
+<leg folder>/job.json         written by the relay
+<leg folder>/metrics.jsonl    one line a step, appended by rank 0 as it goes
+<leg folder>/error-rank<k>    the error that ended rank k, if one did
+<leg folder>/checkpoint       the state after the last step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.parity.config import DataConfig, Leg, ModelConfig, OptimizerConfig
+from bridge.parity.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Job:
+    """Train ``leg.steps`` steps from checkpoint ``source`` (None: from fresh weights) and save to ``destination``."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    leg: Leg
+    folder: Path
+    source: Path | None
+    destination: Path | None
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def write(self) -> Path:
+        """Create the leg's folder and its job file; returns the file's path."""
+        self.folder.mkdir(parents=True)
+        path = self.folder / "job.json"
+        path.write_text(json.dumps(dataclasses.asdict(self), default=str, indent=1), encoding="utf-8")
+        return path
+
+    @staticmethod
+    def read(path: str | Path) -> Job:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Job(
+            ModelConfig(**table["model"]),
+            DataConfig(**table["data"]),
+            OptimizerConfig(**table["optimizer"]),
+            Leg(**table["leg"]),
+            Path(table["folder"]),
+            *(None if table[key] is None else Path(table[key]) for key in ("source", "destination")),
+        )
+
+
+def train_state(job: Job, corpus: Corpus, step: int) -> dict[str, Any]:
+    """The ``train`` tree of a checkpoint after ``step`` steps: the next batch to see is number ``position``."""
+    return {
+        "step": step,
+        "data": {
+            "seed": job.data.seed,
+            "position": step,
+            "corpus_sha256": np.frombuffer(corpus.sha256, np.uint8),
+        },
+        "model": job.model.as_train_state(),
+    }
+
+
+def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
+    """Where to go on in the data. Raises ``ValueError`` for a checkpoint of other text or another model."""
+    data = train["data"]
+    stored = np.asarray(data["corpus_sha256"], np.uint8).tobytes()
+    if stored != corpus.sha256:
+        raise ValueError(
+            f"checkpoint {job.source}: expected text with SHA-256 {corpus.sha256.hex()[:16]}..., got a checkpoint "
+            f"trained on {stored.hex()[:16]}...; the text is this Python's standard library, so go on with the "
+            f"Python that started"
+        )
+    if int(data["seed"]) != job.data.seed:
+        raise ValueError(
+            f"checkpoint {job.source}: expected data seed {job.data.seed}, got {int(data['seed'])}"
+        )
+    model = {name: int(value) for name, value in train["model"].items()}
+    if model != job.model.as_train_state():
+        raise ValueError(f"checkpoint {job.source}: expected model {job.model.as_train_state()}, got {model}")
+    return int(data["position"])
+
+
+class Metrics:
+    """Appends a line a step to the metrics file; times each step from the previous line (or construction)."""
+
+    def __init__(self, job: Job) -> None:
+        self._file = job.metrics.open("a", encoding="utf-8")
+        self._since = time.perf_counter()
+
+    def add(self, step: int, loss: float) -> None:
+        now = time.perf_counter()
+        line = {"step": step, "loss": loss, "seconds": now - self._since}
+        self._since = now
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """All complete lines of a metrics file, oldest first; a file that is not there yet has none."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@contextmanager
+def _reported_errors(folder: Path, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        summary = f"{type(error).__name__}: {error}"
+        (folder / f"error-rank{rank}").write_text(summary + "\n\n" + traceback.format_exc(), encoding="utf-8")
+        raise
+
+
+def main(run: Callable[[Job], None], rank: int = 0) -> None:
+    """Entry point of a leg's process: ``argv[1]`` is the job file. An error goes to the error file and to stderr."""
+    job = Job.read(sys.argv[1])
+    with _reported_errors(job.folder, rank):
+        run(job)

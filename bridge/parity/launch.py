@@ -1,0 +1,109 @@
+"""Start a leg's processes, follow their metrics, and stop them with their own error when they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bridge.parity.job import Job, read_metrics
+
+POLL_SECONDS = 0.2
+STALL_SECONDS = 900.0
+
+# Units order their collectives by optimization barriers, which the CPU compiler deletes unless told not to.
+CPU_XLA_FLAGS = (
+    "--xla_disable_hlo_passes=cse_barrier_expander",
+    "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+)
+
+
+class LegError(RuntimeError):
+    """A leg's process ended with an error; the text is the leg's own."""
+
+
+def command(job: Job, reference: str | None = None) -> list[str]:
+    """The command line of a leg, or of a reference run in dtype ``reference``."""
+    file = str(job.folder / "job.json")
+    if reference is not None:
+        return [sys.executable, "-m", "bridge.parity.torch_reference", file, reference]
+    if job.leg.framework == "jax":
+        return [sys.executable, "-m", "bridge.parity.jax_leg", file]
+    ranks = str(job.leg.ranks)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [*launcher, "-m", "bridge.parity.torch_leg", file]
+
+
+def environment(job: Job, reference: str | None = None) -> dict[str, str]:
+    """The leg's environment: threads shared out over its ranks, and simulated devices for JAX on a CPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    ranks = 1 if reference is not None else job.leg.ranks
+    env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    if job.leg.framework == "jax" and reference is None and env.get("JAX_PLATFORMS", "cpu") == "cpu":
+        flags = [f"--xla_force_host_platform_device_count={job.leg.ranks}", *CPU_XLA_FLAGS]
+        env["XLA_FLAGS"] = " ".join(flags)
+        env["JAX_PLATFORMS"] = "cpu"
+    return env
+
+
+def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | None = None) -> float:
+    """Run the job's processes to their end; returns wall seconds. ``on_step(step, loss)`` follows each new step.
+
+    Raises ``LegError`` with the leg's own error when it fails, or when no step ends in ``STALL_SECONDS``.
+    """
+    job.write()
+    log = job.folder / "output.log"
+    started = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(job, reference),
+            env=environment(job, reference),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _follow(process, job, on_step)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode:
+        raise LegError(_own_error(job, process.returncode, log))
+    return time.perf_counter() - started
+
+
+def _follow(process: subprocess.Popen[bytes], job: Job, on_step: Callable[[int, float], None]) -> None:
+    seen, last = 0, time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        lines = read_metrics(job.metrics)
+        for line in lines[seen:]:
+            on_step(int(line["step"]), line["loss"])
+            last = time.monotonic()
+        seen = len(lines)
+        if ended:
+            return
+        if time.monotonic() - last > STALL_SECONDS:
+            raise LegError(f"no step ended in {STALL_SECONDS:.0f} s; its output is in {job.folder}")
+        time.sleep(POLL_SECONDS)
+
+
+def _own_error(job: Job, status: int, log: Path) -> str:
+    reports = sorted(job.folder.glob("error-rank*"))
+    if reports:
+        # Ranks that lose a peer fail too, only later: the oldest report is the cause.
+        first = min(reports, key=lambda path: path.stat().st_mtime_ns)
+        summary = first.read_text(encoding="utf-8").splitlines()[0]
+        return f"{first.name.removeprefix('error-')}: {summary} (full text in {first})"
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    return f"exit status {status}; the end of {log}:\n" + "\n".join(tail)

@@ -1,0 +1,60 @@
+"""The relay as a picture: loss curves with the hops marked, and the differences on a log axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bridge.parity.report import RelayReport
+
+COLOURS = {"torch": "#d1495b", "jax": "#00798c"}
+# Differences of exactly zero have no place on a log axis; they are drawn at its foot.
+FLOOR = 1e-9
+
+
+def relay_figure(report: RelayReport) -> Figure:
+    """Two panels over the step axis: loss (natural log units per byte), and relative difference from the references."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    steps = list(range(len(report.losses)))
+    top.plot(
+        steps, report.reference_fp64, color="black", lw=4, alpha=0.15, label="float64, one process, no hops"
+    )
+    for leg, config in zip(report.legs, report.config.legs, strict=True):
+        own = steps[leg.first_step : leg.first_step + len(leg.losses)]
+        top.plot(own, leg.losses, color=COLOURS[config.framework], marker="o", ms=3.5, lw=1.5)
+        top.annotate(
+            leg.title.replace(" ", "\n"),
+            (own[0] - 0.4, 0.97),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            fontsize=8,
+            color=COLOURS[config.framework],
+        )
+    for axis in (top, bottom):
+        for leg in report.legs[1:]:
+            axis.axvline(leg.first_step - 0.5, color="grey", lw=0.8, ls=":")
+        axis.spines[["top", "right"]].set_visible(False)
+    top.set_ylabel("loss (nats / byte)")
+    top.legend(frameon=False, loc="lower left", fontsize=8)
+    low, high = top.get_ylim()
+    top.set_ylim(low, high + 0.18 * (high - low))
+    for name, label, style in (
+        ("relay_fp32", "relay to fp32 reference", {"color": "#30638e"}),
+        ("relay_fp64", "relay to float64", {"color": "#edae49"}),
+        ("fp32_fp64", "fp32 reference to float64", {"color": "black", "ls": "--", "lw": 1}),
+    ):
+        values = [max(value, FLOOR) for value in report.differences(name)]
+        bottom.semilogy(steps, values, label=label, **style)
+    bottom.set_ylabel("relative loss difference")
+    bottom.set_xlabel("step (dotted: a hop, checkpoint converted bit for bit)")
+    bottom.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def save_picture(report: RelayReport, path: Path) -> None:
+    """Write ``relay_figure`` as a PNG."""
+    figure = relay_figure(report)
+    FigureCanvasAgg(figure).print_figure(str(path), dpi=130)

@@ -1,0 +1,176 @@
+"""Run a relay: references, legs and the conversions between them, into one run folder.
+
+<out>/reference-float32, -float64          the uninterrupted runs
+<out>/start/checkpoint                   the initial state (DCP)
+<out>/leg1-torch/checkpoint              what leg 1 saved (DCP)
+<out>/hop2-orbax                         the same state converted (Orbax), where leg 2 starts
+...
+<out>/report.json, relay.png
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from bridge.convert import convert
+from bridge.diff import diff
+from bridge.parity.config import Leg, RelayConfig
+from bridge.parity.job import Job, read_metrics
+from bridge.parity.launch import LegError, run_leg
+from bridge.parity.plot import save_picture
+from bridge.parity.report import Hop, LegResult, RelayReport
+
+MAPPING = "decoder"
+FORMATS = {"torch": "dcp", "jax": "orbax"}
+
+
+class RelayError(RuntimeError):
+    """A relay stopped; the text says at which leg and with that leg's own error."""
+
+
+def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
+    """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
+
+    Raises ``RelayError`` when the folder is taken, a leg fails or a conversion fails; what had finished stays there.
+    """
+    if out.exists():
+        raise RelayError(f"run folder {out}: expected a new folder, found one there; choose another --out")
+    out.mkdir(parents=True)
+    with _progress(console) as progress:
+        runner = _Runner(config, out.resolve(), progress)
+        start = runner.initial_checkpoint()
+        fp32 = runner.reference("float32", start)
+        fp64 = runner.reference("float64", start)
+        legs = runner.legs(start)
+    report = RelayReport(config, tuple(legs), fp32, fp64, versions())
+    report.write(out / "report.json")
+    save_picture(report, out / "relay.png")
+    return report
+
+
+def versions() -> dict[str, str]:
+    """The versions of what took part, for the report."""
+    names = ("twinshard", "torch", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description:34}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+class _Runner:
+    def __init__(self, config: RelayConfig, out: Path, progress: Progress) -> None:
+        self.config, self.out, self.progress = config, out, progress
+
+    def initial_checkpoint(self) -> Path:
+        job = self._job("start", Leg("torch", 1, "no_shard", steps=1), None)
+        self._run("initial checkpoint", replace(job, destination=job.folder / "checkpoint"), "float32", 0)
+        return job.folder / "checkpoint"
+
+    def reference(self, dtype: str, start: Path) -> tuple[float, ...]:
+        leg = Leg("torch", 1, "no_shard", steps=self.config.steps)
+        job = self._job(f"reference-{dtype}", leg, start)
+        self._run(f"reference {dtype}", job, dtype, leg.steps)
+        return self._losses(job)
+
+    def legs(self, checkpoint: Path) -> list[LegResult]:
+        """All legs in order, each from the one before it."""
+        results: list[LegResult] = []
+        held, first = "dcp", 0
+        for number, leg in enumerate(self.config.legs, 1):
+            job = self._job(f"leg{number}-{leg.framework}", leg, None)
+            wanted = FORMATS[leg.framework]
+            hop = None
+            if wanted != held:
+                target = self.out / f"hop{number}-{wanted}"
+                hop = self._hop(f"hop to leg {number} ({held} -> {wanted})", checkpoint, target)
+                checkpoint = target
+            destination = job.folder / "checkpoint"
+            job = replace(job, source=checkpoint, destination=destination)
+            seconds = self._run(f"leg {number} {leg.title}", job, None, leg.steps)
+            size = folder_bytes(destination)
+            results.append(LegResult(leg.title, leg.precision, first, self._losses(job), seconds, size, hop))
+            checkpoint, held, first = destination, wanted, first + leg.steps
+        return results
+
+    def _job(self, name: str, leg: Leg, source: Path | None) -> Job:
+        config = self.config
+        return Job(config.model, config.data, config.optimizer, leg, self.out / name, source, None)
+
+    def _losses(self, job: Job) -> tuple[float, ...]:
+        losses = tuple(line["loss"] for line in read_metrics(job.metrics))
+        if len(losses) != job.leg.steps:
+            raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(losses)}")
+        return losses
+
+    def _run(self, title: str, job: Job, reference: str | None, steps: int) -> float:
+        task, done = self._start(title, max(steps, 1))
+
+        def on_step(step: int, loss: float) -> None:
+            self.progress.update(task, advance=1, note=f"step {step} loss {loss:.5f}")
+
+        try:
+            seconds = run_leg(job, on_step, reference)
+        except LegError as error:
+            raise RelayError(f"{title} failed: {error}") from error
+        done(f"{seconds:.1f} s")
+        return seconds
+
+    def _hop(self, title: str, source: Path, destination: Path) -> Hop:
+        _, done = self._start(title, 1)
+        started = time.perf_counter()
+        try:
+            convert(source, destination, mapping=MAPPING)
+            difference = diff(source, destination, mapping=MAPPING)
+        except Exception as error:
+            raise RelayError(f"{title} failed: {error}") from error
+        seconds = time.perf_counter() - started
+        done(f"{difference.max_ulp} ULP, {seconds:.1f} s")
+        return Hop(
+            str(source),
+            str(destination),
+            len(difference.tensors),
+            difference.max_ulp,
+            folder_bytes(source),
+            folder_bytes(destination),
+            seconds,
+        )
+
+    def _start(self, title: str, total: int) -> tuple[TaskID, Callable[[str], None]]:
+        task = self.progress.add_task(title, total=total, note="")
+        plain = not self.progress.console.is_terminal
+        if plain:
+            self.progress.console.print(f"{title} ...", highlight=False)
+
+        def done(note: str) -> None:
+            self.progress.update(task, completed=total, note=note)
+            if plain:
+                self.progress.console.print(f"{title}: {note}", highlight=False)
+
+        return task, done
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below ``folder``."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,158 @@
+"""The result of a relay: what each leg and hop measured, the verdict, and its JSON and table forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from bridge.parity.config import RelayConfig
+
+FP32_TOLERANCE = 1e-5
+CLOSENESS = 3.0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One conversion between two legs. ``max_ulp`` over all ``tensors``; sizes in bytes."""
+
+    source: str
+    destination: str
+    tensors: int
+    max_ulp: int
+    source_bytes: int
+    destination_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LegResult:
+    """One leg's losses, one a step, and what it left behind; ``hop`` is the conversion that brought its start state."""
+
+    title: str
+    precision: str
+    first_step: int
+    losses: tuple[float, ...]
+    seconds: float
+    checkpoint_bytes: int
+    hop: Hop | None
+
+
+def relative_differences(losses: list[float], reference: list[float]) -> list[float]:
+    """``|a - b| / |b|`` a step."""
+    return [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+
+
+@dataclass(frozen=True)
+class RelayReport:
+    """Everything a relay measured. Losses are means over the global batch, before the step's update."""
+
+    config: RelayConfig
+    legs: tuple[LegResult, ...]
+    reference_fp32: tuple[float, ...]
+    reference_fp64: tuple[float, ...]
+    versions: dict[str, str]
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for leg in self.legs for loss in leg.losses]
+
+    def differences(self, which: str) -> list[float]:
+        """Relative loss difference a step: ``relay_fp32``, ``relay_fp64`` or ``fp32_fp64`` (reference to reference)."""
+        fp32, fp64 = list(self.reference_fp32), list(self.reference_fp64)
+        pairs = {
+            "relay_fp32": (self.losses, fp32),
+            "relay_fp64": (self.losses, fp64),
+            "fp32_fp64": (fp32, fp64),
+        }
+        return relative_differences(*pairs[which])
+
+    @property
+    def all_fp32(self) -> bool:
+        return all(leg.precision == "float32" for leg in self.legs)
+
+    def failures(self) -> list[str]:
+        """What the relay promises and this run broke; empty when all held.
+
+        State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
+        reference at every step, and its largest distance from float64 within ``CLOSENESS`` times that reference's.
+        """
+        found = [
+            f"hop to leg {n}: expected 0 ULP in all {leg.hop.tensors} tensors, got {leg.hop.max_ulp}"
+            for n, leg in enumerate(self.legs, 1)
+            if leg.hop is not None and leg.hop.max_ulp
+        ]
+        if self.all_fp32:
+            worst = max(self.differences("relay_fp32"))
+            if worst > FP32_TOLERANCE:
+                found.append(
+                    f"loss: expected within {FP32_TOLERANCE:g} of the fp32 reference, got {worst:.2e}"
+                )
+            ratio = self.closeness
+            if not 1 / CLOSENESS <= ratio <= CLOSENESS:
+                found.append(
+                    f"distance to float64: expected within a factor of {CLOSENESS:g}, got {ratio:.2f}"
+                )
+        return found
+
+    @property
+    def closeness(self) -> float:
+        """Largest distance to float64 of the relay over that of the fp32 reference."""
+        return max(self.differences("relay_fp64")) / max(max(self.differences("fp32_fp64")), 1e-300)
+
+    def as_dict(self) -> dict[str, Any]:
+        differences = {name: self.differences(name) for name in ("relay_fp32", "relay_fp64", "fp32_fp64")}
+        return {
+            **dataclasses.asdict(self),
+            "differences": differences,
+            "largest_differences": {name: max(values) for name, values in differences.items()},
+            "closeness_to_fp64": self.closeness,
+            "failures": self.failures(),
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        """One row a leg: steps, losses, largest differences in the leg, its hop, sizes and times."""
+        table = Table(title="Relay", caption=_caption(self))
+        for column in (
+            "leg",
+            "steps",
+            "loss",
+            "vs fp32",
+            "vs fp64",
+            "hop ULP",
+            "checkpoint MB",
+            "hop s",
+            "leg s",
+        ):
+            table.add_column(column, justify="left" if column == "leg" else "right")
+        to_fp32, to_fp64 = self.differences("relay_fp32"), self.differences("relay_fp64")
+        for leg in self.legs:
+            own = slice(leg.first_step, leg.first_step + len(leg.losses))
+            hop = leg.hop
+            table.add_row(
+                leg.title + ("" if leg.precision == "float32" else f" {leg.precision}"),
+                f"{own.start}-{own.stop - 1}",
+                f"{leg.losses[0]:.5f} -> {leg.losses[-1]:.5f}",
+                f"{max(to_fp32[own]):.1e}",
+                f"{max(to_fp64[own]):.1e}",
+                "-" if hop is None else f"{hop.max_ulp} of {hop.tensors} tensors",
+                f"{leg.checkpoint_bytes / 1e6:.1f}",
+                "-" if hop is None else f"{hop.seconds:.1f}",
+                f"{leg.seconds:.1f}",
+            )
+        return table
+
+
+def _caption(report: RelayReport) -> str:
+    reference = max(report.differences("fp32_fp64"))
+    return (
+        f"vs: largest relative loss difference from the uninterrupted run; "
+        f"fp32 reference to float64 {reference:.1e}, relay / reference {report.closeness:.2f}"
+    )

@@ -1,0 +1,72 @@
+"""One torch leg of a relay, started by torchrun: load, shard, train, save. Every rank runs this file."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from bridge.parity.corpus import Corpus, rank_slice
+from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from torch_impl import (
+    MainWeightAdamW,
+    MixedPrecisionPolicy,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+)
+from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
+
+
+def run(job: Job) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        _train(job, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(job: Job, device: torch.device) -> None:
+    rank, world, leg = dist.get_rank(), dist.get_world_size(), job.leg
+    if world != leg.ranks:
+        raise ValueError(f"expected {leg.ranks} ranks as the relay file says, got {world} from the launcher")
+    corpus = Corpus.of_standard_library()
+    model = Decoder(DecoderConfig(**vars(job.model))).to(device)
+    model.init_weights(job.data.seed)
+    precision = MixedPrecisionPolicy()
+    if leg.precision == "bfloat16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, strategy=leg.strategy, mp_policy=precision)
+    fully_shard(model, strategy=leg.strategy, mp_policy=precision)
+    optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
+
+    assert job.source is not None
+    start = resume_position(job, corpus, load_checkpoint(job.source, model, optimizer))
+    metrics = Metrics(job) if rank == 0 else None
+    for step in range(start, start + leg.steps):
+        batch = corpus.global_batch(
+            seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
+        )
+        own = torch.from_numpy(rank_slice(batch, rank, world)).long().to(device)
+        mean = torch.zeros((), dtype=torch.float64, device=device)
+        for number, part in enumerate(own.chunk(leg.microbatches)):
+            model.set_is_last_backward(number == leg.microbatches - 1)
+            loss = next_token_loss(model(part[:, :-1]), part[:, 1:]) / leg.microbatches
+            loss.backward()
+            mean += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean)
+        if metrics is not None:
+            metrics.add(step, mean.item() / world)
+    if job.destination is not None:
+        save_checkpoint(job.destination, model, optimizer, train_state(job, corpus, start + leg.steps))
+
+
+if __name__ == "__main__":
+    main(run, rank=int(os.environ.get("RANK", "0")))

@@ -1,0 +1,57 @@
+"""The uninterrupted reference: one process, plain torch, no sharding and no hops, in fp32 or float64.
+
+Without a source it writes the initial checkpoint of the relay instead: fresh weights, zero moments, step 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bridge.parity.corpus import Corpus
+from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from torch_impl import load_checkpoint, save_checkpoint
+from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def build(job: Job) -> tuple[Decoder, torch.optim.AdamW]:
+    """The decoder with its initial weights in fp32, and torch's own fused AdamW."""
+    model = Decoder(DecoderConfig(**vars(job.model)))
+    model.init_weights(job.data.seed)
+    return model, adamw(model, job)
+
+
+def adamw(model: Decoder, job: Job) -> torch.optim.AdamW:
+    options = vars(job.optimizer)
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
+
+
+def run(job: Job, dtype: torch.dtype) -> None:
+    corpus = Corpus.of_standard_library()
+    model, optimizer = build(job)
+    if job.source is None:
+        assert job.destination is not None
+        save_checkpoint(job.destination, model, optimizer, train_state(job, corpus, 0))
+        return
+    start = resume_position(job, corpus, load_checkpoint(job.source, model, optimizer))
+    if start:
+        raise ValueError(f"checkpoint {job.source}: a reference starts at step 0, got step {start}")
+    model = model.to(dtype)
+    optimizer = adamw(model, job)
+    metrics = Metrics(job)
+    for step in range(job.leg.steps):
+        batch = torch.from_numpy(
+            corpus.global_batch(seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length)
+        ).long()
+        loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics.add(step, loss.item())
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(lambda job: run(job, DTYPES[sys.argv[2]]))

@@ -1,0 +1,29 @@
+"""Settings every test module needs before the frameworks are imported, and the shared rank processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Barriers carry the meaning of the strategies; by default the CPU compiler deletes them (see jax_impl/README.md).
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        "--xla_disable_hlo_passes=cse_barrier_expander",
+        "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    ]
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankGroup]:
+    """Four rank processes shared by all torch tests; started by the first test that runs something on them."""
+    group = RankGroup()
+    yield group
+    group.close()

@@ -1,0 +1,93 @@
+"""What a relay file may say, and the error for what it may not."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.parity.config import BUILT_IN, ConfigError, RelayConfig
+
+
+def quick() -> dict[str, Any]:
+    return tomllib.loads((BUILT_IN / "quick.toml").read_text())
+
+
+@pytest.mark.parametrize("name", ["default", "bfloat16", "quick"])
+def test_built_in_relays_load_by_name(name: str) -> None:
+    config = RelayConfig.load(name)
+    assert [leg.framework for leg in config.legs] == ["torch", "jax", "torch", "jax"]
+    assert {leg.precision for leg in config.legs} == {"bfloat16" if name == "bfloat16" else "float32"}
+
+
+def test_the_default_relay_has_the_promised_legs_and_odd_sizes() -> None:
+    config = RelayConfig.load("default")
+    assert [(leg.ranks, leg.strategy) for leg in config.legs] == [
+        (3, "optim_grads_params"),
+        (4, "optim"),
+        (2, "optim_grads"),
+        (8, "optim_grads_params"),
+    ]
+    assert all(leg.steps >= 10 for leg in config.legs)
+    sizes = (config.model.vocab_size, config.model.d_model, config.model.d_ff)
+    assert all(size % divisor for size in sizes for divisor in (2, 3, 4, 8))
+
+
+def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
+    default, low = (
+        tomllib.loads((BUILT_IN / f"{name}.toml").read_text()) for name in ("default", "bfloat16")
+    )
+    for leg in low["leg"]:
+        assert leg.pop("precision") == "bfloat16"
+    assert low == default
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("leg", 0, "strategy"), "zero3", "strategy: expected one of no_shard, optim, .* got 'zero3'"),
+        (("leg", 1, "framework"), "mxnet", "framework: expected one of torch, jax, got 'mxnet'"),
+        (("leg", 1, "precision"), "fp8", "precision: expected one of float32, bfloat16, got 'fp8'"),
+        (("leg", 0, "ranks"), 5, r"leg 1 .*ranks x microbatches to divide the global batch of 24 .*5 x 2 = 10"),
+        (("leg", 0, "ranks"), 0, r"ranks: expected a whole number >= 1, got 0"),
+        (("leg", 2, "steps"), "ten", r"steps: expected a whole number >= 1, got 'ten'"),
+        (("leg", 2, "stepz"), 10, r"\[\[leg\]\]: expected only the keys .* got \['stepz'\]"),
+        (("model", "d_model"), -3, r"\[model\] d_model: expected a whole number >= 1, got -3"),
+        (("optimizer", "betas"), [0.9], r"betas: expected two numbers"),
+        (("leg",), [], r"at least one \[\[leg\]\]"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_place_expected_and_got(
+    path: tuple[Any, ...], value: object, message: str
+) -> None:
+    table = copy.deepcopy(quick())
+    inner = table
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ConfigError, match=message):
+        RelayConfig.of(table)
+
+
+def test_missing_keys_and_tables_are_named() -> None:
+    table = quick()
+    del table["leg"][0]["steps"]
+    with pytest.raises(ConfigError, match="expected the keys steps"):
+        RelayConfig.of(table)
+    table = quick()
+    del table["data"]
+    with pytest.raises(ConfigError, match="expected the tables data, leg, model, optimizer"):
+        RelayConfig.of(table)
+
+
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "no.toml"))):
+        RelayConfig.load(tmp_path / "no.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[model\n")
+    with pytest.raises(ConfigError, match="not a TOML file"):
+        RelayConfig.load(bad)

@@ -1,0 +1,125 @@
+"""A group of rank processes that outlives single tests.
+
+Importing torch costs seconds, so the processes start once and run one function after another. For each call every
+participating process joins a fresh gloo process group of the asked size, so one group of four serves worlds 1 to 4.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MAX_WORLD = 4
+
+
+class RankError(AssertionError):
+    """A function raised on at least one rank; the text holds each such rank's traceback."""
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        world, module, name, args, store, timeout = job
+        try:
+            # A rank that waits for one that died must fail well before the parent gives up on the group.
+            from datetime import timedelta
+
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout / 2),
+            )
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            reply: tuple[str, Any] = ("ok", function(*args))  # type: ignore[operator]
+        except BaseException:  # DCP's CheckpointException derives from BaseException
+            reply = ("error", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            message = pickle.dumps(reply)
+        except Exception:
+            message = pickle.dumps(("error", traceback.format_exc()))
+        pipe.send_bytes(message)
+
+
+class RankGroup:
+    """Up to ``MAX_WORLD`` processes of one thread each, started on first use."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._jobs = 0
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+        """Run a module-level ``function(*args)`` on ``world`` ranks; returns each rank's result, rank 0 first.
+
+        ``args`` and results travel by pickle. Raises ``RankError`` with the tracebacks of all failing ranks, or when
+        a rank does not answer in ``timeout`` seconds (the group is then replaced).
+        """
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"expected a world size of 1 to {MAX_WORLD}, got {world}")
+        self._start()
+        self._jobs += 1
+        store = Path(self._scratch.name) / f"store-{self._jobs}"
+        job = pickle.dumps((world, function.__module__, function.__qualname__, args, str(store), timeout))
+        for _, pipe in self._workers[:world]:
+            pipe.send_bytes(job)
+        deadline = time.monotonic() + timeout
+        results, errors = [], []
+        for rank, (_, pipe) in enumerate(self._workers[:world]):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                errors.append(f"rank {rank} of {world}: no answer within {timeout} s")
+                continue
+            try:
+                status, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                status, value = "error", "the process died"
+            if status == "error":
+                errors.append(f"rank {rank} of {world}: {value}")
+            else:
+                results.append(value)
+        if any("no answer" in error or "process died" in error for error in errors):
+            self.close()
+        if errors:
+            raise RankError("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = multiprocessing.get_context("spawn")
+        for rank in range(MAX_WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
