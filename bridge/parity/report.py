@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ class LegResult:
 
 
 def relative_differences(losses: list[float], reference: list[float]) -> list[float]:
-    """``|a - b| / |b|`` a step."""
-    return [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    """``|a - b| / |b|`` a step; a loss that is not a number is infinitely far away."""
+    distances = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return [math.inf if math.isnan(distance) else distance for distance in distances]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""The relay's verdict: what it must call a failure, and that its table, JSON and picture show what was measured."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bridge.parity.config import RelayConfig
+from bridge.parity.plot import relay_figure, save_picture
+from bridge.parity.report import Hop, LegResult, RelayReport
+
+
+def report(
+    *, worst: float = 1e-7, ulp: int = 0, precision: str = "float32", fp32_error: float = 2e-7
+) -> RelayReport:
+    config = RelayConfig.load("quick")
+    exact = [5.0 - 0.1 * step for step in range(config.steps)]
+    fp32 = [loss * (1 + fp32_error) for loss in exact]
+    relayed = [loss * (1 + worst) for loss in fp32]
+    legs, first = [], 0
+    for number, leg in enumerate(config.legs):
+        hop = Hop("a", "b", 31, ulp if number == 2 else 0, 1000, 1100, 0.5) if number else None
+        losses = tuple(relayed[first : first + leg.steps])
+        legs.append(LegResult(leg.title, precision, first, losses, 3.0, 2_000_000, hop))
+        first += leg.steps
+    return RelayReport(config, tuple(legs), tuple(fp32), tuple(exact), {"python": "3"})
+
+
+def test_a_relay_within_its_promises_has_no_failures() -> None:
+    assert report().failures() == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (report(ulp=1), "hop to leg 3: expected 0 ULP in all 31 tensors, got 1"),
+        (report(worst=2e-5), "loss: expected within 1e-05 of the fp32 reference, got 2.00e-05"),
+        (report(worst=9e-7, fp32_error=2e-7), "distance to float64: expected within a factor of 3"),
+    ],
+)
+def test_each_broken_promise_is_named(broken: RelayReport, message: str) -> None:
+    assert any(message in failure for failure in broken.failures())
+
+
+def test_low_precision_losses_are_reported_but_a_changed_state_still_fails() -> None:
+    assert report(worst=1e-3, precision="bfloat16").failures() == []
+    assert len(report(worst=1e-3, precision="bfloat16", ulp=4).failures()) == 1
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_loss_that_is_not_a_number_is_a_failure(step: int) -> None:
+    good = report()
+    losses = list(good.legs[0].losses)
+    losses[step] = float("nan")
+    broken = replace(good.legs[0], losses=tuple(losses))
+    assert "got inf" in replace(good, legs=(broken, *good.legs[1:])).failures()[0]
+
+
+def test_json_table_and_picture_show_what_was_measured(tmp_path: Path) -> None:
+    measured = report()
+    measured.write(tmp_path / "report.json")
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert stored["failures"] == []
+    assert stored["largest_differences"]["relay_fp32"] == pytest.approx(1e-7, rel=1e-6)
+    assert [leg["hop"] and leg["hop"]["max_ulp"] for leg in stored["legs"]] == [None, 0, 0, 0]
+
+    text = io.StringIO()
+    Console(file=text, width=160).print(measured.table())
+    assert "torch x3 optim_grads_params" in text.getvalue()
+    assert "0 of 31 tensors" in text.getvalue()
+
+    figure = relay_figure(measured)
+    drawn = [y for line in figure.axes[0].lines for y in line.get_ydata() if len(line.get_ydata()) == 2]
+    assert measured.losses[0] in drawn
+    save_picture(measured, tmp_path / "relay.png")
+    assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")
