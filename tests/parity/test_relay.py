@@ -1,0 +1,113 @@
+"""The relay as a user runs it, short; and its error when a leg fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bridge.formats import open_checkpoint
+from bridge.parity.config import Leg, RelayConfig
+from bridge.parity.job import Job
+from bridge.parity.launch import LegError, run_leg
+
+
+def twinshard(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bridge.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    out = tmp_path_factory.mktemp("relay") / "run"
+    return twinshard("relay", "quick", "--out", out), out
+
+
+def test_a_short_relay_succeeds_and_says_so(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, out = finished
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert "jax x4 optim" in done.stdout
+    assert str(out) in done.stdout.replace("\n", "")
+    assert (out / "relay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, out = finished
+    report = json.loads((out / "report.json").read_text())
+    config = RelayConfig.load("quick")
+    losses = [loss for leg in report["legs"] for loss in leg["losses"]]
+    assert len(losses) == config.steps
+    # A model that does not train, or legs that restart from the beginning, would make agreement worthless.
+    assert losses[-1] < losses[0] - 0.005
+    for leg in report["legs"][1:]:
+        assert leg["hop"]["max_ulp"] == 0
+        assert leg["hop"]["tensors"] > 50
+    assert max(report["differences"]["relay_fp32"]) < 1e-5
+    assert 1 / 3 < report["closeness_to_fp64"] < 3
+    assert report["failures"] == []
+
+
+def test_the_last_checkpoint_holds_the_position_and_optimizer_state(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, out = finished
+    steps = RelayConfig.load("quick").steps
+    with open_checkpoint(out / "leg4-jax" / "checkpoint") as checkpoint:
+        assert checkpoint.format == "orbax"
+        assert checkpoint.read("train/data/position") == steps
+        assert checkpoint.read("opt_state/count") == steps
+        moments = checkpoint.read("opt_state/nu/layers/0/mlp/gate/kernel")
+        assert moments.shape == (37, 53)
+        assert moments.max() > 0
+
+
+def test_a_run_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+    done = twinshard("relay", "quick", "--out", tmp_path)
+    assert done.returncode == 2
+    assert "choose another --out" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_relay_file_with_too_many_ranks_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "bridge" / "parity" / "configs" / "quick.toml").read_text()
+    (tmp_path / "wide.toml").write_text(text.replace("ranks = 3", "ranks = 7"))
+    done = twinshard("relay", tmp_path / "wide.toml", "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "leg 1 (torch x7" in done.stderr
+    assert "7 x 2 = 14" in done.stderr.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
+def job(folder: Path, leg: Leg, source: Path | None) -> Job:
+    config = RelayConfig.load("quick")
+    return Job(config.model, config.data, config.optimizer, leg, folder, source, folder / "checkpoint")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_failing_leg_stops_the_run_with_its_own_error(tmp_path: Path, framework: str) -> None:
+    leg = Leg(framework, 2, "optim", steps=1)
+    with pytest.raises(LegError, match="nowhere") as caught:
+        run_leg(job(tmp_path / "leg", leg, tmp_path / "nowhere"), lambda step, loss: None)
+    assert "rank" in str(caught.value)
+    assert not (tmp_path / "leg" / "checkpoint").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_of_what_differs(
+    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
+    _, out = finished
+    leg = Leg("torch", 2, "optim", steps=1)
+    wrong = job(tmp_path / "leg", leg, out / "leg1-torch" / "checkpoint")
+    wrong = replace(wrong, model=replace(wrong.model, d_ff=59))
+    with pytest.raises(LegError, match=r"layers\.0\.mlp\.w"):
+        run_leg(wrong, lambda step, loss: None)

@@ -1,0 +1,91 @@
+"""Each package works where the other framework is not installed, and the bridge where neither is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TORCH = {"torch", "torch_impl"}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
+FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
+# These run in a leg's own process, which holds exactly one runtime.
+RUNTIME_LEGS = {"torch_leg.py": TORCH, "torch_reference.py": TORCH, "jax_leg.py": JAX}
+
+
+def modules(package: str) -> list[Path]:
+    return [path for path in sorted((ROOT / package).rglob("*.py")) if path.name not in RUNTIME_LEGS]
+
+
+def imported(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_module_names_the_other_framework_in_an_import(package: str) -> None:
+    assert modules(package)
+    for path in modules(package):
+        assert not imported(path) & FORBIDDEN[package], path
+
+
+def test_a_leg_imports_one_runtime_only() -> None:
+    for name, own in RUNTIME_LEGS.items():
+        found = imported(ROOT / "bridge" / "parity" / name)
+        assert found & own
+        assert not found & (TORCH | JAX) - own
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_every_module_imports_while_the_other_framework_is_missing(package: str) -> None:
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in modules(package)
+    ]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(FORBIDDEN[package])!r}))\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("extra", "absent"), [("torch", "jax"), ("jax", "torch")])
+def test_a_package_passes_its_tests_in_an_environment_without_the_other_framework(
+    tmp_path: Path, extra: str, absent: str
+) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    tools = ["pytest", "pytest-timeout", "hypothesis", *(["orbax-checkpoint"] if extra == "jax" else [])]
+    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "-e", f"{ROOT}[{extra}]"]
+    subprocess.run([*install, *tools], check=True)
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    missing = subprocess.run([python, "-c", f"import {absent}"], capture_output=True, text=True, env=env)
+    assert "ModuleNotFoundError" in missing.stderr, f"{absent} is installed, so this would prove nothing"
+    suite = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"tests/{extra}_impl",
+        "tests/test_ranks.py",
+    ]
+    done = subprocess.run(suite, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
