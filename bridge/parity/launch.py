@@ -15,12 +15,6 @@ from bridge.parity.job import Job, read_metrics
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
 
-# Units order their collectives by optimization barriers, which the CPU compiler deletes unless told not to.
-CPU_XLA_FLAGS = (
-    "--xla_disable_hlo_passes=cse_barrier_expander",
-    "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-)
-
 
 class LegError(RuntimeError):
     """A leg's process ended with an error; the text is the leg's own."""
@@ -39,18 +33,14 @@ def command(job: Job, reference: str | None = None) -> list[str]:
 
 
 def environment(job: Job, reference: str | None = None) -> dict[str, str]:
-    """The leg's environment: threads shared out over its ranks, and simulated devices for JAX on a CPU."""
+    """The leg's environment, with the machine's cores shared out over its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
-    ranks = 1 if reference is not None else job.leg.ranks
+    ranks = job.leg.ranks if reference is None and job.leg.framework == "torch" else 1
     env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
-    if job.leg.framework == "jax" and reference is None and env.get("JAX_PLATFORMS", "cpu") == "cpu":
-        flags = [f"--xla_force_host_platform_device_count={job.leg.ranks}", *CPU_XLA_FLAGS]
-        env["XLA_FLAGS"] = " ".join(flags)
-        env["JAX_PLATFORMS"] = "cpu"
     return env
 
 

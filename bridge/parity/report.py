@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from bridge.cli_output import plain_json
 from bridge.parity.config import RelayConfig
 
 FP32_TOLERANCE = 1e-5
@@ -117,44 +116,42 @@ class RelayReport:
         }
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
 
-    def table(self) -> Table:
-        """One row a leg: steps, losses, largest differences in the leg, its hop, sizes and times."""
-        table = Table(title="Relay", caption=_caption(self))
-        for column in (
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading and one row a leg: steps, losses, largest differences in the leg, its hop, sizes and seconds."""
+        heading = (
             "leg",
             "steps",
-            "loss",
+            "first loss",
+            "last loss",
             "vs fp32",
             "vs fp64",
             "hop ULP",
-            "checkpoint MB",
+            "MB",
             "hop s",
             "leg s",
-        ):
-            table.add_column(column, justify="left" if column == "leg" else "right")
+        )
         to_fp32, to_fp64 = self.differences("relay_fp32"), self.differences("relay_fp64")
+        rows: list[tuple[str, ...]] = [heading]
         for leg in self.legs:
             own = slice(leg.first_step, leg.first_step + len(leg.losses))
-            hop = leg.hop
-            table.add_row(
-                leg.title + ("" if leg.precision == "float32" else f" {leg.precision}"),
-                f"{own.start}-{own.stop - 1}",
-                f"{leg.losses[0]:.5f} -> {leg.losses[-1]:.5f}",
-                f"{max(to_fp32[own]):.1e}",
-                f"{max(to_fp64[own]):.1e}",
-                "-" if hop is None else f"{hop.max_ulp} of {hop.tensors} tensors",
-                f"{leg.checkpoint_bytes / 1e6:.1f}",
-                "-" if hop is None else f"{hop.seconds:.1f}",
-                f"{leg.seconds:.1f}",
-            )
-        return table
+            title = leg.title if leg.precision == "float32" else f"{leg.title} {leg.precision}"
+            steps = f"{own.start}-{own.stop - 1}"
+            losses = (f"{leg.losses[0]:.5f}", f"{leg.losses[-1]:.5f}")
+            differences = (f"{max(to_fp32[own]):.1e}", f"{max(to_fp64[own]):.1e}")
+            hop = ("-", "-") if leg.hop is None else (str(leg.hop.max_ulp), f"{leg.hop.seconds:.1f}")
+            size = f"{leg.checkpoint_bytes / 1e6:.1f}"
+            rows.append((title, steps, *losses, *differences, hop[0], size, hop[1], f"{leg.seconds:.1f}"))
+        return rows
 
-
-def _caption(report: RelayReport) -> str:
-    reference = max(report.differences("fp32_fp64"))
-    return (
-        f"vs: largest relative loss difference from the uninterrupted run; "
-        f"fp32 reference to float64 {reference:.1e}, relay / reference {report.closeness:.2f}"
-    )
+    def summary(self) -> str:
+        """What the table's columns mean, and how far each fp32 run is from float64."""
+        hops = [leg.hop for leg in self.legs if leg.hop is not None]
+        tensors = f" over {hops[0].tensors} tensors" if hops else ""
+        return (
+            "vs fp32, vs fp64: largest relative loss difference from the run that never hopped. "
+            f"hop ULP: largest distance of the converted state{tensors}. MB: the leg's checkpoint.\n"
+            f"Distance to float64: relay {max(self.differences('relay_fp64')):.1e}, "
+            f"fp32 reference {max(self.differences('fp32_fp64')):.1e}, ratio {self.closeness:.2f}."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from bridge.parity.corpus import Corpus, rank_slice
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state
 from torch_impl import (
+    FSDPModule,
     MainWeightAdamW,
     MixedPrecisionPolicy,
     fully_shard,
@@ -42,7 +44,7 @@ def _train(job: Job, device: torch.device) -> None:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, strategy=leg.strategy, mp_policy=precision)
-    fully_shard(model, strategy=leg.strategy, mp_policy=precision)
+    sharded = cast(FSDPModule, fully_shard(model, strategy=leg.strategy, mp_policy=precision))
     optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
 
     assert job.source is not None
@@ -55,7 +57,7 @@ def _train(job: Job, device: torch.device) -> None:
         own = torch.from_numpy(rank_slice(batch, rank, world)).long().to(device)
         mean = torch.zeros((), dtype=torch.float64, device=device)
         for number, part in enumerate(own.chunk(leg.microbatches)):
-            model.set_is_last_backward(number == leg.microbatches - 1)
+            sharded.set_is_last_backward(number == leg.microbatches - 1)
             loss = next_token_loss(model(part[:, :-1]), part[:, 1:]) / leg.microbatches
             loss.backward()
             mean += loss.detach()

@@ -45,7 +45,7 @@ def run(job: Job, dtype: torch.dtype) -> None:
             corpus.global_batch(seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length)
         ).long()
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         metrics.add(step, loss.item())

@@ -52,7 +52,11 @@ def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
         (("leg", 0, "strategy"), "zero3", "strategy: expected one of no_shard, optim, .* got 'zero3'"),
         (("leg", 1, "framework"), "mxnet", "framework: expected one of torch, jax, got 'mxnet'"),
         (("leg", 1, "precision"), "fp8", "precision: expected one of float32, bfloat16, got 'fp8'"),
-        (("leg", 0, "ranks"), 5, r"leg 1 .*ranks x microbatches to divide the global batch of 24 .*5 x 2 = 10"),
+        (
+            ("leg", 0, "ranks"),
+            5,
+            r"leg 1 .*ranks x microbatches to divide the global batch of 24 .*5 x 2 = 10",
+        ),
         (("leg", 0, "ranks"), 0, r"ranks: expected a whole number >= 1, got 0"),
         (("leg", 2, "steps"), "ten", r"steps: expected a whole number >= 1, got 'ten'"),
         (("leg", 2, "stepz"), 10, r"\[\[leg\]\]: expected only the keys .* got \['stepz'\]"),

@@ -1,0 +1,296 @@
+"""The `twinshard` command.
+
+Exit status: 0 success, 1 the answer is no (checkpoints differ, a relay promise is broken), 2 an error, which is one
+message on standard error. Results go to standard output, progress to standard error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import bridge
+from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.formats.base import CheckpointError, dtype_name
+
+app = typer.Typer(
+    name="twinshard",
+    help="Move checkpoints between PyTorch (DCP) and JAX (Orbax), compare them, and run both stacks side by side.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class TargetFormat(StrEnum):
+    """What `convert` can write."""
+
+    dcp = "dcp"
+    orbax = "orbax"
+
+
+SHOWN = 20
+"""Rows of a listing that may be long and matters only in part."""
+
+MappingOption = Annotated[
+    str | None,
+    typer.Option("--mapping", metavar="NAME|FILE", help="A shipped family (decoder, ...) or a TOML file."),
+]
+AxisOption = Annotated[
+    list[str] | None,
+    typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory to read.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create; must not exist.")],
+    to: Annotated[
+        TargetFormat | None, typer.Option("--to", help="Default: the format that SRC is not.")
+    ] = None,
+    mapping: MappingOption = None,
+    axis: AxisOption = None,
+    workers: Annotated[int, typer.Option(min=1, help="Regions read in parallel, 64 MiB of memory each.")] = 1,
+    json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint to the other format, bit for bit.
+
+    With --mapping, names and layouts are translated to the other framework's model, optimizer state included;
+    without it every name stays as it is, as a path.
+
+    \b
+    Example:
+      twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
+    """
+    from bridge.convert import convert as run
+
+    with _errors(), byte_progress(_progress_console(), "convert") as progress:
+        report = run(
+            src, dst, to=to, mapping=mapping, axes=_axes(axis, mapping), progress=progress, workers=workers
+        )
+    out = Console()
+    if json:
+        print_json(out, report)
+        return
+    rate = f"{human_bytes(int(report.bytes / max(report.seconds, 1e-9)))}/s"
+    print_line(
+        out,
+        f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
+        f"{report.tensors} tensors, {report.objects} objects, "
+        f"{human_bytes(report.bytes)} in {report.seconds:.1f} s ({rate})",
+    )
+    if report.dropped:
+        print_line(out, f"dropped {len(report.dropped)}: {', '.join(report.dropped[:SHOWN])}")
+
+
+@app.command()
+def diff(
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="Checkpoint directory, translated by --mapping if given.")
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint directory that A is compared with.")],
+    mapping: MappingOption = None,
+    axis: AxisOption = None,
+    max_ulp: Annotated[int, typer.Option(min=0, help="Allowed distance in units in the last place.")] = 0,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Or allowed relative difference.")] = 0.0,
+    all_: Annotated[bool, typer.Option("--all", help="List every tensor, equal ones too.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor.
+
+    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol;
+    NaNs pass against the same NaN only, integers must be equal.
+
+    \b
+    Example:
+      twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
+    """
+    from bridge.diff import diff as run
+    from bridge.ulp import Tolerance
+
+    with _errors(), byte_progress(_progress_console(), "diff") as progress:
+        tolerance = Tolerance(max_ulp, rtol)
+        report = run(a, b, mapping=mapping, axes=_axes(axis, mapping), tolerance=tolerance, progress=progress)
+    out = Console()
+    total = report.total
+    if json:
+        print_json(out, {"within": report.within, "max_ulp": report.max_ulp, "total": total, **vars(report)})
+        raise typer.Exit(0 if report.within else 1)
+    listed = [t for t in report.tensors if all_ or t.difference.differing]
+    listed.sort(key=lambda t: (t.difference.beyond, t.difference.max_ulp), reverse=True)
+    if listed:
+        rows = []
+        for tensor in listed if all_ else listed[:SHOWN]:
+            d = tensor.difference
+            counts = (f"{d.differing}/{d.elements}", str(d.nan), str(d.beyond))
+            rows.append(
+                (tensor.name, tensor.dtype, str(d.max_ulp), f"{d.max_rel:.2e}", f"{d.max_abs:.2e}", *counts)
+            )
+        columns = ("tensor", "dtype", "max ULP", "max rel", "max abs", "differ", "NaN", "beyond")
+        print_table(out, columns, rows, left=2)
+        if len(rows) < len(listed):
+            print_line(out, f"... and {len(listed) - len(rows)} more (--all lists them)")
+    for title, names in (("only in A", report.missing), ("only in B", report.extra)):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            print_line(out, f"{title}: {', '.join(names[:SHOWN])}{more}")
+    for name, text in report.mismatched:
+        print_line(out, f"{name}: {text}")
+    for name, left, right in report.objects:
+        print_line(out, f"{name}: {left!r} in a, {right!r} in b")
+    verdict = "within" if report.within else "beyond"
+    found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
+    rtol_text = f" or rtol {rtol:g}" if rtol else ""
+    print_line(
+        out,
+        f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}; {verdict} "
+        f"the tolerance of {max_ulp} ULP{rtol_text}",
+    )
+    raise typer.Exit(0 if report.within else 1)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint directory.")],
+    json: JsonOption = False,
+) -> None:
+    """List what a checkpoint holds.
+
+    Tensors with shape, dtype, size and number of stored chunks; totals by group; values that are not tensors.
+
+    \b
+    Example:
+      twinshard inspect runs/torch/step_40
+    """
+    from bridge.inspect import inspect as run
+
+    with _errors():
+        summary = run(path)
+    out = Console()
+    if json:
+        tensors = [
+            {
+                "name": t.name,
+                "path": t.path,
+                "shape": t.shape,
+                "dtype": dtype_name(t.dtype),
+                "bytes": t.nbytes,
+                "chunks": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in t.chunks],
+            }
+            for t in summary.tensors
+        ]
+        print_json(out, {**vars(summary), "bytes": summary.bytes, "tensors": tensors})
+        return
+    print_line(
+        out, f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors, {human_bytes(summary.bytes)}"
+    )
+    rows = [
+        (t.name, dtype_name(t.dtype), str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+        for t in summary.tensors
+    ]
+    print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
+    totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
+    print_table(out, ("group", "tensors", "elements", "size"), totals)
+    for name, value in summary.objects.items():
+        print_line(out, f"{name} = {value!r}")
+    for name, reason in summary.unreadable.items():
+        print_line(out, f"{name} cannot be read: {reason}")
+
+
+@app.command()
+def relay(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE", help="A built-in relay (default, bfloat16, quick) or a TOML file."
+        ),
+    ] = "default",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run folder to create; default: runs/relay-<time>.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train one model by PyTorch and JAX in turns.
+
+    The checkpoint is converted between the legs, and every step compared with a run that never hops.
+
+    \b
+    Example:
+      twinshard relay --out runs/first
+    """
+    from bridge.parity.config import ConfigError, RelayConfig
+    from bridge.parity.relay import RelayError, run
+
+    folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
+    with _errors(ConfigError, RelayError):
+        report = run(RelayConfig.load(config), folder, _progress_console())
+    console = Console()
+    if json:
+        print_json(console, report.as_dict())
+    else:
+        heading, *rows = report.table()
+        print_table(console, heading, rows)
+        print_line(console, report.summary())
+        print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
+    for failure in report.failures():
+        print_line(Console(stderr=True), f"failed: {failure}")
+    if not report.failures() and not json:
+        print_line(console, "Every promise of the relay held.")
+    raise typer.Exit(1 if report.failures() else 0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print_line(Console(), f"twinshard {bridge.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@contextmanager
+def _errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback."""
+    expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
+    try:
+        yield
+    except expected as error:
+        print_line(Console(stderr=True), f"error: {error}")
+        raise typer.Exit(2) from None
+
+
+def _progress_console() -> Console:
+    return Console(stderr=True)
+
+
+def _axes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
+    if options and mapping is None:
+        raise typer.BadParameter("expected --mapping beside --axis, as the axes are those of a mapping")
+    axes = {}
+    for option in options or []:
+        name, equals, size = option.partition("=")
+        if not (name and equals and size.isdecimal()):
+            raise typer.BadParameter(f"expected --axis NAME=SIZE such as d=64, got {option!r}")
+        axes[name] = int(size)
+    return axes
+
+
+def main() -> None:
+    """Entry point of the `twinshard` command."""
+    app()

@@ -1,0 +1,112 @@
+"""How commands print: tables and a progress bar on a terminal, aligned plain text in a pipe, JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_SECONDS = 10.0
+"""In a pipe, progress is a line at most this often."""
+
+
+def plain_json(value: object) -> Any:
+    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Path | np.dtype):
+        return str(value)
+    return value
+
+
+def print_json(console: Console, value: object) -> None:
+    """One JSON document, indented, whatever the terminal's width."""
+    console.print(json.dumps(plain_json(value), indent=1), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_line(console: Console, text: str = "") -> None:
+    """A line of text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    title: str | None = None,
+) -> None:
+    """Rows under headings; the first ``left`` columns are aligned left. No name is ever cut."""
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*map(_escaped, row))
+        console.print(table)
+        return
+    if title:
+        print_line(console, title)
+    widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
+    for row in (columns, *rows):
+        cells = (
+            cell.ljust(w) if k < left else cell.rjust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        print_line(console, "  ".join(cells).rstrip())
+
+
+def human_bytes(count: int) -> str:
+    """``count`` in decimal units, three digits."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+@contextmanager
+def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[tensor]}", markup=False),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, total=None, tensor="")
+            yield lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name)
+        return
+    last = time.monotonic()
+
+    def line(done: int, total: int, name: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_SECONDS:
+            last = time.monotonic()
+            print_line(console, f"{title}: {human_bytes(done)} of {human_bytes(total)}, {name}")
+
+    yield line
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("[", "\\[")

@@ -1,0 +1,294 @@
+"""What every checkpoint format has in common: boxes, tensor descriptions, and the reader and writer protocols.
+
+A checkpoint is a set of named tensors, each stored as chunks, plus named values that are not tensors ("objects").
+A chunk is a Box: an axis-aligned block of the global tensor.
+
+      0        4      6
+    0 +--------+------+      shape (5, 6), three chunks:
+      |   A    |  B   |      A = Box((0, 0), (2, 4))
+    2 +--------+------+      B = Box((0, 4), (2, 2))
+      |       C       |      C = Box((2, 0), (3, 6))
+    5 +---------------+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType, MappingProxyType, TracebackType
+from typing import Protocol, Self, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+# Where a leaf sits in the tree: str = mapping key, int = position in a list.
+TreePath: TypeAlias = tuple[str | int, ...]
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
+
+
+# PyTorch, ml_dtypes and NumPy use the same names for all of these.
+DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        np.dtype(scalar).name: np.dtype(scalar)
+        for scalar in (
+            *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16),
+            *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
+            *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
+            *(np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+            *(np.bool_, np.complex64, np.complex128),
+        )
+    }
+)
+
+
+def dtype_from_name(name: str) -> np.dtype:
+    """The NumPy (or ml_dtypes) dtype called `name`, e.g. "bfloat16". CheckpointError for an unknown name."""
+    if name not in DTYPES:
+        raise CheckpointError(f"expected a dtype out of {', '.join(DTYPES)}, got {name[:80]!r}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name PyTorch and JAX use for `dtype`. CheckpointError if they do not both have it (e.g. strings)."""
+    dtype = np.dtype(dtype)
+    if DTYPES.get(dtype.name) != dtype:
+        raise CheckpointError(f"expected a little-endian dtype out of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype.name
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: elements `offsets[a] <= i < offsets[a] + sizes[a]` on each axis a."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"expected as many offsets as sizes, got {self.offsets} and {self.sizes}")
+        if self.offsets and (min(self.offsets) < 0 or min(self.sizes) < 0):
+            raise ValueError(f"expected no negative offset or size, got {self.offsets} and {self.sizes}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that is all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements inside."""
+        return math.prod(self.sizes)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The first index after the box, per axis."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether the box has the rank of `shape` and lies within it."""
+        return len(self.sizes) == len(shape) and all(b <= n for b, n in zip(self.stops, shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, or None if there are none (also when either box is empty)."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(b - a for a, b in zip(low, map(min, self.stops, other.stops), strict=True))
+        return Box(low, sizes) if all(s > 0 for s in sizes) else None
+
+    def slices(self, outer: Box | None = None) -> tuple[slice | EllipsisType, ...]:
+        """Index of this box in an array of the global tensor, or in one that holds just the box `outer`.
+
+        Begins with an Ellipsis, so that indexing an array of rank 0 gives an array, too.
+        """
+        base = outer.offsets if outer is not None else (0,) * len(self.offsets)
+        starts = [o - b for o, b in zip(self.offsets, base, strict=True)]
+        return (..., *(slice(o, o + s) for o, s in zip(starts, self.sizes, strict=True)))
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor.
+
+    name: DCP's flat key "model.layers.0.wq.weight", or Orbax's path joined by "/" "params/layers/0/wq".
+    path: the same leaf as a tree path; ints are list positions.
+    shape: global shape, elements. dtype: a value of DTYPES. chunks: the stored blocks, covering every element once.
+    """
+
+    name: str
+    path: TreePath
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"tensor {self.name!r}: expected no negative dimension, got shape {self.shape}")
+        for chunk in self.chunks:
+            if not chunk.inside(self.shape):
+                raise ValueError(f"tensor {self.name!r}: expected chunks inside {self.shape}, got {chunk}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, uncompressed."""
+        return self.numel * self.dtype.itemsize
+
+
+def check_coverage(shape: Sequence[int], chunks: Iterable[Box], what: str) -> None:
+    """Raise CheckpointError unless the chunks hold every element of a tensor of this shape exactly once.
+
+    Empty chunks are ignored. `what` names tensor and file in the message. Linear in the number of chunks for the
+    usual grids.
+
+    How: let g(x) = (number of chunks holding element x) - 1. Its difference along every axis is nonzero only at
+    corners of chunks, and vanishes everywhere exactly when g does; so corners, with sign, must cancel. The
+    lexicographically first corner that survives is itself an element with g != 0: the one to report.
+    """
+    chunks = [c for c in chunks if c.numel]
+    whole = Box.whole(shape)
+    for chunk in chunks:
+        if not chunk.inside(shape):
+            raise CheckpointError(f"{what}: expected chunks inside shape {whole.sizes}, got {chunk}")
+    if not whole.numel or (len(chunks) == 1 and chunks[0] == whole):
+        return
+    # Axis by axis, so that neighbours cancel before the next axis doubles the corners. A key holds, per axis,
+    # a corner coordinate (axes done) or an interval (axes to do).
+    corners: dict[tuple[int | tuple[int, int], ...], int] = {_intervals(whole): -1}
+    for chunk in chunks:
+        key = _intervals(chunk)
+        corners[key] = corners.get(key, 0) + 1
+    limit = 64 * (len(chunks) + 1024)
+    for axis in range(len(shape)):
+        split: dict[tuple[int | tuple[int, int], ...], int] = {}
+        for key, count in corners.items():
+            interval = key[axis]
+            assert isinstance(interval, tuple)
+            for corner, sign in zip(interval, (1, -1), strict=True):
+                part = (*key[:axis], corner, *key[axis + 1 :])
+                total = split.get(part, 0) + sign * count
+                if total:
+                    split[part] = total
+                else:
+                    split.pop(part, None)
+            if len(split) > limit:
+                raise CheckpointError(
+                    f"{what}: {len(chunks)} chunks of {whole.sizes} are cut too irregularly to check"
+                )
+        corners = split
+    corners = {key: count for key, count in corners.items() if count}
+    if corners:
+        first = min(corners, key=lambda key: tuple(c for c in key if isinstance(c, int)))
+        held = sum(c.numel for c in chunks)
+        raise CheckpointError(
+            f"{what}: expected every element of shape {whole.sizes} in exactly one chunk, but element {first} is in "
+            f"{corners[first] + 1} ({len(chunks)} chunks hold {held} elements, the tensor has {whole.numel})"
+        )
+
+
+def _intervals(box: Box) -> tuple[int | tuple[int, int], ...]:
+    return tuple(zip(box.offsets, box.stops, strict=True))
+
+
+class CheckpointReader(Protocol):
+    """A checkpoint opened for reading. Opening reads metadata only; the files are never written to."""
+
+    @property
+    def format(self) -> str:
+        """ "dcp" or "orbax"."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor by name."""
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Values that are not tensors, by name: None, bool, int, float, str, list, tuple, dict.
+
+        Looking one up may read it, and raises CheckpointError when it is none of these.
+        """
+
+    @property
+    def object_paths(self) -> Mapping[str, TreePath]:
+        """The tree path of every object, by name."""
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block (default: all) of a tensor, in the stored dtype, C-contiguous, in memory of its own.
+
+        Needs memory for the box, plus one chunk where chunks are compressed. KeyError for an unknown name,
+        ValueError for a box outside the tensor, CheckpointError for damaged data.
+        """
+
+    def close(self) -> None:
+        """Release the files. Arrays already read stay valid."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class CheckpointWriter(Protocol):
+    """A new checkpoint. It appears at `path` on commit, whole, or never.
+
+    Declare tensors, then write every box of `chunks(name)` exactly once in any order, then commit. As a context
+    manager: commits on a clean exit, aborts on an exception.
+    """
+
+    @property
+    def format(self) -> str:
+        """ "dcp" or "orbax"."""
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be. Must not exist: FileExistsError at construction."""
+
+    def add_tensor(
+        self,
+        path: str | Sequence[str | int],
+        shape: Sequence[int],
+        dtype: np.dtype,
+        chunk_shape: Sequence[int] | None = None,
+    ) -> TensorInfo:
+        """Declare a tensor; its `name` in the result is what `chunks` and `write` take.
+
+        path: tree path (ints are list positions), or the name. chunk_shape: a wish for the stored block size; default:
+        the writer's choice, blocks small enough to hold in memory. CheckpointError for a repeated name or a dtype the
+        format lacks.
+        """
+
+    def chunks(self, name: str) -> tuple[Box, ...]:
+        """The boxes that `write` expects, covering the tensor once; none for a tensor without elements."""
+
+    def write(self, name: str, box: Box, array: np.ndarray) -> None:
+        """Store one of `chunks(name)`; `array` has the box's sizes and the tensor's dtype, in any memory order.
+
+        CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
+        """
+
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Store a value that is not a tensor: None, bool, int, float, str, or list, tuple, dict of these."""
+
+    def commit(self) -> None:
+        """Check that every chunk was written, sync to disk, and let the checkpoint appear."""
+
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,362 @@
+"""The zip archive that holds one tensor chunk or one value inside a `.distcp` file.
+
+A `.distcp` file is a row of archives as `torch.save` writes them, records uncompressed, each found by the offset and
+length that `.metadata` gives. Positions inside an archive count from its own start:
+
+    |<---------------------------- length ----------------------------->|
+    | data.pkl | byteorder | version |  data/0   | directory | end      |
+    |          |           |         |  (bytes)  |           | records  |
+    offset                            64-aligned in the file when written here
+
+`data.pkl` says how the bytes are to be read: dtype, shape, strides, first element.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Final, TypeGuard
+
+import numpy as np
+
+from bridge.formats.base import DTYPES, CheckpointError, dtype_name
+from bridge.formats.dcp_pickle import (
+    PLAIN_VALUES,
+    Call,
+    Name,
+    Persistent,
+    Vocabulary,
+    plain_value,
+    read_pickle,
+)
+from bridge.formats.dcp_pickle_writer import write_pickle
+
+BLOCK = 8 << 20  # bytes looked at in one go when reading
+
+_END = struct.Struct("<4s4H2LH")
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX32: Final = 0xFFFFFFFF
+_WIDE = _MAX32  # record sizes from here on are written with 64 bits
+_MAX_ENTRIES = 4096
+_ALIGNMENT = 64
+_ZIP64_FIELD = 1
+_PADDING_FIELD = 0x4246  # "FB", what torch.save uses for its padding
+
+_STORAGES: Mapping[str, str] = {
+    "torch.DoubleStorage": "float64",
+    "torch.FloatStorage": "float32",
+    "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.LongStorage": "int64",
+    "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16",
+    "torch.CharStorage": "int8",
+    "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool",
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+}
+_UNTYPED = "torch.storage.UntypedStorage"
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+_REBUILD_UNTYPED = "torch._utils._rebuild_tensor_v3"
+_TENSOR = Vocabulary(
+    max_bytes=4096,
+    calls=frozenset({_REBUILD, _REBUILD_UNTYPED, "collections.OrderedDict"}),
+    constants=re.compile(r"torch\.[A-Za-z0-9_]+|torch\.storage\.UntypedStorage"),
+    persistent=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Uncompressed bytes [start, start + size) of a file; crc is their CRC-32, None if the writer computed none."""
+
+    start: int
+    size: int
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """How a chunk's elements lie in its record: element x is at `first + sum(x * strides)`, all in elements."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    record: Record
+
+    def view(self, file: mmap.mmap) -> np.ndarray:
+        """The elements where they are in the file: shape `shape`, perhaps unaligned, read-only."""
+        size = self.dtype.itemsize
+        return np.ndarray(
+            self.shape,
+            self.dtype,
+            buffer=file,
+            offset=self.record.start + self.first * size,
+            strides=tuple(s * size for s in self.strides),
+        )
+
+
+def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[str, Record]:
+    """The records of the archive in bytes [offset, offset + length) of the file, by name without their folder.
+
+    CheckpointError, beginning with `what`, when this is no such archive or anything points outside it.
+    """
+
+    def need(holds: bool, why: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{what}: expected an archive of torch.save, but {why}")
+
+    def at(position: int, layout: struct.Struct, magic: bytes, kind: str) -> tuple[int, ...]:
+        need(0 <= position <= length - layout.size, f"its {kind} lies outside")
+        fields = layout.unpack_from(file, offset + position)
+        need(fields[0] == magic, f"its {kind} is damaged")
+        return fields
+
+    need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is shorter")
+    end = at(length - _END.size, _END, b"PK\5\6", "end record")
+    need(end[-1] == 0, "it has a comment")
+    locator = at(length - _END.size - _END64_LOCATOR.size, _END64_LOCATOR, b"PK\6\7", "zip64 locator")
+    *_, entries, directory_size, position = at(locator[2], _END64, b"PK\6\6", "zip64 end record")
+    need(entries <= _MAX_ENTRIES, f"it has {entries} records")
+    need(position + directory_size <= length, "its directory lies outside")
+
+    records: dict[str, Record] = {}
+    for _ in range(entries):
+        fields = at(position, _ENTRY, b"PK\1\2", "directory")
+        flags, method, crc, stored, size = fields[3], fields[4], *fields[7:10]
+        name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
+        start = offset + position + _ENTRY.size
+        position += _ENTRY.size + name_length + extra_length + comment_length
+        need(position <= length, "its directory is damaged")
+        raw_name = file[start : start + name_length]
+        stored, size, local = _zip64_fields(
+            file[start + name_length : start + name_length + extra_length], [size, stored, local], what
+        )
+        need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")
+        header = at(local, _LOCAL, b"PK\3\4", "record header")
+        data = local + _LOCAL.size + header[-2] + header[-1]
+        need(data + size <= length, "a record lies outside")
+        need(
+            file[offset + local + 30 : offset + local + 30 + header[-2]] == raw_name,
+            "its directory is damaged",
+        )
+        name = raw_name.decode("utf-8", "replace").partition("/")[2]
+        need(name not in records, "a record occurs twice")
+        # torch.save can be told to skip checksums and then leaves 0.
+        records[name] = Record(offset + data, size, crc if crc or not size else None)
+    return records
+
+
+def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int, int]:
+    """The values [size, stored, local] as (stored, size, local), those above 32 bits taken from the extra field."""
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<2H", extra)
+        if kind == _ZIP64_FIELD:
+            wide = [i for i, value in enumerate(values) if value == _MAX32]
+            if size < 8 * len(wide) or len(extra) < 4 + 8 * len(wide):
+                break
+            for place, index in enumerate(wide):
+                values[index] = struct.unpack_from("<Q", extra, 4 + 8 * place)[0]
+            break
+        extra = extra[4 + size :]
+    if _MAX32 in values:
+        raise CheckpointError(f"{what}: expected an archive of torch.save, but its directory is damaged")
+    size, stored, local = values
+    return stored, size, local
+
+
+def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
+    """Compare a record's bytes with their checksum, holding no more than a block of them in memory."""
+    if record.crc is None:
+        return
+    crc = 0
+    with memoryview(file) as view:
+        for start in range(record.start, record.start + record.size, BLOCK):
+            stop = min(start + BLOCK, record.start + record.size)
+            with view[start:stop] as block:
+                crc = zlib.crc32(block, crc)
+            drop_pages(file, start, stop)
+    if crc != record.crc:
+        raise CheckpointError(
+            f"{what}: the data is damaged: expected CRC-32 {record.crc:08x} of {record.size} bytes, got {crc:08x}"
+        )
+
+
+def drop_pages(file: mmap.mmap, start: int, stop: int) -> None:
+    """Let go of the memory of a mapped range; the operating system still caches the file."""
+    first = start - start % mmap.PAGESIZE
+    if stop > first:
+        file.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+
+def _small_record(file: mmap.mmap, records: Mapping[str, Record], name: str, limit: int, what: str) -> bytes:
+    record = records.get(name)
+    if record is None or record.size > limit:
+        raise CheckpointError(
+            f"{what}: expected a record {name!r} of at most {limit} bytes, "
+            f"got {'none' if record is None else f'{record.size} bytes'}"
+        )
+    verify_record(file, record, f"{what}: {name}")
+    return file[record.start : record.start + record.size]
+
+
+def read_value(file: mmap.mmap, offset: int, length: int, what: str) -> object:
+    """The plain Python value in an archive. CheckpointError when it is damaged or not made of plain values."""
+    records = find_records(file, offset, length, what)
+    data = _small_record(file, records, "data.pkl", PLAIN_VALUES.max_bytes, what)
+    return plain_value(read_pickle(data, PLAIN_VALUES, what), what)
+
+
+def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredTensor:
+    """Where and how an archive holds its one tensor. The data itself is not looked at.
+
+    CheckpointError, beginning with `what`, for anything but one strided tensor of a known dtype inside its record.
+    """
+    records = find_records(file, offset, length, what)
+    if "byteorder" in records:
+        order = _small_record(file, records, "byteorder", 16, what)
+        if order != b"little":
+            raise CheckpointError(f"{what}: expected little-endian data, got byte order {order!r}")
+    described = read_pickle(_small_record(file, records, "data.pkl", _TENSOR.max_bytes, what), _TENSOR, what)
+    match described:
+        case Call(
+            name=function, args=(Persistent(id=storage), first, shape, strides, bool(), {**hooks}, *rest)
+        ) if not hooks and function in (_REBUILD, _REBUILD_UNTYPED):
+            pass
+        case _:
+            raise CheckpointError(f"{what}: expected the description of one plain tensor, got something else")
+    dtype_argument = rest.pop(0) if function == _REBUILD_UNTYPED and rest else None
+    if any(rest):
+        raise CheckpointError(f"{what}: expected a plain tensor, got one marked as conjugated or negated")
+    match storage:
+        case ("storage", Name(dotted=kind), str(key), str(), int(count)):
+            pass
+        case _:
+            raise CheckpointError(f"{what}: expected the description of one storage, got something else")
+    if kind == _UNTYPED and isinstance(dtype_argument, Name):
+        dtype = DTYPES.get(dtype_argument.dotted.removeprefix("torch."))
+    else:
+        dtype = DTYPES.get(_STORAGES.get(kind, "")) if dtype_argument is None else None
+    if dtype is None:
+        raise CheckpointError(f"{what}: expected a dtype out of {', '.join(DTYPES)}, got another ({kind})")
+    record = records.get(f"data/{key}")
+    nbytes = count if kind == _UNTYPED else count * dtype.itemsize
+    if record is None or record.size != nbytes:
+        raise CheckpointError(
+            f"{what}: expected a record of {nbytes} bytes, got {'none' if record is None else record.size}"
+        )
+    if not (is_index(shape) and is_index(strides) and isinstance(first, int) and first >= 0):
+        raise CheckpointError(f"{what}: expected sizes and strides of at least 0, got something else")
+    numel = math.prod(shape)
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=False))
+    if len(shape) != len(strides) or (numel > 0 and (last + 1) * dtype.itemsize > record.size):
+        raise CheckpointError(
+            f"{what}: expected a tensor inside its {record.size} bytes, got one that reaches outside"
+        )
+    if numel == 0:
+        first, strides = 0, (0,) * len(shape)
+    return StoredTensor(dtype, shape, strides, first, record)
+
+
+def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Whether this is a tuple of at most 64 ints in [0, 2**63)."""
+    if not isinstance(value, tuple) or len(value) > 64:
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def raw_bytes(array: np.ndarray) -> np.ndarray:
+    """The elements in row-major order as one uint8 array; a copy only if they do not lie so already."""
+    return np.ascontiguousarray(as_integers(array)).reshape(-1).view(np.uint8)
+
+
+def as_integers(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: NumPy copies those fast, and ml_dtypes element by element."""
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array
+
+
+def write_value(file: BinaryIO, value: object, what: str) -> int:
+    """Append an archive with a plain value, one that torch.load(weights_only=True) reads; returns its length."""
+    pickled = write_pickle(plain_value(value, what), 2)
+    if len(pickled) > PLAIN_VALUES.max_bytes:
+        raise CheckpointError(f"{what}: expected at most {PLAIN_VALUES.max_bytes} bytes, got {len(pickled)}")
+    return _write_archive(file, {"data.pkl": pickled})
+
+
+def write_tensor(file: BinaryIO, array: np.ndarray) -> int:
+    """Append an archive with an array, in row-major order, its data 64-byte aligned in the file; returns its length."""
+    name = dtype_name(array.dtype)
+    storage = next((s for s, d in _STORAGES.items() if d == name), None)
+    count = array.size if storage else array.nbytes
+    strides = tuple(math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim))
+    reference = Persistent(("storage", Name(storage or _UNTYPED), "0", "cpu", count))
+    hooks = Call("collections.OrderedDict", ())
+    args = (reference, 0, array.shape, strides, False, hooks)
+    call = Call(_REBUILD, args) if storage else Call(_REBUILD_UNTYPED, (*args, Name(f"torch.{name}")))
+    return _write_archive(file, {"data.pkl": write_pickle(call, 2)}, {"data/0": raw_bytes(array).data})
+
+
+def _write_archive(
+    file: BinaryIO, head: Mapping[str, bytes], tail: Mapping[str, memoryview] | None = None
+) -> int:
+    """Data comes last, so that all record headers lie below 4 GiB and only sizes need 64 bits."""
+    base = file.tell()
+    directory = []
+    contents: dict[str, bytes | memoryview] = {
+        **head,
+        "byteorder": b"little",
+        "version": b"3\n",
+        **(tail or {}),
+    }
+    for short_name, content in contents.items():
+        name = b"archive/" + short_name.encode()
+        size, crc, local = len(content), zlib.crc32(content), file.tell() - base
+        wide = size >= _WIDE
+        size32 = _MAX32 if wide else size
+        extra = struct.pack("<2H2Q", _ZIP64_FIELD, 16, size, size) if wide else b""
+        data = base + local + _LOCAL.size + len(name) + len(extra) + 4
+        padding = -data % _ALIGNMENT
+        padded = extra + struct.pack("<2H", _PADDING_FIELD, padding) + bytes(padding)
+        version = 45 if wide else 20
+        file.write(
+            _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, 0x21, crc, size32, size32, len(name), len(padded))
+        )
+        file.write(name + padded)
+        file.write(content)
+        fixed = (
+            b"PK\1\2",
+            version,
+            version,
+            0,
+            0,
+            0,
+            0x21,
+            crc,
+            size32,
+            size32,
+            len(name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+        )
+        directory.append(_ENTRY.pack(*fixed, local) + name + extra)
+    position = file.tell() - base
+    entries = b"".join(directory)
+    file.write(entries)
+    counts = (len(directory), len(directory))
+    file.write(_END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, *counts, len(entries), position))
+    file.write(_END64_LOCATOR.pack(b"PK\6\7", 0, position + len(entries), 1))
+    file.write(_END.pack(b"PK\5\6", 0, 0, *counts, len(entries), min(position, _MAX32), 0))
+    return file.tell() - base

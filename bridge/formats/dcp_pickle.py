@@ -1,0 +1,344 @@
+"""A closed pickle interpreter: plain Python values and inert descriptions, nothing imported or called.
+
+DCP writes pickles in three places: `.metadata`, the `data.pkl` that describes each stored tensor, and the `data.pkl`
+of each value that is not a tensor. Python's own unpickler runs whatever such a file names. This one knows about 40
+opcodes; classes and functions become Name, Call, Instance and Persistent records whose names must be on a list.
+
+A small file can describe a large tree by referring to one tuple many times, so that hashing, comparing or printing it
+never ends. Hence only str, small int, bool, None and Instance are dict keys, error messages print no values, and
+`plain_value` counts what it copies.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Never
+
+from bridge.formats.base import CheckpointError
+
+_MAX_NAME = 200
+_MAX_DEPTH = 32
+_MAX_NODES = 1 << 20
+_MAX_INT_BYTES = 255  # what LONG1 can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class, function or constant by its dotted name, such as torch.float32."""
+
+    dotted: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """`name(*args)`, not called."""
+
+    name: str
+    args: tuple[object, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """An object of class `name` with this pickled state; compared by identity."""
+
+    name: str
+    state: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """A reference to something stored beside the pickle."""
+
+    id: object
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a kind of pickle may contain: names of calls, instances and constants, persistent ids, and its size."""
+
+    max_bytes: int
+    calls: frozenset[str] = frozenset()
+    instances: frozenset[str] = frozenset()
+    constants: re.Pattern[str] | None = None
+    persistent: bool = False
+
+    def knows(self, dotted: str) -> bool:
+        """Whether this name may occur."""
+        if dotted in self.calls or dotted in self.instances:
+            return True
+        return self.constants is not None and self.constants.fullmatch(dotted) is not None
+
+
+class _Bad(Exception):
+    """The pickle is refused; the message says why."""
+
+
+def _refuse(why: str) -> Never:
+    raise _Bad(why)
+
+
+def read_pickle(data: bytes, vocabulary: Vocabulary, what: str) -> object:
+    """Interpret one pickle of protocol 2, 4 or 5.
+
+    Returns None, bool, int, float, str, list, tuple, dict, Name, Call, Instance or Persistent, nested (possibly sharing
+    or containing itself: copy with `plain_value`, or look at fields one by one). CheckpointError, beginning with
+    `what`, for anything else.
+    """
+    if len(data) > vocabulary.max_bytes:
+        raise CheckpointError(f"{what}: expected at most {vocabulary.max_bytes} bytes, got {len(data)}")
+    # The records survive until the end anyway; scanning them again and again for cycles triples the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _Interpreter(data, vocabulary).run()
+    except _Bad as error:
+        raise CheckpointError(f"{what}: refused: {error}") from None
+    except (IndexError, KeyError, ValueError, struct.error):
+        raise CheckpointError(f"{what}: malformed or truncated pickle of {len(data)} bytes") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class _Interpreter:
+    __slots__ = ("data", "marks", "memo", "position", "stack", "vocabulary")
+
+    def __init__(self, data: bytes, vocabulary: Vocabulary) -> None:
+        self.data = data
+        self.vocabulary = vocabulary
+        self.position = 0
+        self.stack: list[object] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def run(self) -> object:
+        data = self.data
+        if data[:2] not in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            _refuse("expected a pickle of protocol 2, 4 or 5")
+        self.position = 2
+        while (code := data[self.position]) != _STOP:
+            self.position += 1
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                _refuse(f"opcode {code:#04x} at byte {self.position - 1} is not one that DCP writes")
+            operation(self)
+        if self.position != len(data) - 1 or len(self.stack) != 1 or self.marks:
+            _refuse("expected one value and nothing after it")
+        return self.stack[0]
+
+    def raw(self, size: int) -> bytes:
+        start = self.position
+        self.position = start + size
+        if self.position > len(self.data):
+            _refuse("truncated")
+        return self.data[start : self.position]
+
+    def unsigned(self, size: int) -> int:
+        return int.from_bytes(self.raw(size), "little")
+
+    def cut(self, count: int) -> list[object]:
+        if len(self.stack) < count:
+            _refuse("an operation on an empty stack")
+        items = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return items
+
+    def cut_to_mark(self) -> list[object]:
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def name(self, module: object, name: object) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            _refuse("a name that is not text")
+        # Lengths first: joining a long text again and again costs quadratic time.
+        if len(module) + len(name) > _MAX_NAME:
+            _refuse("a name too long to be one")
+        dotted = f"{module}.{name}"
+        if not self.vocabulary.knows(dotted):
+            _refuse(
+                f"it names {dotted!r}, which no genuine checkpoint does here (loading it might have run code)"
+            )
+        self.stack.append(Name(dotted))
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, list):
+            _refuse("items for something that is not a list")
+        target.extend(items)
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            _refuse("keys for something that is not a dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Beyond 60 bits int hashes can be made to collide, and a dict of them takes quadratic time.
+            if not (
+                key is None
+                or isinstance(key, str | Instance)
+                or (isinstance(key, int) and abs(key) < 1 << 60)
+            ):
+                _refuse("a dict key that is not str, int, bool or None")
+            if key in target:
+                _refuse("a dict key given twice")
+            target[key] = value
+
+    def call(self) -> None:
+        name, args = self.cut(2)
+        if not (isinstance(name, Name) and name.dotted in self.vocabulary.calls and isinstance(args, tuple)):
+            _refuse("a call of something that is not a known function")
+        self.stack.append({} if name.dotted == _ORDERED_DICT and not args else Call(name.dotted, args))
+
+    def new_object(self) -> None:
+        name, args = self.cut(2)
+        if not (isinstance(name, Name) and name.dotted in self.vocabulary.instances and args == ()):
+            _refuse("an instance of something that is not a known class")
+        self.stack.append(Instance(name.dotted))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if not isinstance(target, Instance) or target.state is not None:
+            _refuse("a state for something that takes none")
+        target.state = state
+
+    def global_name(self) -> None:
+        lines = self.data[self.position : self.position + 2 * _MAX_NAME].split(b"\n", 2)
+        if len(lines) < 3:
+            _refuse("a name too long to be one")
+        self.position += len(lines[0]) + len(lines[1]) + 2
+        self.name(lines[0].decode("ascii"), lines[1].decode("ascii"))
+
+    def persistent(self) -> None:
+        if not self.vocabulary.persistent:
+            _refuse("a reference to a stored tensor where only plain values are expected")
+        self.stack.append(Persistent(self.stack.pop()))
+
+
+_STOP: Final = 0x2E
+_ORDERED_DICT: Final = "collections.OrderedDict"
+
+
+def _push(value: object) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(value)
+
+
+def _unsigned(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(m.unsigned(size))
+
+
+def _text(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(m.raw(m.unsigned(size)).decode())
+
+
+def _tuple(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(tuple(m.cut(size)))
+
+
+def _get(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(m.memo[m.unsigned(size)])
+
+
+def _put(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.memo.__setitem__(m.unsigned(size), m.stack[-1])
+
+
+_OPERATIONS: dict[int, Callable[[_Interpreter], object]] = {
+    0x4E: _push(None),  # NONE
+    0x88: _push(True),  # NEWTRUE
+    0x89: _push(False),  # NEWFALSE
+    0x29: _push(()),  # EMPTY_TUPLE
+    0x5D: lambda m: m.stack.append([]),  # EMPTY_LIST
+    0x7D: lambda m: m.stack.append({}),  # EMPTY_DICT
+    0x4B: _unsigned(1),  # BININT1
+    0x4D: _unsigned(2),  # BININT2
+    0x4A: lambda m: m.stack.append(int.from_bytes(m.raw(4), "little", signed=True)),  # BININT
+    0x8A: lambda m: m.stack.append(int.from_bytes(m.raw(m.unsigned(1)), "little", signed=True)),  # LONG1
+    0x47: lambda m: m.stack.append(struct.unpack(">d", m.raw(8))[0]),  # BINFLOAT
+    0x8C: _text(1),  # SHORT_BINUNICODE
+    0x58: _text(4),  # BINUNICODE
+    0x85: _tuple(1),  # TUPLE1
+    0x86: _tuple(2),  # TUPLE2
+    0x87: _tuple(3),  # TUPLE3
+    0x74: lambda m: m.stack.append(tuple(m.cut_to_mark())),  # TUPLE
+    0x28: lambda m: m.marks.append(len(m.stack)),  # MARK
+    0x61: lambda m: m.append(m.cut(1)),  # APPEND
+    0x65: lambda m: m.append(m.cut_to_mark()),  # APPENDS
+    0x73: lambda m: m.set_items(m.cut(2)),  # SETITEM
+    0x75: lambda m: m.set_items(m.cut_to_mark()),  # SETITEMS
+    0x94: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),  # MEMOIZE
+    0x71: _put(1),  # BINPUT
+    0x72: _put(4),  # LONG_BINPUT
+    0x68: _get(1),  # BINGET
+    0x6A: _get(4),  # LONG_BINGET
+    0x63: _Interpreter.global_name,  # GLOBAL
+    0x93: lambda m: m.name(*m.cut(2)),  # STACK_GLOBAL
+    0x52: _Interpreter.call,  # REDUCE
+    0x81: _Interpreter.new_object,  # NEWOBJ
+    0x62: _Interpreter.build,  # BUILD
+    0x51: _Interpreter.persistent,  # BINPERSID
+    0x95: lambda m: m.raw(8),  # FRAME: only a hint for buffering
+}
+
+PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT}))
+
+
+def plain_value(value: object, what: str) -> object:
+    """A deep copy made of None, bool, int, float, str, list, tuple and dict (keys str, int, bool, None) only.
+
+    CheckpointError, beginning with `what`, for anything else, for trees deeper than 32 or above a million nodes,
+    integers above 255 bytes and text that is not valid Unicode.
+    """
+    budget = _MAX_NODES
+
+    def copy(node: object, depth: int) -> object:
+        nonlocal budget
+        budget -= 1
+        if budget < 0 or depth > _MAX_DEPTH:
+            raise CheckpointError(
+                f"{what}: expected at most {_MAX_NODES} values, nested {_MAX_DEPTH} deep, got more"
+            )
+        kind = type(node)
+        if node is None or kind in (bool, float):
+            return node
+        if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
+            return node
+        if isinstance(node, str) and kind is str and _is_unicode(node):
+            return node
+        if isinstance(node, list) and kind is list:
+            return [copy(item, depth + 1) for item in node]
+        if isinstance(node, tuple) and kind is tuple:
+            return tuple([copy(item, depth + 1) for item in node])
+        if isinstance(node, dict) and kind is dict:
+            for key in node:
+                if type(key) not in (str, int, bool, type(None)):
+                    raise CheckpointError(
+                        f"{what}: expected dict keys that are str or int, got {type(key).__name__}"
+                    )
+            return {copy(key, depth + 1): copy(item, depth + 1) for key, item in node.items()}
+        raise CheckpointError(
+            f"{what}: expected None, bool, int, float, str, or list, tuple, dict of these, got {_kind(node)}"
+        )
+
+    return copy(value, 0)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(node: object) -> str:
+    if isinstance(node, Call | Instance):
+        return node.name
+    if isinstance(node, Name):
+        return node.dotted
+    return type(node).__name__

@@ -1,0 +1,78 @@
+"""Finding the one Orbax item with arrays in a checkpoint directory.
+
+    v0                   <path>/_METADATA
+    v1                   <path>/state/_METADATA                      (before Orbax 0.12: pytree)
+    CheckpointManager    <path>/<step>/<item>/_METADATA              item: default, state, params, ...
+
+A level with several candidates is an error that lists them: choosing for the user could convert the wrong step.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bridge.formats.atomic import is_temporary
+from bridge.formats.base import CheckpointError
+
+TREE_FILE = "_METADATA"
+COMMIT_FILE = "commit_success.txt"
+_STEP = re.compile(r"(.+_)?\d+")
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether the directory is named as one that its writer never finished."""
+    return ".orbax-checkpoint-tmp" in path.name or is_temporary(path)
+
+
+def find_item(path: Path) -> Path:
+    """The directory that holds `_METADATA`: `path` or the only one at most two levels below it.
+
+    CheckpointError when there is none, or several.
+    """
+    if is_unfinished(path):
+        raise CheckpointError(
+            f"{path} is a checkpoint that was never finished (its writer stopped half-way): use an earlier one"
+        )
+    if (path / TREE_FILE).is_file():
+        return path
+    below = _subdirectories(path)
+    found = {
+        child: item
+        for child in below
+        for item in [child, *_subdirectories(child)]
+        if (item / TREE_FILE).is_file()
+    }
+    if not found:
+        raise CheckpointError(f"{path}: {_why_none(path)}")
+    if len(found) > 1:
+        raise CheckpointError(_which(path, list(found)))
+    child, _ = found.popitem()
+    return find_item(child)
+
+
+def is_committed(path: Path, item: Path) -> bool:
+    """Whether a directory from `item` up to `path` has the file that Orbax writes last."""
+    levels = [item, *(parent for parent in item.parents if parent.is_relative_to(path))]
+    return any((level / COMMIT_FILE).is_file() for level in levels)
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and not is_unfinished(child))
+
+
+def _which(path: Path, found: list[Path]) -> str:
+    names = [child.name for child in found]
+    steps = all(_STEP.fullmatch(name) for name in names)
+    if steps:
+        names.sort(key=lambda name: (len(name), name))
+    shown = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
+    kind = "step" if steps else "item"
+    return f"{path} holds several {kind}s: {shown}. Give the path of one {kind}, e.g. {path / names[-1]}"
+
+
+def _why_none(path: Path) -> str:
+    if (path / "checkpoint").is_file():
+        return "this is a checkpoint of the old flax msgpack format; load and save it again with Orbax first"
+    shown = ", ".join(child.name for child in sorted(path.iterdir())[:5]) or "an empty directory"
+    return f"expected an Orbax checkpoint with {TREE_FILE} here or in an item or step below, found {shown}"

@@ -1,0 +1,253 @@
+"""The storage half of an Orbax item: arrays as zarr chunks in a key-value store, opened through tensorstore.
+
+    store          OCDBT (a B-tree: manifest.ocdbt, d/*, ocdbt.process_*/*) or plain files below the item
+    zarr2 array    <key>/.zarray    and chunks <key>/0.1      0-d: <key>/0
+    zarr3 array    <key>/zarr.json  and chunks <key>/c/0/1    0-d: <key>/c
+
+A stored chunk has the full chunk shape, padded at the edges of the array. What one chunk value holds, when raw:
+
+    zarr2                    data
+    zarr3, bytes             data [crc32c of data]
+    zarr3, sharding_indexed  data [crc32c of data] | data offset, data size (with crc), crc32c of these two
+
+Orbax writes the last form with one inner chunk per shard; both that and several are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import tensorstore as ts
+
+from bridge.formats.base import Box, CheckpointError, dtype_from_name, dtype_name
+
+MANIFEST = "manifest.ocdbt"
+Spec: TypeAlias = dict[str, Any]
+# How chunk data lies in a chunk's value: None when it must be decoded.
+Raw: TypeAlias = Literal["plain", "shard"] | None
+
+# Finer inner chunks than this are read by whole shard: every chunk is a Box in memory.
+_MAX_INNER_CHUNKS = 1 << 20
+_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC = {"name": "crc32c"}
+
+
+@contextmanager
+def explain(what: str) -> Iterator[None]:
+    """Turn whatever tensorstore raises into a CheckpointError that begins with `what`."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, KeyError, IndexError, TypeError, MemoryError) as error:
+        text = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
+        raise CheckpointError(f"{what}: {text}") from error
+
+
+def new_context() -> ts.Context:
+    """Limits for one reader or one save. Not shared: a context would remember the B-tree of an earlier save there."""
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
+            "file_io_concurrency": {"limit": 8},
+            "data_copy_concurrency": {"limit": 2},
+            "file_io_sync": True,
+        }
+    )
+
+
+def store_spec(item: Path, *, ocdbt: bool, create: bool = False) -> Spec:
+    """The key-value store of an item; `create` for writing (OCDBT only)."""
+    files = {"driver": "file", "path": f"{item}/"}
+    if not ocdbt:
+        return files
+    spec: Spec = {"driver": "ocdbt", "base": files, "cache_pool": "cache_pool#ocdbt"}
+    if create:
+        spec["config"] = {
+            "max_inline_value_bytes": 1024,
+            "max_decoded_node_bytes": 100_000_000,
+            "manifest_kind": "single",
+        }
+        spec |= {"assume_config": True, "target_data_file_size": 1 << 31}
+    return spec
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """How one array is stored.
+
+    stored_chunk: shape of what one chunk key holds. chunk: shape of what is decoded on its own, and so the reader's
+    chunk; they differ only for shards with several inner chunks. raw, checksum: see the module docstring.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    stored_chunk: tuple[int, ...]
+    chunk: tuple[int, ...]
+    zarr3: bool
+    raw: Raw = None
+    checksum: bool = False
+
+    def __post_init__(self) -> None:
+        for chunk in (self.stored_chunk, self.chunk):
+            if len(chunk) != len(self.shape):
+                raise ValueError(
+                    f"array {self.key!r}: expected chunks of rank {len(self.shape)}, got {chunk}"
+                )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Decoded size of a chunk."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def num_stored(self) -> int:
+        """How many chunk keys the array has."""
+        return math.prod(_grid(self.shape, self.stored_chunk))
+
+    def chunk_key(self, index: tuple[int, ...]) -> str:
+        """The key of the chunk at this position of the grid of stored chunks."""
+        if self.zarr3:
+            return "/".join([self.key, "c", *map(str, index)])
+        return f"{self.key}/{'.'.join(map(str, index)) or '0'}"
+
+    def stored_keys(self) -> Iterator[str]:
+        """Every key the array must have, apart from its metadata."""
+        for index in itertools.product(*map(range, _grid(self.shape, self.stored_chunk))):
+            yield self.chunk_key(index)
+
+    def chunks(self, box: Box | None = None) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """(grid position, box) of the chunks that hold elements of `box`, in C order; default: all."""
+        box = Box.whole(self.shape) if box is None else box
+        if not box.numel:
+            return
+        ranges = [
+            range(low // size, -(-stop // size))
+            for low, stop, size in zip(box.offsets, box.stops, self.chunk, strict=True)
+        ]
+        for index in itertools.product(*ranges):
+            low = tuple(i * size for i, size in zip(index, self.chunk, strict=True))
+            yield (
+                index,
+                Box(low, tuple(map(min, self.chunk, (n - o for n, o in zip(self.shape, low, strict=True))))),
+            )
+
+    def read_spec(self, store: Spec) -> Spec:
+        """The tensorstore spec that opens the array; a missing chunk is an error, not zeros."""
+        return {
+            "driver": "zarr3" if self.zarr3 else "zarr",
+            "kvstore": {**store, "path": f"{store.get('path', '')}{self.key}/"},
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+            "fill_missing_data_reads": False,
+        }
+
+    def write_spec(self, store: Spec) -> Spec:
+        """The spec that creates the array, as zarr3: one raw inner chunk per shard, each with a CRC-32C.
+
+        This is Orbax's own form but for the checksum, which Orbax verifies when it is there.
+        """
+        inner = {"chunk_shape": self.chunk, "codecs": [_LITTLE, _CRC], "index_codecs": [_LITTLE, _CRC]}
+        grid = {"name": "regular", "configuration": {"chunk_shape": self.chunk}}
+        metadata = {
+            "shape": self.shape,
+            "data_type": dtype_name(self.dtype),
+            "chunk_grid": grid,
+            "codecs": [{"name": "sharding_indexed", "configuration": {**inner, "index_location": "end"}}],
+        }
+        return {
+            **self.read_spec(store),
+            "metadata": metadata,
+            # Otherwise chunks of zeros are left out, and restoring fails.
+            "store_data_equal_to_fill_value": True,
+        }
+
+
+def metadata_key(key: str, *, zarr3: bool) -> str:
+    """The key of an array's own metadata."""
+    return f"{key}/zarr.json" if zarr3 else f"{key}/.zarray"
+
+
+def parse_array(key: str, data: object, *, zarr3: bool, what: str) -> ArrayLayout:
+    """The layout from an array's parsed metadata JSON. CheckpointError, beginning with `what`, if it is malformed."""
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{what}: expected a JSON object, got {type(data).__name__}")
+    try:
+        return _parse_zarr3(key, data) if zarr3 else _parse_zarr2(key, data)
+    except (LookupError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+        raise CheckpointError(f"{what}: malformed or unsupported zarr metadata: {error!r:.200}") from error
+
+
+def _parse_zarr2(key: str, data: Mapping[str, Any]) -> ArrayLayout:
+    _expect(data, zarr_format=2)
+    if data.get("dimension_separator", ".") != ".":
+        raise ValueError(f"expected dimension_separator '.', got {data['dimension_separator']!r}")
+    shape, chunk = _sizes(data["shape"], 0), _sizes(data["chunks"], 1)
+    text = data["dtype"]
+    if not isinstance(text, str):
+        raise ValueError(f"expected dtype to be a string, got {text!r}")
+    # NumPy's type strings, except for the types NumPy lacks, which go by bare name.
+    swapped = text.startswith(">")
+    dtype = np.dtype(text).newbyteorder("=") if text[:1] in "<>|" else dtype_from_name(text)
+    dtype_name(dtype)
+    plain = (
+        not swapped
+        and data.get("compressor") is None
+        and not data.get("filters")
+        and data.get("order") == "C"
+    )
+    return ArrayLayout(key, shape, dtype, chunk, chunk, zarr3=False, raw="plain" if plain else None)
+
+
+def _parse_zarr3(key: str, data: Mapping[str, Any]) -> ArrayLayout:
+    _expect(data, zarr_format=3, node_type="array")
+    encoding = data.get("chunk_key_encoding", {"name": "default"})
+    if encoding["name"] != "default" or encoding.get("configuration", {}).get("separator", "/") != "/":
+        raise ValueError(f"expected chunk_key_encoding 'default' with '/', got {encoding!r}")
+    _expect(data["chunk_grid"], name="regular")
+    shape = _sizes(data["shape"], 0)
+    stored = chunk = _sizes(data["chunk_grid"]["configuration"]["chunk_shape"], 1)
+    dtype = dtype_from_name(str(data["data_type"]))
+    codecs = data["codecs"]
+    plain, checksum = _plain_codecs(codecs)
+    raw: Raw = "plain" if plain else None
+    if len(codecs) == 1 and codecs[0]["name"] == "sharding_indexed":
+        shard = codecs[0]["configuration"]
+        inner = _sizes(shard["chunk_shape"], 1)
+        if inner == stored:
+            plain, checksum = _plain_codecs(shard["codecs"])
+            raw = "shard" if plain and shard.get("index_location", "end") == "end" else None
+        elif math.prod(_grid(shape, inner)) <= _MAX_INNER_CHUNKS:
+            chunk = inner
+    return ArrayLayout(key, shape, dtype, stored, chunk, zarr3=True, raw=raw, checksum=checksum)
+
+
+def _plain_codecs(codecs: list[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Whether the codecs leave the data as it is in memory, and whether a CRC-32C follows it."""
+    names = [codec["name"] for codec in codecs]
+    little = codecs[0].get("configuration", {}).get("endian", "little") == "little"
+    return little and names in (["bytes"], ["bytes", "crc32c"]), names[-1] == "crc32c"
+
+
+def _expect(data: Mapping[str, Any], **fields: object) -> None:
+    for name, value in fields.items():
+        if data.get(name) != value:
+            raise ValueError(f"expected {name} {value!r}, got {data.get(name)!r}")
+
+
+def _sizes(value: object, least: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int and least <= n < 1 << 62 for n in value):
+        raise ValueError(f"expected a list of integers >= {least}, got {value!r:.80}")
+    return tuple(value)
+
+
+def _grid(shape: Iterable[int], chunk: Iterable[int]) -> tuple[int, ...]:
+    """How many chunks there are on each axis."""
+    return tuple(-(-n // size) for n, size in zip(shape, chunk, strict=True))

@@ -1,0 +1,15 @@
+"""Translation of checkpoint trees between a torch model and a jax model, by a table of rules."""
+
+from bridge.mapping.errors import MappingError
+from bridge.mapping.plan import Plan, PlannedTensor, make_plan
+from bridge.mapping.rules import MappingTable, load_mapping, parse_mapping
+
+__all__ = [
+    "MappingError",
+    "MappingTable",
+    "Plan",
+    "PlannedTensor",
+    "load_mapping",
+    "make_plan",
+    "parse_mapping",
+]

@@ -1,0 +1,200 @@
+"""One rule applied to one section of a checkpoint: which tensors it makes, and where their elements lie.
+
+Indices of a path fall in three kinds. *Shared* ones are in the path on both sides: the rule applies once per value.
+*Gathered* ones are in the source's path and an axis of the target (layers are stacked). *Scattered* ones are the
+reverse (a stack is taken apart)::
+
+    layers.{i}.w2 : m f   ->   layers/down : {i} f m       i gathered: n source tensors make one
+    layers/down : {i} f m ->   layers.{i}.w2 : m f         i scattered: one source tensor makes n
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bridge.formats.base import TensorInfo
+from bridge.mapping.errors import MappingError
+from bridge.mapping.expression import Affine, Alternative, Undetermined
+from bridge.mapping.relation import Block, TensorView, identity
+from bridge.mapping.rules import Entry, Rule, Side
+
+Values = Mapping[str, int]
+
+LARGEST_STACK = 1 << 20
+"""A stack of empty layers may claim any number of them; one this large is a mistake."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is known about axis sizes apart from shapes. ``absent`` says why an axis of the table has no size."""
+
+    sizes: Mapping[str, int]
+    alias: Mapping[str, str]
+    absent: Mapping[str, str]
+
+
+def apply_rule(
+    rule: Rule, source: Side, tensors: Mapping[str, TensorInfo], axes: Axes
+) -> Iterator[tuple[str, TensorView]]:
+    """The target tensors, by weight name, that ``rule`` makes of the source ``tensors`` (also by weight name).
+
+    Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict the expressions, or
+    an axis size stays open.
+    """
+    inputs = rule.entries(source)
+    outputs = rule.entries("jax" if source == "torch" else "torch")
+    from_path, to_path = inputs[0].path.indices, outputs[0].path.indices
+    shared = [index for index in from_path if index in to_path]
+    gathered = [index for index in from_path if index not in to_path]
+
+    groups: dict[tuple[int, ...], list[Values]] = {}
+    for name in tensors:
+        for entry in inputs:
+            values = entry.path.match(name)
+            if values is not None:
+                groups.setdefault(tuple(values[index] for index in shared), []).append(values)
+    for key, members in sorted(groups.items()):
+        at = dict(zip(shared, key, strict=True))
+        counts = {index: 1 + max(values[index] for values in members) for index in gathered}
+        yield from _Instance(rule, inputs, outputs, at, counts, tensors, axes).outputs()
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """A rule at fixed values ``at`` of the shared indices; ``counts`` are the sizes of the gathered ones."""
+
+    rule: Rule
+    inputs_: tuple[Entry, ...]
+    outputs_: tuple[Entry, ...]
+    at: Values
+    counts: Values
+    tensors: Mapping[str, TensorInfo]
+    axes: Axes
+
+    def outputs(self) -> Iterator[tuple[str, TensorView]]:
+        infos = [self._infos(entry) for entry in self.inputs_]
+        first = infos[0][0]
+        for info in itertools.chain.from_iterable(infos):
+            if info.dtype != first.dtype:
+                raise self._error(
+                    f"expected one dtype, got {first.dtype} in {first.name} and {info.dtype} in {info.name}"
+                )
+        if self.inputs_[0].expression is None:
+            yield self.outputs_[0].path.format(self.at), identity(first.name, first.shape, first.dtype)
+            return
+        sizes = self._sizes(infos)
+        parts = dict(self._parts(self.inputs_, sizes))
+        for entry in self.outputs_:
+            assert entry.expression is not None
+            own = {index: sizes[index] for index in entry.path.indices if index not in self.at}
+            if math.prod(own.values()) > LARGEST_STACK:
+                raise self._error(
+                    f"expected at most {LARGEST_STACK} tensors in a stack, got {math.prod(own.values())}"
+                )
+            for scattered in _grid(own):
+                blocks = [
+                    self._block(parts[axes], alternative, scattered, gathered, sizes)
+                    for axes, (_, alternative) in self._parts((entry,), sizes)
+                    for gathered in _grid(self.counts)
+                ]
+                shape = entry.expression.shape(sizes)
+                yield (
+                    entry.path.format({**self.at, **scattered}),
+                    TensorView(shape, first.dtype, tuple(blocks)),
+                )
+
+    def _infos(self, entry: Entry) -> list[TensorInfo]:
+        """The source tensors of one entry, all of one shape, for every value of the gathered indices."""
+        names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
+        # Lazily, since one stray layer number of a billion would otherwise be a list of a billion names.
+        missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
+        if missing:
+            present = next(name for name in self.tensors if self._belongs(name))
+            raise self._error(
+                f"expected also {', '.join(missing)}, which goes together with {present}, found no such tensor"
+            )
+        names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
+        infos = [self.tensors[name] for name in names]
+        for info in infos:
+            if info.shape != infos[0].shape:
+                raise self._error(
+                    f"expected one shape to stack, got {infos[0].shape} in {infos[0].name} "
+                    f"and {info.shape} in {info.name}"
+                )
+        return infos
+
+    def _belongs(self, name: str) -> bool:
+        matches = (entry.path.match(name) for entry in self.inputs_)
+        return any(values is not None and values.items() >= self.at.items() for values in matches)
+
+    def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
+        sizes = {**self.axes.sizes, **self.counts}
+        for _ in self.inputs_:  # what one entry settles may settle the next
+            for entry, members in zip(self.inputs_, infos, strict=True):
+                assert entry.expression is not None
+                try:
+                    sizes = entry.expression.solve(members[0].shape, sizes, self.axes.alias)
+                except MappingError as error:
+                    raise self._error(f"tensor {members[0].name}: {error}") from error
+        return sizes
+
+    def _parts(
+        self, entries: tuple[Entry, ...], sizes: Values
+    ) -> Iterator[tuple[frozenset[str], tuple[Entry, Alternative]]]:
+        for entry in entries:
+            assert entry.expression is not None
+            try:
+                alternatives = entry.expression.alternatives(sizes)
+            except Undetermined as error:
+                axis = error.axes[0]
+                name = axis if axis.startswith("{") else self.axes.alias.get(axis, axis)
+                absent = f" ({self.axes.absent[name]})" if name in self.axes.absent else ""
+                raise self._error(
+                    f"the size of axis {axis} does not follow from the shapes{absent}; give it in the mapping's [axes] "
+                    f"table or on the command line as --axis {name}=SIZE"
+                ) from error
+            yield from zip(
+                entry.axis_sets(), ((entry, alternative) for alternative in alternatives), strict=True
+            )
+
+    def _block(
+        self,
+        source: tuple[Entry, Alternative],
+        target: Alternative,
+        scattered: Values,
+        gathered: Values,
+        sizes: Values,
+    ) -> Block:
+        entry, index = source
+        name = self.tensors[entry.path.format({**self.at, **gathered})].name
+        left = {axis: sizes[axis] for dim in index for axis, _ in dim.terms if axis not in scattered}
+        return Block(name, _fix(index, scattered), _fix(target, gathered), left)
+
+    def _error(self, reason: str) -> MappingError:
+        where = "".join(f" with {index[1:-1]} = {value}" for index, value in self.at.items())
+        return MappingError(f"rule {self.rule}{where}: {reason}")
+
+
+def _grid(counts: Values) -> Iterator[dict[str, int]]:
+    """All index values, one at a time: itertools.product would first hold every range as a tuple."""
+    if not counts:
+        yield {}
+        return
+    (*outer, (index, count)) = counts.items()
+    for values in _grid(dict(outer)):
+        for value in range(count):
+            yield {**values, index: value}
+
+
+def _fix(index: Alternative, values: Values) -> Alternative:
+    """``index`` with some axes held at a value."""
+    return tuple(
+        Affine(
+            dim.offset + sum(stride * values[axis] for axis, stride in dim.terms if axis in values),
+            tuple((axis, stride) for axis, stride in dim.terms if axis not in values),
+        )
+        for dim in index
+    )

@@ -1,0 +1,47 @@
+"""Sharded training state in JAX: flat uneven buffers on one data-parallel mesh axis, four strategies.
+
+::
+
+    plan, weights = fully_shard(model, data_parallel_mesh(4), strategy="optim_grads_params")
+    optimizer = main_weight_adamw(1e-3)
+    state = init_state(plan, weights, optimizer)
+    step = make_train_step(plan, lambda model, rows: loss(model(rows)), optimizer, microbatches=2)
+    state, metrics = step(state, tokens)
+"""
+
+from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
+from jax_impl.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from jax_impl.collective_count import count_collectives
+from jax_impl.layout import Layout, plan_layout
+from jax_impl.memory import MemoryReport, memory_report
+from jax_impl.mesh import data_parallel_mesh, simulate_devices
+from jax_impl.optimizer import AdamWState, main_weight_adamw
+from jax_impl.plan import ShardingPlan
+from jax_impl.strategy import STRATEGIES
+from jax_impl.train import TrainState, init_state, make_gradients, make_train_step, shard_batch
+
+__all__ = [
+    "STRATEGIES",
+    "AdamWState",
+    "Layout",
+    "LoadedCheckpoint",
+    "MemoryReport",
+    "ShardingPlan",
+    "TrainState",
+    "count_collectives",
+    "data_parallel_mesh",
+    "fully_shard",
+    "init_state",
+    "load_checkpoint",
+    "main_weight_adamw",
+    "make_gradients",
+    "make_train_step",
+    "memory_report",
+    "plan_layout",
+    "plan_sharding",
+    "save_checkpoint",
+    "shard_batch",
+    "shard_weights",
+    "simulate_devices",
+    "unshard",
+]

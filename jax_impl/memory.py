@@ -1,0 +1,85 @@
+"""Bytes that a sharded training state keeps on each device between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_impl.plan import ShardingPlan
+from jax_impl.train import TrainState
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes at rest on one device.
+
+    With P parameters in buffers of W shards, ``main_weights`` is 4P / W on average, ``moments`` 8P / W, and
+    ``padding`` fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step count).
+    Compute weights and gradients live only inside a step.
+    """
+
+    device: str
+    main_weights: int
+    moments: int
+    padding: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.main_weights + self.moments + self.padding + self.other
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """One entry for each device that this process addresses."""
+
+    devices: tuple[DeviceMemory, ...]
+
+    def __str__(self) -> str:
+        kinds = ("main_weights", "moments", "padding", "other", "total")
+        lines = [f"{'bytes at rest':<16}" + "".join(f"{kind:>16}" for kind in kinds)]
+        lines += [
+            f"{d.device:<16}" + "".join(f"{getattr(d, kind):>16,}" for kind in kinds) for d in self.devices
+        ]
+        return "\n".join(lines)
+
+
+def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
+    """Counted from the arrays' own shards; the split into parameters and padding comes from the layouts."""
+    devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
+    main = dict.fromkeys(devices, 0)
+    moments, padding, other = dict(main), dict(main), dict(main)
+
+    def add(tree: Any, kind: dict[jax.Device, int]) -> None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            unit = _unit_of(plan, path, leaf)
+            for shard in leaf.addressable_shards:
+                stored = shard.data.nbytes
+                real = stored if unit is None else _real_elements(plan, unit, shard) * leaf.dtype.itemsize
+                (other if unit is None else kind)[shard.device] += real
+                padding[shard.device] += stored - real
+
+    add(state.weights, main)
+    add(state.opt_state, moments)
+    return MemoryReport(
+        tuple(DeviceMemory(str(d), main[d], moments[d], padding[d], other[d]) for d in devices)
+    )
+
+
+def _unit_of(plan: ShardingPlan, path: Any, leaf: jax.Array) -> str | None:
+    """The unit whose buffer ``leaf`` is: optimizer states keep the weights' dictionary keys."""
+    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    known = keys and keys[-1] in plan.units
+    return keys[-1] if known and leaf.shape == (plan.units[keys[-1]].layout.padded_size,) else None
+
+
+def _real_elements(plan: ShardingPlan, unit: str, shard: jax.Shard) -> int:
+    layout = plan.units[unit].layout
+    rank = (shard.index[0].start or 0) // layout.shard_size if layout.shard_size else 0
+    rows = layout.row_ranges(rank)
+    return int(
+        np.sum([(r1 - r0) * layout.slot(name).row_size for name, (r0, r1) in rows.items()], dtype=np.int64)
+    )

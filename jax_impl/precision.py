@@ -1,0 +1,56 @@
+"""Which dtype weights have in compute, and gradients have on the wire.
+
+Main weights, moments and accumulated gradients are float32, or float64 where the given parameters are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``param_dtype``: dtype of the compute weights; ``None`` keeps the main weights' dtype.
+
+    ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
+    PyTorch's ``MixedPrecisionPolicy``. Raises ``ValueError`` for another dtype, or float64 without x64.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, name in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
+            if name is not None and name not in _DTYPES:
+                raise ValueError(f"{field}: expected None or one of {list(_DTYPES)}, got {name!r}")
+            if name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+                raise ValueError(f'{field}: float64 needs jax.config.update("jax_enable_x64", True) first')
+
+    def compute(self, main: np.dtype) -> np.dtype:
+        return main if self.param_dtype is None else jnp.dtype(self.param_dtype)
+
+    def reduce(self, main: np.dtype) -> np.dtype:
+        return self.compute(main) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+
+def main_dtype(given: np.dtype) -> np.dtype:
+    """The dtype of the main weights of a parameter that was given in dtype ``given``."""
+    return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)
+
+
+def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
+    if dtype == jnp.bfloat16 and x.dtype != jnp.bfloat16:
+        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
+def divide_exactly(x: jax.Array, divisor: int) -> jax.Array:
+    """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
+    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor, x.dtype))

@@ -1,0 +1,78 @@
+"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward, reduce-scatter.
+
+The order of one training step over two units A and B inside the root R, under ``optim_grads_params``::
+
+    forward    gather R | gather A, apply A, drop A | gather B, apply B, drop B | loss, drop R
+    backward   gather R | gather B, backward B, scatter dB | gather A, backward A, scatter dA | scatter dR
+
+Three fences make XLA keep that order:
+
+1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at the start;
+2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the gathered weights
+   and so keeps the whole buffer alive until backward;
+3. the second gather waits for the output's cotangent and the saved activations, or it merges with the first.
+
+Under ``optim_grads`` the gathered weights are given, and only the scatter happens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jax_impl.buffer import pack, unpack
+from jax_impl.collective import Wire, fence
+from jax_impl.layout import Layout
+
+Leaves = tuple[jax.Array, ...]
+# A unit's shard and, where the step gathered it already, its full buffer.
+Held = tuple[jax.Array, jax.Array | None]
+
+
+def sharded_call(
+    apply: Callable[..., Any], layout: Layout, wire: Wire, held: Held, inner: Mapping[str, Any], *inputs: Any
+) -> Any:
+    """``apply(leaves, inner, *inputs)`` with the unit's weights taken from ``held``.
+
+    ``inner`` holds the weights of the units inside this one; ``inputs`` are pytrees of arrays. Differentiating gives
+    the reduce-scattered gradient of the shard, and no gradient of a full buffer.
+    """
+
+    def weights(held: Held, after: Any) -> tuple[Leaves, Any]:
+        shard, full = held
+        if full is None:
+            shard, after = fence((shard, after))
+            full = wire.gather(shard)
+        return unpack(layout, full), after
+
+    @jax.custom_vjp
+    def call(held: Held, inner: Mapping[str, Any], *inputs: Any) -> Any:
+        leaves, inputs = weights(held, inputs)
+        return apply(leaves, inner, *inputs)
+
+    def forward(held: Held, inner: Mapping[str, Any], *inputs: Any) -> tuple[Any, Any]:
+        leaves, inputs = weights(held, inputs)
+        vjp: Any
+        output, vjp = jax.vjp(apply, leaves, inner, *inputs)
+        # Residuals that are arguments are listed apart, so weights can be left out and put back.
+        vjp.args_res[:2] = [None, None]
+        if held[1] is None:
+            output, vjp = fence((output, vjp))
+        return output, (held, inner, vjp)
+
+    def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+        held, inner, vjp = saved
+        leaves, (cotangent, vjp) = weights(held, (cotangent, vjp))
+        vjp.args_res[:2] = [leaves, inner]
+        gradients, inner_gradients, *input_gradients = vjp(cotangent)
+        # The next unit's gather must not start beside this scatter: see one_after_another.
+        shard_gradient, input_gradients = fence(
+            (wire.reduce_scatter(pack(layout, gradients)), input_gradients)
+        )
+        shards_only = {path: (shard, None) for path, (shard, _) in inner_gradients.items()}
+        return (shard_gradient, None), shards_only, *input_gradients
+
+    call.defvjp(forward, backward)
+    return call(held, inner, *inputs)

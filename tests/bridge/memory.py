@@ -1,0 +1,161 @@
+"""A checkpoint reader over arrays in memory, and the two trees of a small decoder, made without the mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.formats.base import Box, TensorInfo, TreePath
+
+
+class MemoryReader:
+    """A ``CheckpointReader``. ``largest_read`` is the number of elements of the largest region read so far."""
+
+    def __init__(
+        self,
+        format: str,
+        arrays: Mapping[str, np.ndarray],
+        objects: Mapping[TreePath, object] | None = None,
+    ) -> None:
+        self.format = format
+        self.path = Path("memory")
+        self.arrays = dict(arrays)
+        separator = "." if format == "dcp" else "/"
+        self.tensors = {
+            name: TensorInfo(name, _path(name, format), array.shape, array.dtype, (Box.whole(array.shape),))
+            for name, array in arrays.items()
+        }
+        self.object_paths = {separator.join(map(str, path)): path for path in objects or {}}
+        self.objects = {separator.join(map(str, path)): value for path, value in (objects or {}).items()}
+        self.largest_read = 0
+        self.reads = 0
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        box = Box.whole(self.tensors[name].shape) if box is None else box
+        assert box.inside(self.tensors[name].shape)
+        self.largest_read = max(self.largest_read, box.numel)
+        self.reads += 1
+        return np.array(self.arrays[name][box.slices()], order="C")
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def _path(name: str, format: str) -> TreePath:
+    if format == "orbax":
+        return tuple(name.split("/"))
+    if name.startswith("model."):
+        return ("model", name.removeprefix("model."))
+    if name.startswith("optimizer.state."):
+        weight, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
+        return ("optimizer", "state", weight, entry)
+    return tuple(name.split("."))
+
+
+D, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FF, VOCAB = 6, 3, 4, 2, 5, 7, 11
+
+MODEL = {"d_model": D, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+
+
+def torch_shapes(*, tied: bool = False) -> dict[str, tuple[int, ...]]:
+    """The decoder's torch parameters in a small size in which no two axes are equal."""
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, D)}
+    for i in range(LAYERS):
+        layer = f"layers.{i}."
+        shapes |= {
+            layer + "attention_norm.weight": (D,),
+            layer + "attention.wq.weight": (HEADS * HEAD_DIM, D),
+            layer + "attention.wk.weight": (KV_HEADS * HEAD_DIM, D),
+            layer + "attention.wv.weight": (KV_HEADS * HEAD_DIM, D),
+            layer + "attention.wo.weight": (D, HEADS * HEAD_DIM),
+            layer + "mlp_norm.weight": (D,),
+            layer + "mlp.w13.weight": (2 * FF, D),
+            layer + "mlp.w2.weight": (D, FF),
+        }
+    shapes["norm.weight"] = (D,)
+    return shapes if tied else {**shapes, "lm_head.weight": (VOCAB, D)}
+
+
+def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
+    """Random bit patterns: NaNs of many payloads, infinities, denormals and both zeros among them."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, size=int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    if dtype == np.bool_:
+        raw &= 1
+    return np.frombuffer(raw.tobytes(), dtype).reshape(shape)
+
+
+def dcp_arrays(*, tied: bool = False, step: int = 40, moments: bool = True) -> dict[str, np.ndarray]:
+    """A whole DCP checkpoint of the small decoder; every tensor has other values."""
+    arrays: dict[str, np.ndarray] = {}
+    float32 = np.dtype(np.float32)
+    for k, (name, shape) in enumerate(torch_shapes(tied=tied).items()):
+        arrays[f"model.{name}"] = random_bits(shape, float32, 3 * k)
+        if moments:
+            arrays[f"optimizer.state.{name}.exp_avg"] = random_bits(shape, float32, 3 * k + 1)
+            arrays[f"optimizer.state.{name}.exp_avg_sq"] = random_bits(shape, float32, 3 * k + 2)
+            arrays[f"optimizer.state.{name}.step"] = np.asarray(step, np.float32)
+    arrays |= {f"train.model.{name}": np.asarray(value, np.int64) for name, value in MODEL.items()}
+    arrays["train.step"] = np.asarray(step, np.int64)
+    arrays["train.data.corpus_sha256"] = np.arange(32, dtype=np.uint8)
+    return arrays
+
+
+def expected_orbax(arrays: Mapping[str, np.ndarray], *, stacked: bool = False) -> dict[str, np.ndarray]:
+    """The Orbax tree of a DCP tree, written out by hand with NumPy reshapes on whole arrays."""
+    result = {name.replace(".", "/"): a for name, a in arrays.items() if name.startswith("train.")}
+    steps = [a for name, a in arrays.items() if name.endswith(".step") and name.startswith("optimizer.")]
+    if steps:
+        result["opt_state/count"] = steps[0].astype(np.int32)
+    trees = {"params/": ("model.", ""), "opt_state/mu/": ("optimizer.state.", ".exp_avg")}
+    trees["opt_state/nu/"] = ("optimizer.state.", ".exp_avg_sq")
+    for prefix, (before, after) in trees.items():
+
+        def get(weight: str, before: str = before, after: str = after) -> np.ndarray:
+            return arrays[before + weight + after]
+
+        if before + "embed.weight" + after not in arrays:
+            continue
+        result[prefix + "embed/embedding"] = get("embed.weight")
+        result[prefix + "norm/scale"] = get("norm.weight")
+        if before + "lm_head.weight" + after in arrays:
+            result[prefix + "lm_head/kernel"] = get("lm_head.weight").T
+        layers: dict[str, list[np.ndarray]] = {}
+        for i in range(LAYERS):
+            layer = f"layers.{i}."
+            kinds = {
+                "attention_norm/scale": get(layer + "attention_norm.weight"),
+                "mlp_norm/scale": get(layer + "mlp_norm.weight"),
+                "mlp/gate/kernel": get(layer + "mlp.w13.weight")[:FF].T,
+                "mlp/up/kernel": get(layer + "mlp.w13.weight")[FF:].T,
+                "mlp/down/kernel": get(layer + "mlp.w2.weight").T,
+                "attention/out/kernel": get(layer + "attention.wo.weight").T.reshape(HEADS, HEAD_DIM, D),
+            }
+            for torch_name, jax_name in (("wq", "query"), ("wk", "key"), ("wv", "value")):
+                weight = get(f"{layer}attention.{torch_name}.weight")
+                kinds[f"attention/{jax_name}/kernel"] = weight.T.reshape(D, -1, HEAD_DIM)
+            for kind, array in kinds.items():
+                layers.setdefault(kind, []).append(array)
+        for kind, members in layers.items():
+            if stacked:
+                result[f"{prefix}layers/{kind}"] = np.stack(members)
+            else:
+                result |= {f"{prefix}layers/{i}/{kind}": array for i, array in enumerate(members)}
+    return {name: np.asarray(array, order="C") for name, array in result.items()}
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether shape, dtype and every bit agree."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -1,0 +1,279 @@
+"""The `twinshard` command: output, exit status, and one clear message for every error."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import bridge
+from bridge.cli import app
+from bridge.cli_output import byte_progress, human_bytes, plain_json, print_table
+from tests.bridge.memory import HEAD_DIM, dcp_arrays, expected_orbax
+from tests.bridge.test_convert import HYPERPARAMETERS, tensors, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own, its output in pipes."""
+    program = [sys.executable, "-c", "from bridge.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120, **options)
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Path:
+    write(tmp_path / "dcp", "dcp", dcp_arrays(), HYPERPARAMETERS)
+    return tmp_path / "dcp"
+
+
+@pytest.mark.parametrize("name", ["convert", "diff", "inspect", "relay"])
+def test_the_help_of_every_command_shows_an_example(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0
+    assert f"Example:\n    twinshard {name} " in result.stdout
+
+
+def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
+    done = command("convert", dcp, tmp_path / "orbax", "--mapping", "decoder")
+    assert (done.returncode, done.stderr) == (0, "")
+    count = len(expected_orbax(dcp_arrays()))
+    assert f"{dcp} (dcp) -> {tmp_path / 'orbax'} (orbax): {count} tensors, 5 objects" in done.stdout
+
+    done = command("diff", dcp, tmp_path / "orbax", "--mapping", "decoder")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(
+        rf"{count} tensors, \d+ elements compared: all bits agree; within the tolerance of 0 ULP\n",
+        done.stdout,
+    )
+
+    back = command(
+        "convert", tmp_path / "orbax", tmp_path / "back", "--to", "dcp", "--mapping", "decoder", "--json"
+    )
+    report = json.loads(back.stdout)
+    assert (report["source_format"], report["format"], report["tensors"]) == (
+        "orbax",
+        "dcp",
+        len(dcp_arrays()),
+    )
+    assert {n: a.tobytes() for n, a in tensors(tmp_path / "back").items()} == {
+        n: a.tobytes() for n, a in dcp_arrays().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "none", "new"), "error: expected a checkpoint directory at none, found nothing there"),
+        (("convert", "dcp", "dcp"), "error: expected no file or directory at dcp, found one"),
+        (
+            ("convert", "dcp", "new", "--mapping", "other"),
+            "or one of the families decoder, decoder_stacked, got 'other'",
+        ),
+        (
+            ("convert", "other", "new", "--mapping", "decoder"),
+            "is this another model? 1 of 1 tensors match no rule: model.x",
+        ),
+        (("convert", "damaged", "new", "--mapping", "decoder"), "error: "),
+        (("inspect", "empty"), "found an empty directory"),
+        (("inspect", "file"), "found a file"),
+        (("diff", "dcp", "none"), "error: expected a checkpoint directory at none"),
+        (("diff", "dcp", "dcp", "--mapping", "decoder"), "leave the mapping out to keep the names"),
+        (("relay", "none.toml"), "error: relay file none.toml: expected a TOML file"),
+    ],
+)
+def test_an_error_is_one_message_on_stderr_with_status_2(
+    tmp_path: Path, dcp: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write(tmp_path / "other", "dcp", {"model.x": np.ones(2)}, {})
+    write(tmp_path / "damaged", "dcp", dcp_arrays(), {})
+    (data,) = (tmp_path / "damaged").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-50])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    here = sorted(p.name for p in tmp_path.iterdir())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", "from bridge.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == here
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "a"), "Missing argument 'DST'"),
+        (("convert", "a", "b", "--to", "zip"), "'zip' is not one of 'dcp', 'orbax'"),
+        (("convert", "a", "b", "--workers", "0"), "Invalid value for '--workers'"),
+        (
+            ("convert", "a", "b", "--mapping", "decoder", "--axis", "d"),
+            "expected --axis NAME=SIZE such as d=64, got 'd'",
+        ),
+        (("convert", "a", "b", "--axis", "d=4"), "expected --mapping beside --axis"),
+        (("diff", "a", "b", "--max-ulp", "-1"), "Invalid value for '--max-ulp'"),
+        (("fly",), "No such command 'fly'"),
+    ],
+)
+def test_wrong_usage_has_status_2_and_says_what_was_expected(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_diff_of_different_checkpoints_has_status_1_and_lists_them(tmp_path: Path, dcp: Path) -> None:
+    arrays = dcp_arrays()
+    changed = arrays["optimizer.state.norm.weight.exp_avg"] = np.ones(6, np.float32)
+    arrays["model.norm.weight"] = arrays["model.norm.weight"].copy()
+    arrays["model.norm.weight"].view(np.uint32)[0] ^= 1
+    del arrays["model.embed.weight"]
+    arrays["more"] = changed
+    write(tmp_path / "b", "dcp", arrays, {**HYPERPARAMETERS, ("optimizer", "param_groups", 0, "lr"): 1.0})
+    result = call("diff", dcp, tmp_path / "b")
+    assert result.exit_code == 1
+    assert re.search(r"^model\.norm\.weight +float32 +1 .* 1/6 +\d +1$", result.stdout, re.M)
+    assert "only in A: model.embed.weight\n" in result.stdout
+    assert "only in B: more\n" in result.stdout
+    assert "optimizer.param_groups.0.lr: 0.003 in a, 1.0 in b\n" in result.stdout
+    assert "beyond the tolerance of 0 ULP" in result.stdout
+    assert "train.step" not in result.stdout
+    assert "train.step" in call("diff", dcp, tmp_path / "b", "--all").stdout
+
+    report = json.loads(call("diff", dcp, tmp_path / "b", "--json").stdout)
+    assert report["within"] is False
+    assert report["missing"] == ["model.embed.weight"]
+    assert {t["name"] for t in report["tensors"] if t["difference"]["differing"]} == {
+        "model.norm.weight",
+        "optimizer.state.norm.weight.exp_avg",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [((), 1), (("--max-ulp", 1), 1), (("--max-ulp", 2), 0), (("--rtol", 1e-6), 0)]
+)
+def test_tolerances_decide_the_status_of_diff(
+    tmp_path: Path, options: tuple[object, ...], status: int
+) -> None:
+    a = np.ones(4, np.float32)
+    b = a.copy()
+    b.view(np.uint32)[1] += 2
+    write(tmp_path / "a", "dcp", {"w": a}, {})
+    write(tmp_path / "b", "dcp", {"w": b}, {})
+    assert call("diff", tmp_path / "a", tmp_path / "b", *options).exit_code == status
+    assert call("diff", tmp_path / "a", tmp_path / "b", "--json", *options).exit_code == status
+
+
+def test_inspect_lists_every_tensor_whole_in_a_pipe(tmp_path: Path) -> None:
+    name = "model." + "a_rather_long_name." * 12 + "weight"
+    write(
+        tmp_path / "a",
+        "dcp",
+        {name: np.zeros((7, 3), np.float16), "train.step": np.asarray(3)},
+        {("lr",): 0.25},
+    )
+    done = command("inspect", tmp_path / "a")
+    assert done.returncode == 0
+    assert re.search(rf"^{re.escape(name)}  float16 +\[7, 3\] +42 B +1$", done.stdout, re.M)
+    assert re.search(r"^train +1 +1 +8 B$", done.stdout, re.M)
+    assert "lr = 0.25\n" in done.stdout
+    report = json.loads(command("inspect", tmp_path / "a", "--json").stdout)
+    assert report["format"] == "dcp"
+    assert report["bytes"] == 50
+    assert report["objects"] == {"lr": 0.25}
+    (tensor,) = (t for t in report["tensors"] if t["name"] == name)
+    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([7, 3], "float16", 42)
+    assert tensor["chunks"] == [{"offsets": [0, 0], "sizes": [7, 3]}]
+
+
+def test_an_axis_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    arrays = {name: a for name, a in dcp_arrays().items() if not name.startswith("train.")}
+    write(tmp_path / "a", "dcp", arrays, {})
+    failed = call("convert", tmp_path / "a", tmp_path / "b", "--mapping", "decoder")
+    assert failed.exit_code == 2
+    assert "--axis d=SIZE" in failed.stderr
+    done = call("convert", tmp_path / "a", tmp_path / "b", "--mapping", "decoder", "--axis", f"d={HEAD_DIM}")
+    assert done.exit_code == 0
+    assert call("diff", tmp_path / "b", tmp_path / "a", "--mapping", "decoder").exit_code == 0
+
+
+def test_dropped_tensors_are_named(tmp_path: Path) -> None:
+    mapping = tmp_path / "mine.toml"
+    mapping.write_text('drop = ["model.rope"]\n[[rule]]\ntorch = "w"\njax = "w"\n')
+    write(tmp_path / "a", "dcp", {"model.w": np.ones(2), "model.rope": np.ones(2)}, {})
+    done = call("convert", tmp_path / "a", tmp_path / "b", "--mapping", mapping)
+    assert done.exit_code == 0
+    assert "dropped 1: model.rope\n" in done.stdout
+
+
+def test_the_version_is_printed() -> None:
+    assert call("--version").stdout == f"twinshard {bridge.__version__}\n"
+
+
+def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("bridge.inspect.inspect", broken)
+    assert isinstance(call("inspect", dcp).exception, ZeroDivisionError)
+
+
+def test_a_terminal_gets_a_progress_bar_and_tables_that_fold_long_names() -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=60, legacy_windows=False)
+    with byte_progress(terminal, "convert") as progress:
+        progress(500, 1000, "model.w")
+    assert "convert" in screen.getvalue()
+    assert "model.w" in screen.getvalue()
+    screen.truncate(0)
+    print_table(terminal, ("tensor", "size"), [("x" * 90 + "[red]", "1 B")])
+    assert screen.getvalue().count("x") == 90
+    assert "[red]" in re.sub(r"[^\[\]a-z]", "", screen.getvalue())
+
+
+def test_a_pipe_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.StringIO()
+    with byte_progress(Console(file=pipe), "convert") as progress:
+        progress(1, 1000, "model.a")
+        monkeypatch.setattr("bridge.cli_output.PLAIN_SECONDS", 0.0)
+        progress(500, 1000, "model.w")
+    assert pipe.getvalue() == "convert: 500 B of 1 kB, model.w\n"
+
+
+def test_json_has_no_numbers_outside_the_standard() -> None:
+    assert plain_json({"a": (float("inf"), float("nan"), 1.5), "b": Path("x")}) == {
+        "a": ["inf", "nan", 1.5],
+        "b": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (4_740_000, "4.74 MB"), (2 * 10**12, "2 TB")],
+)
+def test_sizes_are_decimal_with_three_digits(count: int, text: str) -> None:
+    assert human_bytes(count) == text

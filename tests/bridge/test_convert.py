@@ -1,0 +1,263 @@
+"""Conversion of whole checkpoints on disk, both ways, and what is left when it fails."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from bridge.convert import convert
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.base import DTYPES, CheckpointError, TreePath
+from bridge.mapping import MappingError
+from tests.bridge import stock_dcp
+from tests.bridge.memory import MemoryReader, dcp_arrays, expected_orbax, random_bits, same_bits
+
+HYPERPARAMETERS: dict[TreePath, object] = {
+    ("optimizer", "param_groups", 0, "lr"): 3e-3,
+    ("optimizer", "param_groups", 0, "betas"): (0.9, 0.95),
+    ("optimizer", "param_groups", 0, "amsgrad"): False,
+    ("optimizer", "param_groups", 0, "foreach"): None,
+    ("optimizer", "param_groups", 0, "params"): ["embed.weight", "norm.weight"],
+}
+
+
+def write(
+    path: Path, format: str, arrays: Mapping[str, np.ndarray], objects: Mapping[TreePath, object]
+) -> None:
+    paths = {name: info.path for name, info in MemoryReader(format, arrays).tensors.items()}
+    with create_checkpoint(path, format) as writer:
+        for name, array in arrays.items():
+            stored = writer.add_tensor(paths[name], array.shape, array.dtype).name
+            for box in writer.chunks(stored):
+                writer.write(stored, box, array if not array.shape else array[box.slices()])
+        for object_path, value in objects.items():
+            writer.add_object(object_path, value)
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(path) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+def objects(path: Path) -> dict[TreePath, object]:
+    with open_checkpoint(path) as reader:
+        return {reader.object_paths[name]: reader.objects[name] for name in reader.objects}
+
+
+def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stock_dcp_checkpoint_becomes_the_orbax_tree_written_by_hand_and_comes_back(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    stock_dcp.save(tmp_path / "dcp", tied=tied)
+    source = tensors(tmp_path / "dcp")
+    report = convert(tmp_path / "dcp", tmp_path / "orbax", mapping=family)
+    expected = expected_orbax(source, stacked=family == "decoder_stacked")
+    assert_same(tensors(tmp_path / "orbax"), expected)
+    assert (report.source_format, report.format, report.tensors) == ("dcp", "orbax", len(expected))
+    assert report.bytes == sum(array.nbytes for array in expected.values())
+
+    convert(tmp_path / "orbax", tmp_path / "back", mapping=family)
+    assert_same(tensors(tmp_path / "back"), source)
+    assert objects(tmp_path / "back") == objects(tmp_path / "dcp")
+    assert isinstance(objects(tmp_path / "back")["optimizer", "param_groups", 0, "betas"], tuple)
+    convert(tmp_path / "back", tmp_path / "again", mapping=family)
+    assert_same(tensors(tmp_path / "again"), expected)
+
+
+def test_stock_torch_loads_a_checkpoint_that_went_through_orbax_and_takes_the_same_next_step(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = stock_dcp.save(tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "orbax", mapping="decoder")
+    convert(tmp_path / "orbax", tmp_path / "back", mapping="decoder")
+    loaded, its_optimizer = stock_dcp.load(tmp_path / "back", steps=1)
+    assert its_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for one, other in ((model, optimizer), (loaded, its_optimizer)):
+        stock_dcp.step(one, other)
+    before = dict(model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_orbax_without_hyperparameters_becomes_dcp_without_param_groups(tmp_path: Path) -> None:
+    arrays = dcp_arrays()
+    write(tmp_path / "orbax", "orbax", expected_orbax(arrays), {})
+    convert(tmp_path / "orbax", tmp_path / "dcp", mapping="decoder")
+    assert_same(tensors(tmp_path / "dcp"), arrays)
+    assert objects(tmp_path / "dcp") == {}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, workers: int) -> None:
+    arrays = expected_orbax(dcp_arrays())
+    write(tmp_path / "orbax", "orbax", arrays, HYPERPARAMETERS)
+    convert(tmp_path / "orbax", tmp_path / "dcp", mapping="decoder", workers=workers)
+    assert_same(tensors(tmp_path / "dcp"), dcp_arrays())
+    convert(tmp_path / "dcp", tmp_path / "back", mapping="decoder", workers=workers)
+    assert_same(tensors(tmp_path / "back"), arrays)
+    assert objects(tmp_path / "dcp") == objects(tmp_path / "back") == HYPERPARAMETERS
+
+
+def foreign() -> dict[str, np.ndarray]:
+    """Every dtype, empty and 0-d tensors, and names that no mapping knows."""
+    arrays = {f"all/{name}": random_bits((3, 5), dtype, k) for k, (name, dtype) in enumerate(DTYPES.items())}
+    arrays["empty"] = np.zeros((0, 4), np.float32)
+    arrays["deep/er/scalar"] = np.asarray(2.5, ml_dtypes.bfloat16)
+    return arrays
+
+
+@pytest.mark.parametrize("to", ["dcp", "orbax"])
+@pytest.mark.parametrize("held", ["dcp", "orbax"])
+def test_any_checkpoint_moves_as_it_is_without_a_mapping(tmp_path: Path, held: str, to: str) -> None:
+    own = foreign()
+    source = {name.replace("/", "." if held == "dcp" else "/"): a for name, a in own.items()}
+    extra: dict[TreePath, object] = {
+        ("note",): "x",
+        ("list", 0, "value"): [1, (2.5, None)],
+        ("list", 1, "value"): True,
+    }
+    write(tmp_path / "source", held, source, extra)
+    convert(tmp_path / "source", tmp_path / "there", to=to)
+    convert(tmp_path / "there", tmp_path / "back", to=held)
+    assert_same(
+        tensors(tmp_path / "there"), {n.replace("/", "." if to == "dcp" else "/"): a for n, a in own.items()}
+    )
+    assert_same(tensors(tmp_path / "back"), source)
+    assert objects(tmp_path / "there") == objects(tmp_path / "back") == extra
+    with open_checkpoint(tmp_path / "source") as reader, open_checkpoint(tmp_path / "back") as back:
+        assert {n: i.path for n, i in reader.tensors.items()} == {n: i.path for n, i in back.tensors.items()}
+
+
+def test_a_stock_checkpoint_of_another_model_passes_through_and_loads_in_stock_torch(tmp_path: Path) -> None:
+    model, _ = stock_dcp.save(tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "orbax")
+    convert(tmp_path / "orbax", tmp_path / "back")
+    loaded, _ = stock_dcp.load(tmp_path / "back", steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_progress_ends_at_the_total_and_never_goes_back(tmp_path: Path) -> None:
+    write(tmp_path / "a", "dcp", dcp_arrays(), {})
+    calls: list[tuple[int, int, str]] = []
+    report = convert(
+        tmp_path / "a", tmp_path / "b", mapping="decoder", progress=lambda *call: calls.append(call)
+    )
+    done = [call[0] for call in calls]
+    assert done == sorted(done)
+    assert calls[-1][:2] == (report.bytes, report.bytes)
+
+
+def failing(tmp_path: Path, error: type[BaseException], match: str | None, **options: object) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=match):
+        convert(tmp_path / "source", tmp_path / "target", **options)  # type: ignore[arg-type]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
+    failing(tmp_path, FileNotFoundError, "source")
+
+
+def test_an_existing_destination_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "source", "dcp", dcp_arrays(), {})
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("x")
+    failing(tmp_path, FileExistsError, "expected no file or directory at .*target", mapping="decoder")
+    assert (tmp_path / "target" / "mine").read_text() == "x"
+
+
+def test_a_destination_inside_the_source_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "source", "dcp", dcp_arrays(), {})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+        convert(tmp_path / "source", tmp_path / "source" / "new", mapping="decoder")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_model_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "source", "dcp", {"model.blocks.0.w": np.ones((2, 2))}, {})
+    failing(tmp_path, MappingError, r"match no rule: model\.blocks\.0\.w", mapping="decoder")
+
+
+@pytest.mark.parametrize("held", ["dcp", "orbax"])
+def test_a_truncated_source_leaves_nothing(tmp_path: Path, held: str) -> None:
+    arrays = dcp_arrays() if held == "dcp" else expected_orbax(dcp_arrays())
+    write(tmp_path / "source", held, arrays, {})
+    largest = max(
+        (p for p in (tmp_path / "source").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
+    largest.write_bytes(largest.read_bytes()[:-100])
+    failing(tmp_path, CheckpointError, "source", mapping="decoder")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_read_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    write(tmp_path / "source", "dcp", dcp_arrays(), {})
+    from bridge.formats.dcp_reader import DcpReader
+
+    read = DcpReader.read
+
+    def broken(self: DcpReader, name: str, *rest: object) -> np.ndarray:
+        if name == "optimizer.state.norm.weight.exp_avg":
+            raise CheckpointError("broken disk")
+        return read(self, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DcpReader, "read", broken)
+    failing(tmp_path, CheckpointError, "broken disk", mapping="decoder", workers=workers)
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "source", "dcp", dcp_arrays(), {})
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    failing(tmp_path, KeyboardInterrupt, None, mapping="decoder", progress=interrupt)
+
+
+def test_the_source_is_not_written_to(tmp_path: Path) -> None:
+    write(tmp_path / "source", "orbax", expected_orbax(dcp_arrays()), HYPERPARAMETERS)
+    shutil.copytree(tmp_path / "source", tmp_path / "copy")
+    convert(tmp_path / "source", tmp_path / "target", mapping="decoder")
+    files = sorted(p.relative_to(tmp_path / "copy") for p in (tmp_path / "copy").rglob("*") if p.is_file())
+    assert files == sorted(
+        p.relative_to(tmp_path / "source") for p in (tmp_path / "source").rglob("*") if p.is_file()
+    )
+    for file in files:
+        assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / "source" / file).read_bytes()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    failing(tmp_path, ValueError, "expected a checkpoint format out of dcp, orbax, got 'zip'", to="zip")
+    failing(tmp_path, ValueError, "expected 1 worker or more, got 0", workers=0)
+    failing(tmp_path, ValueError, "expected a mapping for the axis sizes", axes={"d": 4})
+
+
+def test_converting_needs_neither_framework(tmp_path: Path) -> None:
+    write(tmp_path / "dcp", "dcp", dcp_arrays(), HYPERPARAMETERS)
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['jax'] = None\n"
+        "from bridge.cli import main\n"
+        "sys.argv[0] = 'twinshard'\n"
+        "main()\n"
+    )
+    arguments = ["convert", str(tmp_path / "dcp"), str(tmp_path / "orbax"), "--mapping", "decoder"]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
+    assert_same(tensors(tmp_path / "orbax"), expected_orbax(dcp_arrays()))

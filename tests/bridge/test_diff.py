@@ -1,0 +1,195 @@
+"""Comparison of checkpoints on disk, of one format or of two through a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge import regions
+from bridge.convert import convert
+from bridge.diff import diff
+from bridge.formats.base import Box, check_coverage
+from bridge.mapping import MappingError
+from bridge.ulp import Difference, Tolerance
+from tests.bridge.memory import dcp_arrays, expected_orbax
+from tests.bridge.test_convert import HYPERPARAMETERS, write
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Callable[[Callable[[Arrays], None]], tuple[Path, Path]]:
+    """Writes the small decoder as DCP and, after an edit of its arrays, as Orbax."""
+
+    def make(edit: Callable[[Arrays], None] = lambda arrays: None) -> tuple[Path, Path]:
+        arrays = expected_orbax(dcp_arrays())
+        edit(arrays)
+        write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS)
+        write(tmp_path / "b", "orbax", {n: a.copy() for n, a in arrays.items()}, HYPERPARAMETERS)
+        return tmp_path / "a", tmp_path / "b"
+
+    return make
+
+
+def test_a_checkpoint_and_its_conversion_have_no_difference(tmp_path: Path) -> None:
+    write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS)
+    convert(tmp_path / "a", tmp_path / "b", mapping="decoder_stacked")
+    for one, other in (("a", "b"), ("b", "a")):
+        report = diff(tmp_path / one, tmp_path / other, mapping="decoder_stacked")
+        assert report.within
+        assert report.max_ulp == 0
+        assert report.total == Difference(elements=report.total.elements)
+    assert len(report.tensors) == len(dcp_arrays())
+
+
+def test_one_changed_bit_is_found_in_its_tensor(pair: Callable[..., tuple[Path, Path]]) -> None:
+    name = "opt_state/nu/layers/1/mlp/up/kernel"
+
+    def flip(arrays: Arrays) -> None:
+        arrays[name].view(np.uint32)[2, 3] ^= 4
+
+    report = diff(*pair(flip), mapping="decoder")
+    assert not report.within
+    assert [t.name for t in report.tensors if t.difference.differing] == [name]
+    assert report.total.differing == report.total.beyond == 1
+    assert report.max_ulp == 4
+
+
+def test_swapped_moments_are_found_in_every_parameter(pair: Callable[..., tuple[Path, Path]]) -> None:
+    def swap(arrays: Arrays) -> None:
+        for name in [name for name in arrays if name.startswith("opt_state/mu/")]:
+            other = name.replace("/mu/", "/nu/", 1)
+            arrays[name], arrays[other] = arrays[other], arrays[name]
+
+    report = diff(*pair(swap), mapping="decoder")
+    differing = {t.name for t in report.tensors if t.difference.differing}
+    assert differing == {
+        t.name for t in report.tensors if t.name.startswith(("opt_state/mu/", "opt_state/nu/"))
+    }
+
+
+def test_the_tolerance_decides_within_but_not_what_is_reported(tmp_path: Path) -> None:
+    a = np.linspace(1, 2, 50, dtype=np.float32)
+    b = a.copy()
+    b[7] = np.nextafter(b[7], np.float32(3))
+    b[8] *= np.float32(1.001)
+    write(tmp_path / "a", "dcp", {"w": a, "n": np.arange(3)}, {})
+    write(tmp_path / "b", "dcp", {"w": b, "n": np.arange(3)}, {})
+    found = {
+        (ulp, rtol): diff(tmp_path / "a", tmp_path / "b", tolerance=Tolerance(ulp, rtol))
+        for ulp, rtol in ((0, 0.0), (1, 0.0), (0, 0.01), (10**6, 0.0))
+    }
+    assert [report.within for report in found.values()] == [False, False, True, True]
+    assert [report.total.beyond for report in found.values()] == [2, 1, 0, 0]
+    assert {report.total.differing for report in found.values()} == {2}
+
+
+def test_missing_extra_and_mismatched_tensors_are_named_as_in_b(
+    pair: Callable[..., tuple[Path, Path]],
+) -> None:
+    def edit(arrays: Arrays) -> None:
+        del arrays["params/norm/scale"]
+        arrays["params/other"] = np.ones(3)
+        arrays["train/step"] = arrays["train/step"].astype(np.int32)
+        arrays["params/embed/embedding"] = arrays["params/embed/embedding"][:-1]
+
+    report = diff(*pair(edit), mapping="decoder")
+    assert report.missing == ("params/norm/scale",)
+    assert report.extra == ("params/other",)
+    assert dict(report.mismatched) == {
+        "train/step": "dtype int64 in a, int32 in b",
+        "params/embed/embedding": "shape [11, 6] in a, [10, 6] in b",
+    }
+    assert report.total.differing == 0
+    assert not report.within
+
+
+@pytest.mark.parametrize("name", ["params/norm/scale", "params/other", "train/step"])
+def test_each_kind_of_mismatch_alone_is_beyond_any_tolerance(
+    pair: Callable[..., tuple[Path, Path]], name: str
+) -> None:
+    def edit(arrays: Arrays) -> None:
+        if name == "params/other":
+            arrays[name] = np.ones(3)
+        elif name == "train/step":
+            arrays[name] = arrays[name].astype(np.int32)
+        else:
+            del arrays[name]
+
+    assert not diff(*pair(edit), mapping="decoder", tolerance=Tolerance(10**9, 1.0)).within
+
+
+def test_objects_that_both_have_must_agree_and_tuples_equal_lists(tmp_path: Path) -> None:
+    arrays = {"w": np.ones(2)}
+    write(tmp_path / "a", "dcp", arrays, {("betas",): (0.9, 0.95), ("lr",): 0.1, ("only", "here"): 1})
+    write(tmp_path / "b", "orbax", arrays, {("betas",): [0.9, 0.95], ("lr",): 0.1})
+    write(tmp_path / "c", "orbax", arrays, {("betas",): [0.9, 0.99], ("lr",): 0.1})
+    assert diff(tmp_path / "a", tmp_path / "b").within
+    report = diff(tmp_path / "a", tmp_path / "c")
+    assert report.objects == (("betas", (0.9, 0.95), [0.9, 0.99]),)
+    assert not report.within
+
+
+def test_formats_compare_by_paths_without_a_mapping(tmp_path: Path) -> None:
+    write(tmp_path / "a", "dcp", {"x.y": np.ones(2), "z": np.zeros(1)}, {})
+    write(tmp_path / "b", "orbax", {"x/y": np.ones(2), "z": np.zeros(1)}, {})
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert report.within
+    assert [t.name for t in report.tensors] == ["x/y", "z"]
+
+
+def test_a_mapping_between_two_of_one_format_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", "dcp", dcp_arrays(), {})
+    with pytest.raises(MappingError, match="leave the mapping out"):
+        diff(tmp_path / "a", tmp_path / "a", mapping="decoder")
+
+
+def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions.group_boxes, "__defaults__", (256,))
+    monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
+    a = np.arange(33 * 70, dtype=np.float32).reshape(33, 70)
+    b = a.copy()
+    b[-1, -1] += 1
+    write(tmp_path / "a", "dcp", {"w": a}, {})
+    write(tmp_path / "b", "orbax", {"w": b}, {})
+    total = diff(tmp_path / "a", tmp_path / "b").total
+    assert (total.elements, total.differing) == (33 * 70, 1)
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=0, max_size=4),
+    st.integers(1, 64),
+    st.lists(st.integers(1, 6), min_size=4),
+)
+def test_split_and_grouped_boxes_cover_a_tensor_once_within_the_budget(
+    shape: list[int], budget: int, block: list[int]
+) -> None:
+    pieces = list(regions.split_box(Box.whole(shape), 1, budget))
+    assert all(piece.numel <= budget for piece in pieces)
+    check_coverage(shape, pieces, "w")
+    grid = [
+        Box(tuple(low), tuple(min(b, n - o) for o, b, n in zip(low, block, shape, strict=False)))
+        for low in (
+            [i * b for i, b in zip(index, block, strict=False)]
+            for index in np.ndindex(*(-(-n // b) for n, b in zip(shape, block, strict=False)))
+        )
+    ]
+    groups = list(regions.group_boxes(grid, 1, budget))
+    assert [box for _, members in groups for box in members] == grid
+    check_coverage(shape, [joint for joint, _ in groups], "w")
+    for joint, members in groups:
+        assert joint.numel == sum(member.numel for member in members)
+        assert len(members) == 1 or joint.numel <= budget
+
+
+def test_row_chunks_are_joined_up_to_the_budget() -> None:
+    rows = [Box((k, 0), (1, 10)) for k in range(7)]
+    joint = [box for box, _ in regions.group_boxes(rows, 4, 120)]
+    assert joint == [Box((0, 0), (3, 10)), Box((3, 0), (3, 10)), Box((6, 0), (1, 10))]

@@ -1,0 +1,154 @@
+"""Distances in units in the last place, against the order of all values of small types and NumPy's nextafter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.formats.base import DTYPES
+from bridge.ulp import Difference, Tolerance, compare
+
+FLOATS = [name for name in DTYPES if "float" in name]
+INTEGERS = [name for name in DTYPES if "int" in name]
+
+
+def array(dtype: str, *bits: int) -> np.ndarray:
+    width = DTYPES[dtype].itemsize
+    return np.asarray(bits, np.uint64).astype(f"u{width}").view(DTYPES[dtype])
+
+
+def distance(a: np.ndarray, b: np.ndarray, **tolerance: float) -> Difference:
+    return compare(a, b, Tolerance(**tolerance))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [name for name in FLOATS if DTYPES[name].itemsize == 1])
+def test_neighbours_in_the_order_of_all_values_are_one_apart(dtype: str) -> None:
+    values = array(dtype, *range(256))
+    wide = values.astype(np.float64)
+    kept = ~np.isnan(wide)
+    values, wide = values[kept], wide[kept]
+    order = np.lexsort((~np.signbit(wide), wide))  # -0 before +0
+    ordered = values[order]
+    for a, b in itertools.pairwise(ordered):
+        assert distance(np.atleast_1d(a), np.atleast_1d(b)).max_ulp == 1
+    assert distance(ordered[:1], ordered[-1:]).max_ulp == len(ordered) - 1
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["float16", "float32", "float64"]), st.floats(0, 1), st.integers(1, 40))
+def test_steps_of_nextafter_are_counted_on_both_sides_of_zero(dtype: str, where: float, count: int) -> None:
+    kind = DTYPES[dtype]
+    start = np.asarray([where * float(np.finfo(kind).max) * 0.5], kind)
+    end = start
+    for _ in range(count):
+        end = np.nextafter(end, kind.type(np.inf))
+    assert distance(start, end).max_ulp == count
+    assert distance(-end, -start).max_ulp == count
+    assert distance(-end, end).max_ulp == distance(np.zeros(1, kind), end).max_ulp * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "expected"),
+    [
+        ("float32", 0x3F800000, 0x3F800001, 1),
+        ("float32", 0x00000000, 0x80000000, 1),
+        ("float32", 0x00000001, 0x80000001, 3),
+        ("float32", 0x7F7FFFFF, 0x7F800000, 1),
+        ("float32", 0xFF800000, 0x7F800000, 2 * 0x7F800000 + 1),
+        ("float64", 0xFFF0000000000000, 0x7FF0000000000000, 2 * 0x7FF0000000000000 + 1),
+        ("bfloat16", 0x3F80, 0x3F83, 3),
+        ("float8_e8m0fnu", 0, 254, 254),
+        ("int64", 2**63, 2**63 - 1, 2**64 - 1),
+        ("uint64", 0, 2**64 - 1, 2**64 - 1),
+        ("int8", 0xFF, 0x01, 2),
+        ("bool", 0, 1, 1),
+    ],
+)
+def test_known_distances(dtype: str, a: int, b: int, expected: int) -> None:
+    assert distance(array(dtype, a), array(dtype, b)).max_ulp == expected
+    assert distance(array(dtype, b), array(dtype, a)).max_ulp == expected
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_equal_bits_are_no_difference_whatever_they_mean(dtype: str) -> None:
+    raw = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 256, 64 * 16, dtype=np.uint8)
+    a = np.frombuffer(raw.tobytes(), DTYPES[dtype])
+    parts = 2 if dtype.startswith("complex") else 1
+    assert distance(a, a.copy()) == Difference(elements=a.size * parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_nans_pass_only_against_the_same_nan(dtype: str) -> None:
+    width = 8 * DTYPES[dtype].itemsize
+    nan = (1 << (width - 1)) - 1
+    same = distance(array(dtype, nan), array(dtype, nan))
+    payload = distance(array(dtype, nan), array(dtype, nan - 1), max_ulp=100, rtol=1.0)
+    number = distance(array(dtype, nan), array(dtype, 0), max_ulp=2**63, rtol=math.inf)
+    assert same.differing == same.beyond == 0
+    assert (payload.nan, payload.beyond, payload.max_ulp) == (1, 1, 1)
+    assert (number.nan, number.beyond, number.max_abs) == (1, 1, 0.0)
+
+
+def test_an_element_passes_by_ulp_or_by_relative_difference() -> None:
+    a = np.asarray([1.0, 1.0, 1e-30, 0.0, 5.0], np.float32)
+    b = np.asarray([np.nextafter(np.float32(1), np.float32(2)), 1.01, 1e-30, -0.0, 5.0], np.float32)
+    exact = distance(a, b)
+    assert (exact.elements, exact.differing, exact.beyond) == (5, 3, 3)
+    assert exact.max_rel == pytest.approx(0.01 / 1.01, rel=1e-5)
+    assert exact.max_abs == pytest.approx(0.01, rel=1e-5)
+    assert distance(a, b, max_ulp=1).beyond == 1
+    assert distance(a, b, rtol=0.02).beyond == 0
+    assert distance(a, b, rtol=1e-6).beyond == 1
+
+
+def test_infinities_are_infinitely_far_from_numbers() -> None:
+    found = distance(np.asarray([np.inf]), np.asarray([1e308]), rtol=0.5)
+    assert (found.max_abs, found.max_rel, found.beyond, found.nan) == (math.inf, math.inf, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
+def test_integers_must_be_equal_whatever_the_tolerance(dtype: str) -> None:
+    a, b = np.zeros(4, DTYPES[dtype]), np.asarray([0, 1, 0, 1], DTYPES[dtype])
+    found = distance(a, b, max_ulp=5, rtol=1.0)
+    assert (found.differing, found.beyond, found.max_ulp) == (2, 2, 1)
+
+
+def test_many_differences_are_found_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.ulp._SLICE", 7)
+    a = np.arange(1, 101, dtype=np.float32)
+    b = a.copy()
+    b[::3] = np.nextafter(b[::3], np.float32(np.inf))
+    b[50] = np.nextafter(np.nextafter(b[50], np.float32(0)), np.float32(0))
+    found = distance(a.reshape(10, 10), b.reshape(10, 10), max_ulp=1)
+    assert (found.elements, found.differing, found.beyond, found.max_ulp) == (100, 35, 1, 2)
+
+
+def test_complex_numbers_count_as_two_parts() -> None:
+    a = np.asarray([1 + 1j, 2 + 2j], np.complex64)
+    b = a.copy()
+    b[1] = 2 + 1j * np.nextafter(np.float32(2), np.float32(3))
+    found = distance(a, b)
+    assert (found.elements, found.differing, found.max_ulp) == (4, 1, 1)
+
+
+def test_the_sum_of_two_differences_keeps_the_largest() -> None:
+    left, right = Difference(3, 2, 1, 1, 9, 0.5, 0.1), Difference(4, 1, 0, 1, 2, 0.7, 0.01)
+    assert left + right == Difference(7, 3, 1, 2, 9, 0.7, 0.1)
+
+
+@pytest.mark.parametrize("bad", [{"max_ulp": -1}, {"rtol": -0.1}, {"rtol": math.nan}])
+def test_a_negative_tolerance_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected tolerances of 0 or more"):
+        Tolerance(**bad)  # type: ignore[arg-type]
+
+
+def test_bfloat16_values_are_compared_in_their_own_steps() -> None:
+    a = np.asarray([1.0], ml_dtypes.bfloat16)
+    b = np.asarray([1.0078125], ml_dtypes.bfloat16)
+    assert distance(a, b).max_ulp == 1

@@ -1,0 +1,267 @@
+"""Boxes, coverage, format detection and the atomic directory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.formats import create_checkpoint, detect_format, open_checkpoint
+from bridge.formats.atomic import AtomicDirectory, is_temporary
+from bridge.formats.base import Box, CheckpointError, TensorInfo, check_coverage, dtype_from_name, dtype_name
+
+
+def count(shape: tuple[int, ...], chunks: list[Box]) -> np.ndarray:
+    held = np.zeros(shape, int)
+    for chunk in chunks:
+        held[chunk.slices()] += 1
+    return held
+
+
+@st.composite
+def shapes_and_chunks(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A random tiling by repeated cuts, sometimes spoiled by one change."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    chunks = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        box = chunks.pop(draw(st.integers(0, len(chunks) - 1)))
+        axes = [a for a, n in enumerate(box.sizes) if n > 1]
+        if not axes:
+            chunks.append(box)
+            continue
+        axis = draw(st.sampled_from(axes))
+        cut = draw(st.integers(1, box.sizes[axis] - 1))
+        for low, size in ((0, cut), (cut, box.sizes[axis] - cut)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[axis] += low
+            sizes[axis] = size
+            chunks.append(Box(tuple(offsets), tuple(sizes)))
+    change = draw(st.sampled_from(["none", "drop", "repeat", "replace"]))
+    if change in ("drop", "replace"):
+        chunks.pop(draw(st.integers(0, len(chunks) - 1)))
+    if change in ("repeat", "replace") and chunks:
+        chunks.append(draw(st.sampled_from(chunks)))
+    return shape, draw(st.permutations(chunks))
+
+
+@given(shapes_and_chunks())
+def test_coverage_accepts_exactly_the_tilings(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, chunks = case
+    held = count(shape, chunks)
+    if (held == 1).all():
+        check_coverage(shape, chunks, "tensor 'w'")
+    else:
+        first = tuple(int(i) for i in np.argwhere(held != 1)[0])
+        with pytest.raises(CheckpointError) as caught:
+            check_coverage(shape, chunks, "tensor 'w'")
+        # The reported element is the first wrong one, with its true count.
+        assert f"element {first} is in {held[first]} " in str(caught.value)
+
+
+def test_coverage_of_65536_chunks_is_checked_and_one_missing_or_doubled_is_found() -> None:
+    chunks = [Box((2 * i, 3 * j, 0), (2, 3, 7)) for i, j in itertools.product(range(256), range(256))]
+    shape = (512, 768, 7)
+    check_coverage(shape, chunks, "w")
+    with pytest.raises(CheckpointError, match=r"element \(2, 3, 0\) is in 0 \(65535 chunks"):
+        check_coverage(shape, chunks[:257] + chunks[258:], "w")
+    with pytest.raises(CheckpointError, match=r"element \(2, 3, 0\) is in 0"):
+        check_coverage(shape, chunks[:257] + chunks[258:] + [chunks[-1]], "w")
+
+
+def test_coverage_ignores_empty_chunks_and_wants_none_for_an_empty_tensor() -> None:
+    check_coverage((0, 3), [], "w")
+    check_coverage((0, 3), [Box((0, 0), (0, 3))], "w")
+    check_coverage((2,), [Box((0,), (2,)), Box((2,), (0,))], "w")
+    check_coverage((), [Box((), ())], "w")
+    with pytest.raises(CheckpointError, match="is in 0"):
+        check_coverage((), [], "w")
+    with pytest.raises(CheckpointError, match="is in 2"):
+        check_coverage((), [Box((), ()), Box((), ())], "w")
+    with pytest.raises(CheckpointError, match="inside shape"):
+        check_coverage((2,), [Box((1,), (2,))], "w")
+    with pytest.raises(CheckpointError, match="inside shape"):
+        check_coverage((2, 2), [Box((0,), (2,))], "w")
+
+
+def test_coverage_refuses_hostile_cuts_instead_of_growing_without_bound() -> None:
+    rng = np.random.default_rng(0)
+    corners = rng.integers(0, 1000, (500, 40))
+    chunks = [Box(tuple(map(int, c)), (7,) * 40) for c in corners]
+    with pytest.raises(CheckpointError, match="too irregularly"):
+        check_coverage((2000,) * 40, chunks, "w")
+
+
+@given(st.data())
+def test_intersections_and_slices_agree_with_counting(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+
+    def box() -> Box:
+        offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
+        return Box(
+            offsets, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
+        )
+
+    a, b = box(), box()
+    both = (count(shape, [a]) + count(shape, [b])) == 2
+    common = a.intersect(b)
+    assert both.sum() == (common.numel if common else 0)
+    assert (common is None) == (not both.any())
+    if common:
+        array = np.arange(int(np.prod(shape))).reshape(shape)
+        part = array[a.slices()][common.slices(a)]
+        assert isinstance(part, np.ndarray)
+        assert part.tolist() == array[common.slices()].tolist()
+
+
+def test_bad_boxes_and_tensors_are_refused_with_what_was_found() -> None:
+    with pytest.raises(ValueError, match="as many offsets as sizes"):
+        Box((0,), (1, 2))
+    with pytest.raises(ValueError, match="no negative"):
+        Box((-1,), (1,))
+    with pytest.raises(ValueError, match="chunks inside"):
+        TensorInfo("w", ("w",), (2,), np.dtype("float32"), (Box((1,), (2,)),))
+
+
+def test_dtype_names_are_those_of_both_frameworks() -> None:
+    assert dtype_from_name("bfloat16") == ml_dtypes.bfloat16
+    assert dtype_name(np.dtype(ml_dtypes.float8_e4m3fn)) == "float8_e4m3fn"
+    with pytest.raises(CheckpointError, match="quint8"):
+        dtype_from_name("quint8")
+    for foreign in (">f4", "U3", "O", "M8[s]"):
+        with pytest.raises(CheckpointError, match="dtype"):
+            dtype_name(np.dtype(foreign))
+
+
+class Crash(Exception):
+    pass
+
+
+def test_an_exception_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    def crash() -> None:
+        with AtomicDirectory(tmp_path / "new" / "parents" / "checkpoint") as directory:
+            (directory.temporary / "half").write_text("half")
+            raise Crash
+
+    with pytest.raises(Crash):
+        crash()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_rename_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no space"), AtomicDirectory(tmp_path / "checkpoint"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "dangling link"])
+def test_an_existing_destination_is_refused_and_kept(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "checkpoint"
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="remove it first"):
+        AtomicDirectory(path)
+    assert os.path.lexists(path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_destination_that_appears_while_writing_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with pytest.raises(FileExistsError), AtomicDirectory(path):
+        path.mkdir()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_everything_is_synced_before_the_rename_and_the_parent_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(descriptor: int) -> None:
+        events.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def spy_rename(a: Path, b: Path) -> None:
+        events.append("rename")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    with AtomicDirectory(tmp_path / "checkpoint") as directory:
+        (directory.temporary / "item").mkdir()
+        (directory.temporary / "item" / "data").write_text("data")
+        (directory.temporary / "metadata").write_text("metadata")
+        temporary = os.path.realpath(directory.temporary)
+    at = events.index("rename")
+    assert set(events[:at]) == {temporary + tail for tail in ("", "/item", "/item/data", "/metadata")}
+    assert events[at + 1 :] == [os.path.realpath(tmp_path)]
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["item", "metadata"]
+
+
+def test_what_is_not_a_checkpoint_gets_an_error_that_says_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="found nothing there"):
+        open_checkpoint(tmp_path / "missing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="found a file"):
+        open_checkpoint(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="an empty directory"):
+        open_checkpoint(tmp_path / "empty")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.pt").write_text("")
+    with pytest.raises(CheckpointError, match=r"found model\.pt"):
+        open_checkpoint(tmp_path / "other")
+    (tmp_path / "step.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "step.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")
+    with pytest.raises(CheckpointError, match="never finished"):
+        open_checkpoint(tmp_path / "step.orbax-checkpoint-tmp")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "__0_0.distcp").write_text("")
+    with pytest.raises(CheckpointError, match="did not finish"):
+        open_checkpoint(tmp_path / "torn")
+    (tmp_path / "torn" / "__0.metadata").write_text("")
+    with pytest.raises(CheckpointError, match="use_collectives=False"):
+        open_checkpoint(tmp_path / "torn")
+
+
+def test_the_working_directory_of_an_unfinished_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = create_checkpoint(tmp_path / "checkpoint", "dcp")
+    (temporary,) = tmp_path.iterdir()
+    (temporary / ".metadata").write_text("")
+    assert is_temporary(temporary)
+    with pytest.raises(CheckpointError, match="never finished"):
+        open_checkpoint(temporary)
+    monkeypatch.chdir(temporary)
+    with pytest.raises(CheckpointError, match="never finished"):
+        open_checkpoint(".")
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["", "default", "10/state"])
+def test_orbax_is_recognized_flat_with_items_and_with_steps(tmp_path: Path, place: str) -> None:
+    (tmp_path / "run" / place).mkdir(parents=True)
+    (tmp_path / "run" / place / "_METADATA").write_text("{}")
+    assert detect_format(tmp_path / "run") == "orbax"
+
+
+def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a checkpoint format out of dcp, orbax, got 'npz'"):
+        create_checkpoint(tmp_path / "checkpoint", "npz")
+    assert list(tmp_path.iterdir()) == []

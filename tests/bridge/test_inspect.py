@@ -1,0 +1,66 @@
+"""The description of a checkpoint, from metadata alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bridge.formats.base import Box
+from bridge.inspect import inspect
+from tests.bridge.memory import dcp_arrays
+from tests.bridge.test_convert import HYPERPARAMETERS, write
+
+
+def test_tensors_groups_and_objects_are_listed(tmp_path: Path) -> None:
+    arrays = dcp_arrays()
+    write(tmp_path / "a", "dcp", arrays, HYPERPARAMETERS)
+    summary = inspect(tmp_path / "a")
+    assert summary.format == "dcp"
+    assert {t.name: (t.shape, t.dtype) for t in summary.tensors} == {
+        n: (a.shape, a.dtype) for n, a in arrays.items()
+    }
+    assert summary.bytes == sum(a.nbytes for a in arrays.values())
+    assert {g.name: (g.tensors, g.bytes) for g in summary.groups} == {
+        group: (
+            sum(name.startswith(group + ".") for name in arrays),
+            sum(a.nbytes for name, a in arrays.items() if name.startswith(group + ".")),
+        )
+        for group in ("model", "optimizer", "train")
+    }
+    assert summary.objects["optimizer.param_groups.0.betas"] == (0.9, 0.95)
+    assert summary.unreadable == {}
+
+
+def test_stored_chunks_are_those_of_the_writer(tmp_path: Path) -> None:
+    from bridge.formats import create_checkpoint
+
+    with create_checkpoint(tmp_path / "a", "orbax") as writer:
+        name = writer.add_tensor(("w",), (5, 3), np.dtype(np.float32), chunk_shape=(2, 3)).name
+        for box in writer.chunks(name):
+            writer.write(name, box, np.zeros(box.sizes, np.float32))
+    (tensor,) = inspect(tmp_path / "a").tensors
+    assert tensor.chunks == (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)), Box((4, 0), (1, 3)))
+
+
+class Opaque:
+    """Something that only pickle can store."""
+
+
+def test_an_object_that_is_not_plain_data_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3), "odd": Opaque(), "fine": 7}, checkpoint_id=tmp_path / "a", no_dist=True)
+    summary = inspect(tmp_path / "a")
+    assert summary.objects == {"fine": 7}
+    assert list(summary.unreadable) == ["odd"]
+    assert [t.name for t in summary.tensors] == ["w"]
+
+
+def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.formats.orbax_reader import OrbaxReader
+
+    write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
+    monkeypatch.setattr(OrbaxReader, "read", None)
+    assert inspect(tmp_path / "a").bytes == 24

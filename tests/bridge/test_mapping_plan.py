@@ -1,0 +1,338 @@
+"""Whole checkpoint trees through the shipped families, and what planning refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from bridge.formats.base import Box, CheckpointError
+from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
+from tests.bridge.memory import (
+    HEAD_DIM,
+    LAYERS,
+    MemoryReader,
+    dcp_arrays,
+    expected_orbax,
+    random_bits,
+    same_bits,
+)
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
+    return {name: tensor.read(reader, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
+
+
+def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+
+
+def table(text: str) -> MappingTable:
+    return parse_mapping(text, "test.toml")
+
+
+@pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_decoder_translates_to_the_tree_written_by_hand_and_back(
+    family: str, tied: bool, moments: bool
+) -> None:
+    arrays = dcp_arrays(tied=tied, moments=moments)
+    expected = expected_orbax(arrays, stacked=family == "decoder_stacked")
+    mapping = load_mapping(family)
+
+    dcp = MemoryReader("dcp", arrays)
+    assert_same(contents(make_plan(dcp, "orbax", mapping), dcp), expected)
+    orbax = MemoryReader("orbax", expected)
+    back = make_plan(orbax, "dcp", mapping)
+    assert_same(contents(back, orbax), arrays)
+    assert {name: tensor.path for name, tensor in back.tensors.items()} == {
+        name: info.path for name, info in dcp.tensors.items()
+    }
+
+
+def test_objects_keep_their_tree_paths() -> None:
+    objects = {("optimizer", "param_groups", 0, "betas"): (0.9, 0.95), ("train", "note"): "x"}
+    reader = MemoryReader("dcp", dcp_arrays(), objects)
+    plan = make_plan(reader, "orbax", load_mapping("decoder"))
+    assert plan.objects == {
+        "optimizer/param_groups/0/betas": (
+            ("optimizer", "param_groups", 0, "betas"),
+            "optimizer.param_groups.0.betas",
+        ),
+        "train/note": (("train", "note"), "train.note"),
+    }
+
+
+def test_parameter_groups_are_a_list_in_dcp_even_when_stored_under_text_keys() -> None:
+    objects = {("optimizer", "param_groups", "0", "lr"): 0.1, ("train", "0", "x"): 1}
+    reader = MemoryReader("orbax", expected_orbax(dcp_arrays()), objects)
+    plan = make_plan(reader, "dcp", load_mapping("decoder"))
+    assert [path for path, _ in plan.objects.values()] == [
+        ("optimizer", "param_groups", 0, "lr"),
+        ("train", "0", "x"),
+    ]
+
+
+def test_objects_can_be_dropped() -> None:
+    reader = MemoryReader("dcp", dcp_arrays(), {("model", "_extra_state"): "x", ("optimizer", "note"): 1})
+    mapping = load_mapping("decoder")
+    dropping = MappingTable(mapping.name, mapping.rules, mapping.axes, ("model._extra_state",))
+    assert list(make_plan(reader, "orbax", dropping).objects) == ["optimizer/note"]
+
+
+def test_without_a_mapping_names_pass_through_as_paths() -> None:
+    arrays = dcp_arrays()
+    plan = make_plan(MemoryReader("dcp", arrays), "orbax")
+    assert plan.tensors["model/layers.0.attention.wq.weight"].path == (
+        "model",
+        "layers.0.attention.wq.weight",
+    )
+    assert len(plan.tensors) == len(arrays)
+
+
+def test_two_paths_that_would_share_a_name_are_refused() -> None:
+    reader = MemoryReader("orbax", {"a/b.c": np.zeros(2), "a.b/c": np.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"two tensors of memory would both be named a\.b\.c in dcp"):
+        make_plan(reader, "dcp")
+
+
+def test_another_model_is_refused_with_the_names_of_both() -> None:
+    arrays = {f"model.blocks.{i}.w": random_bits((2, 2), FLOAT32, i) for i in range(12)}
+    with pytest.raises(MappingError) as caught:
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+    message = str(caught.value)
+    assert "is this another model?" in message
+    assert "12 of 12 tensors match no rule: model.blocks.0.w, model.blocks.1.w" in message
+    assert "model.blocks.9.w and 2 more" in message
+    assert "10 of 11 rules found no tensor: embed.weight, layers.{i}.attention_norm.weight" in message
+
+
+def test_one_extra_tensor_is_refused_unless_dropped() -> None:
+    arrays = dcp_arrays() | {"model.rope.inv_freq": np.ones(3, np.float32)}
+    reader = MemoryReader("dcp", arrays)
+    mapping = load_mapping("decoder")
+    with pytest.raises(
+        MappingError, match=r"1 of \d+ tensors match no rule: model\.rope\.inv_freq\. Mapping decoder"
+    ):
+        make_plan(reader, "orbax", mapping)
+    dropping = MappingTable(mapping.name, mapping.rules, mapping.axes, ("model.rope.*",))
+    plan = make_plan(reader, "orbax", dropping)
+    assert plan.dropped == ("model.rope.inv_freq",)
+    assert_same(contents(plan, reader), expected_orbax(dcp_arrays()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.state.lm_head.bias.exp_avg",
+        "optimizer.state.lm_head.bias.step",
+        "optimizer.state.lm_head.weight.max_exp_avg_sq",
+        "other",
+    ],
+)
+def test_an_unknown_optimizer_entry_is_refused(name: str) -> None:
+    arrays = dcp_arrays() | {name: np.asarray(40, np.float32)}
+    with pytest.raises(MappingError, match=re.escape(f"tensors match no rule: {name}")):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+
+
+def test_a_tensor_that_two_rules_match_is_refused() -> None:
+    rules = '[[rule]]\ntorch = "a.{i}"\njax = "a/{i}"\n[[rule]]\ntorch = "a.0"\njax = "b"\n'
+    with pytest.raises(
+        MappingError, match=r"tensor model\.a\.0 matches two rules: a\.\{i\} <-> a/\{i\} and a\.0 <-> b"
+    ):
+        make_plan(MemoryReader("dcp", {"model.a.0": np.zeros(2)}), "orbax", table(rules))
+
+
+def test_a_missing_layer_is_named() -> None:
+    arrays = {
+        name: array for name, array in dcp_arrays().items() if ".layers.1.attention.wq." not in f".{name}"
+    }
+    with pytest.raises(
+        MappingError, match=r"expected also layers\.1\.attention\.wq\.weight, which goes together with"
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
+
+
+def test_a_stray_layer_number_of_a_billion_is_an_error_not_a_hang() -> None:
+    arrays = {"model.layers.999999999.w": np.zeros(2)}
+    with pytest.raises(MappingError, match=r"expected also layers\.0\.w, layers\.1\.w, layers\.2\.w"):
+        make_plan(
+            MemoryReader("dcp", arrays),
+            "orbax",
+            table('[[rule]]\ntorch = "layers.{i}.w : m"\njax = "w : {i} m"'),
+        )
+    arrays = {"params/w": np.zeros((2**40, 0))}
+    with pytest.raises(MappingError, match="expected at most 1048576 tensors in a stack"):
+        make_plan(
+            MemoryReader("orbax", arrays),
+            "dcp",
+            table('[[rule]]\ntorch = "layers.{i}.w : m"\njax = "w : {i} m"'),
+        )
+
+
+def test_half_of_a_fused_tensor_is_named() -> None:
+    arrays = expected_orbax(dcp_arrays())
+    del arrays["opt_state/mu/layers/2/mlp/up/kernel"]
+    with pytest.raises(
+        MappingError,
+        match=r"i = 2: expected also layers/2/mlp/up/kernel, which goes together with layers/2/mlp/gate",
+    ):
+        make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
+
+
+def test_an_axis_size_that_nothing_gives_names_rule_axis_and_remedy() -> None:
+    arrays = {name: array for name, array in dcp_arrays().items() if not name.startswith("train.")}
+    reader = MemoryReader("dcp", arrays)
+    mapping = load_mapping("decoder")
+    with pytest.raises(MappingError) as caught:
+        make_plan(reader, "orbax", mapping)
+    message = str(caught.value)
+    assert "rule layers.{i}.attention.wq.weight : (h d) m <-> " in message
+    assert "the mapping takes it from train.model.head_dim, which memory does not have" in message
+    assert "--axis d=SIZE" in message
+    given = contents(make_plan(reader, "orbax", mapping.with_axes({"d": HEAD_DIM})), reader)
+    expected = expected_orbax(dcp_arrays())
+    assert_same(given, {name: a for name, a in expected.items() if not name.startswith("train/")})
+
+
+def test_a_wrong_axis_size_names_the_tensor() -> None:
+    with pytest.raises(
+        MappingError, match=r"tensor model\.layers\.0\.attention\.wq\.weight: .*multiple of 7 .* got 20"
+    ):
+        make_plan(MemoryReader("dcp", dcp_arrays()), "orbax", load_mapping("decoder").with_axes({"d": 7}))
+
+
+def test_axes_that_name_each_other_are_refused() -> None:
+    rules = '[axes]\na = "b"\nb = "a"\n[[rule]]\ntorch = "w : (a b)"\njax = "w : a b"\n'
+    with pytest.raises(MappingError, match="the axes a = b = a of mapping test form a loop"):
+        make_plan(MemoryReader("dcp", {"model.w": np.zeros(4)}), "orbax", table(rules))
+
+
+def test_an_axis_tensor_that_is_no_scalar_integer_is_refused() -> None:
+    arrays = dcp_arrays() | {"train.model.head_dim": np.asarray([5, 5])}
+    with pytest.raises(
+        MappingError, match=r"scalar integer in train\.model\.head_dim for axis d .* got int64"
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+
+
+def test_layers_of_different_shapes_or_dtypes_do_not_stack() -> None:
+    rules = table('[[rule]]\ntorch = "layers.{i}.w : m"\njax = "w : {i} m"')
+    with pytest.raises(
+        MappingError, match=r"expected one shape to stack, got \(2,\) in model\.layers\.0\.w and \(3,\)"
+    ):
+        make_plan(
+            MemoryReader("dcp", {"model.layers.0.w": np.zeros(2), "model.layers.1.w": np.zeros(3)}),
+            "orbax",
+            rules,
+        )
+    with pytest.raises(
+        MappingError, match=r"expected one dtype, got float64 in model\.layers\.0\.w and float32"
+    ):
+        make_plan(
+            MemoryReader(
+                "dcp", {"model.layers.0.w": np.zeros(2), "model.layers.1.w": np.zeros(2, np.float32)}
+            ),
+            "orbax",
+            rules,
+        )
+
+
+@pytest.mark.parametrize("value", [40.5, -1.0, float("nan"), float("inf"), 2.0**24 + 2])
+def test_a_step_that_is_no_whole_count_is_refused(value: float) -> None:
+    arrays = dcp_arrays() | {"optimizer.state.norm.weight.step": np.asarray(value, np.float32)}
+    with pytest.raises(
+        MappingError, match=r"whole number of steps from 0 to 16777216 .* optimizer\.state\.norm"
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+
+
+def test_parameters_with_different_steps_are_both_named() -> None:
+    arrays = dcp_arrays() | {"optimizer.state.norm.weight.step": np.asarray(39, np.float32)}
+    with pytest.raises(
+        MappingError,
+        match=r"40 in optimizer\.state\.embed\.weight\.step and 39 in optimizer\.state\.norm\.weight\.step",
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+
+
+@pytest.mark.parametrize("step", [0, 2**24])
+def test_the_largest_and_smallest_steps_survive_both_ways(step: int) -> None:
+    arrays = dcp_arrays(step=step)
+    dcp = MemoryReader("dcp", arrays)
+    there = contents(make_plan(dcp, "orbax", load_mapping("decoder")), dcp)
+    assert there["opt_state/count"].dtype == np.int32
+    assert int(there["opt_state/count"]) == step
+    orbax = MemoryReader("orbax", there)
+    assert_same(contents(make_plan(orbax, "dcp", load_mapping("decoder")), orbax), arrays)
+
+
+@pytest.mark.parametrize(
+    "count", [np.asarray(2**24 + 1), np.asarray(-1), np.asarray(1.0), np.zeros(2, np.int32)], ids=str
+)
+def test_a_count_that_float32_cannot_hold_is_refused(count: np.ndarray) -> None:
+    arrays = expected_orbax(dcp_arrays()) | {"opt_state/count": count}
+    with pytest.raises(MappingError, match=r"scalar integer from 0 to 16777216 .* in opt_state/count"):
+        make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
+
+
+def test_moments_without_a_count_and_a_count_without_moments_are_refused() -> None:
+    arrays = expected_orbax(dcp_arrays())
+    without = {name: array for name, array in arrays.items() if name != "opt_state/count"}
+    with pytest.raises(MappingError, match="expected opt_state/count beside the moments"):
+        make_plan(MemoryReader("orbax", without), "dcp", load_mapping("decoder"))
+    bare = {
+        name: array for name, array in arrays.items() if not name.startswith(("opt_state/mu", "opt_state/nu"))
+    }
+    with pytest.raises(MappingError, match=r"expected moments .* beside the opt_state/count"):
+        make_plan(MemoryReader("orbax", bare), "dcp", load_mapping("decoder"))
+
+
+def test_a_mapping_between_checkpoints_of_one_format_is_refused() -> None:
+    with pytest.raises(MappingError, match="translates between dcp and orbax, but memory is dcp already"):
+        make_plan(MemoryReader("dcp", dcp_arrays()), "dcp", load_mapping("decoder"))
+
+
+def test_experts_with_two_indices_stack_into_one_array_and_come_apart_again() -> None:
+    rules = table(
+        '[[rule]]\ntorch = "layers.{i}.experts.{e}.w : f m"\njax = "layers/{i}/experts/w : {e} m f"\n'
+        '[[rule]]\ntorch = "blocks.{i}.{j}.b : n"\njax = "b : {j} n {i}"\n'
+    )
+    arrays = {
+        f"model.layers.{i}.experts.{e}.w": random_bits((3, 4), FLOAT32, 10 * i + e)
+        for i in range(LAYERS)
+        for e in range(5)
+    }
+    arrays |= {
+        f"model.blocks.{i}.{j}.b": random_bits((6,), FLOAT32, 99 + 5 * i + j)
+        for i in range(2)
+        for j in range(3)
+    }
+    expected = {
+        f"params/layers/{i}/experts/w": np.stack(
+            [arrays[f"model.layers.{i}.experts.{e}.w"].T for e in range(5)]
+        )
+        for i in range(LAYERS)
+    }
+    expected["params/b"] = np.stack(
+        [np.stack([arrays[f"model.blocks.{i}.{j}.b"] for i in range(2)], axis=1) for j in range(3)]
+    )
+    dcp, orbax = MemoryReader("dcp", arrays), MemoryReader("orbax", expected)
+    assert_same(contents(make_plan(dcp, "orbax", rules), dcp), expected)
+    assert_same(contents(make_plan(orbax, "dcp", rules), orbax), arrays)
+
+
+def test_scalars_stack_into_a_vector_and_come_apart_again() -> None:
+    rules = table('[[rule]]\ntorch = "layers.{i}.scale :"\njax = "scale : {i}"\n')
+    arrays = {f"model.layers.{i}.scale": np.asarray(i + 0.5, np.float32) for i in range(4)}
+    expected = {"params/scale": np.arange(4, dtype=np.float32) + 0.5}
+    dcp, orbax = MemoryReader("dcp", arrays), MemoryReader("orbax", expected)
+    assert_same(contents(make_plan(dcp, "orbax", rules), dcp), expected)
+    assert_same(contents(make_plan(orbax, "dcp", rules), orbax), arrays)

@@ -1,0 +1,78 @@
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gradients, shard_batch
+from jax_impl.collective_count import Collective
+from tests.jax_impl.tiny import decoder, loss, tokens
+
+# Gathers and reductions of each unit in one step of K microbatches.
+EXPECTED = {
+    "no_shard": lambda k: {"psum": 1},
+    "optim": lambda k: {"all_gather": 1, "reduce_scatter": 1},
+    "optim_grads": lambda k: {"all_gather": 1, "reduce_scatter": k},
+    "optim_grads_params": lambda k: {"all_gather": 2 * k, "reduce_scatter": k},
+}
+
+
+def counted(strategy, microbatches, **keywords):
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(4), strategy=strategy, **keywords)
+    batch = shard_batch(plan, tokens(4 * microbatches), microbatches)
+    return plan, count_collectives(make_gradients(plan, loss, microbatches), weights, batch)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", EXPECTED)
+def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strategy, microbatches):
+    plan, found = counted(strategy, microbatches)
+    expected = Counter({Collective("psum", "float32", 1): 1})  # the loss
+    for unit in plan.units.values():
+        for kind, times in EXPECTED[strategy](microbatches).items():
+            expected[Collective(kind, "float32", unit.layout.padded_size)] += times
+    assert found == expected
+    sizes = {unit.layout.padded_size for unit in plan.units.values()}
+    assert len(sizes) == 2, "the root must be told apart from the layers by its size"
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered", "reduced"),
+    [
+        ({}, "float32", "float32"),
+        ({"param_dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "bfloat16", "float32"),
+        ({"reduce_dtype": "bfloat16"}, "float32", "bfloat16"),
+    ],
+)
+def test_what_travels_has_the_dtype_asked_for(precision, gathered, reduced):
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        _, found = counted(strategy, 2, **precision)
+        dtypes = {(c.kind, c.dtype) for c in found if c.size > 1}
+        assert dtypes == {("all_gather", gathered), ("reduce_scatter", reduced)}
+    _, found = counted("no_shard", 2, **precision)
+    assert {c.dtype for c in found if c.size > 1} == {reduced}
+
+
+def test_the_compiled_step_gathers_no_less_than_the_traced_one():
+    # XLA may drop the gathers of weights that a backward does not read, but not merge forward with backward.
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(4))
+    batch = shard_batch(plan, tokens(4))
+    compiled = jax.jit(make_gradients(plan, loss)).lower(weights, batch).compile().as_text()
+    gathers = compiled.count(" all-gather(") + compiled.count(" all-gather-start(")
+    scatters = compiled.count(" reduce-scatter(") + compiled.count(" reduce-scatter-start(")
+    assert gathers == 2 * len(plan.units)
+    assert scatters == len(plan.units)
+
+
+def test_a_collective_in_a_loop_of_unknown_length_is_refused():
+    mesh = data_parallel_mesh(2)
+
+    def loop(x):
+        return jax.lax.while_loop(lambda y: y[0] < 3, lambda y: jax.lax.psum(y, "dp"), x)
+
+    spec = jax.sharding.PartitionSpec("dp")
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(ValueError, match="outside while loops"):
+        count_collectives(mapped, jnp.asarray(np.ones(2, np.float32)))

@@ -1,0 +1,81 @@
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jax_impl.mesh import checked_mesh, data_parallel_mesh, simulate_devices
+
+
+def test_more_devices_than_exist_are_refused():
+    with pytest.raises(ValueError, match=f"expected 1 to {len(jax.devices())} devices .*, got 99"):
+        data_parallel_mesh(99)
+    with pytest.raises(ValueError, match="got 0"):
+        data_parallel_mesh(0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "message"),
+    [
+        (("data",), (4,), r"single axis 'dp', got axes \('data',\)$"),
+        (("dp_outer", "dp"), (2, 2), r"hsdp, hfsdp"),
+        (("dp", "tp"), (2, 2), r"single axis 'dp', got axes \('dp', 'tp'\)"),
+    ],
+)
+def test_a_mesh_with_other_axes_is_refused(axes, shape, message):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), axes)
+    with pytest.raises(ValueError, match=message):
+        checked_mesh(mesh)
+
+
+def test_the_explicit_axes_that_make_mesh_gives_by_default_are_accepted():
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
+    assert checked_mesh(mesh).axis_types == (AxisType.Auto,)
+
+
+def test_simulated_devices_without_the_flags_that_keep_order_are_warned_about(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    with pytest.warns(RuntimeWarning, match="simulate_devices"):
+        checked_mesh(data_parallel_mesh(2))
+
+
+def test_devices_cannot_be_simulated_once_jax_runs_with_fewer(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(ValueError, match="before 64 devices are simulated"):
+        simulate_devices(64)
+
+
+def in_fresh_process(code):
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_twenty_steps_on_eight_simulated_devices_neither_hang_nor_abort():
+    # Gathers of all units at once, unordered, abort the simulator within about as many steps.
+    result = in_fresh_process(
+        """
+        from jax_impl import *
+        simulate_devices(8)
+        from tests.jax_impl.tiny import decoder, loss, tokens
+        plan, weights = fully_shard(decoder(), data_parallel_mesh(8), strategy="optim_grads")
+        optimizer = main_weight_adamw(1e-3)
+        state = init_state(plan, weights, optimizer)
+        step = make_train_step(plan, loss, optimizer)
+        for i in range(20):
+            state, metrics = step(state, tokens(8, seed=i))
+        print(float(metrics["loss"]))
+        """
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert np.isfinite(float(result.stdout))

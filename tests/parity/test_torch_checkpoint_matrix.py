@@ -1,0 +1,109 @@
+"""Saved by N ranks under one strategy, loaded by M under another: the run goes on as if never interrupted."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import RankGroup
+from tests.torch_impl import checkpoint_jobs as jobs
+
+WORLDS = (1, 2, 3, 4)
+# Each pair of worlds takes one of the 16 pairs of strategies, so that all pairs of both kinds occur.
+CASES = [
+    (n, jobs.STRATEGIES[(n + m) % 4], m, jobs.STRATEGIES[(n + 2 * m) % 4]) for n, m in product(WORLDS, WORLDS)
+]
+
+
+@pytest.fixture(scope="module")
+def originals(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[str, Any]]:
+    """Path and results of each uninterrupted run, made when first asked for."""
+    base = tmp_path_factory.mktemp("matrix")
+
+    class Runs(dict):
+        def __missing__(self, key: tuple[str, int, str]) -> tuple[str, Any]:
+            kind, world, strategy = key
+            path = str(base / f"{kind}-{world}-{strategy}")
+            results = ranks.run(world, jobs.interrupted, kind, strategy, path, {})
+            self[key] = path, results[0]
+            return self[key]
+
+    return Runs()
+
+
+def _assert_bitwise(found: jobs.State, expected: jobs.State) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype, name
+        assert found[name].tobytes() == expected[name].tobytes(), name
+
+
+def _assert_continues(result: dict[str, Any], original: dict[str, Any], bitwise: bool) -> None:
+    _assert_bitwise(result["loaded"], original["saved"])
+    if bitwise:
+        assert result["losses"] == original["losses"]
+        _assert_bitwise(result["final"], original["final"])
+        return
+    # Gradients are summed over the ranks in another order.
+    np.testing.assert_allclose(result["losses"], original["losses"], rtol=1e-6)
+    for name, expected in original["final"].items():
+        scale = np.abs(expected).max(initial=0)
+        np.testing.assert_allclose(result["final"][name], expected, rtol=0, atol=2e-6 * scale, err_msg=name)
+
+
+def test_all_pairs_of_worlds_and_all_pairs_of_strategies_are_tried():
+    assert len({(n, m) for n, _, m, _ in CASES}) == 16
+    assert len({(s, t) for _, s, _, t in CASES}) == 16
+
+
+@pytest.mark.parametrize(("saver", "saved_as", "loader", "loaded_as"), CASES)
+def test_a_decoder_continues_on_other_ranks_under_another_strategy(
+    ranks, originals, saver, saved_as, loader, loaded_as
+):
+    path, original = originals["decoder", saver, saved_as]
+    for result in ranks.run(loader, jobs.resumed, "decoder", loaded_as, path, {}):
+        _assert_continues(result, original, bitwise=(saver, saved_as) == (loader, loaded_as))
+        assert result["group"] == {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        assert result["train"]["step"] == 2
+        assert result["train"]["sha"].tolist() == [0, 1, 2, 3]
+        assert all(v == 4 for name, v in result["final"].items() if name.endswith(".step"))
+
+
+@pytest.mark.parametrize("strategy", jobs.STRATEGIES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_run_continues_bitwise_on_as_many_ranks_under_its_own_strategy(ranks, originals, world, strategy):
+    path, original = originals["decoder", world, strategy]
+    for result in ranks.run(world, jobs.resumed, "decoder", strategy, path, {}):
+        _assert_continues(result, original, bitwise=True)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_run_in_bfloat16_continues_bitwise_from_its_float32_main_weights(ranks, tmp_path, strategy):
+    options = {"param_dtype": torch.bfloat16}
+    original = ranks.run(3, jobs.interrupted, "decoder", strategy, str(tmp_path / "a"), options)[0]
+    assert original["saved"]["model.embed.weight"].dtype == np.float32
+    for result in ranks.run(3, jobs.resumed, "decoder", strategy, str(tmp_path / "a"), options):
+        _assert_continues(result, original, bitwise=True)
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(3, 4), (4, 3), (4, 1), (2, 2)])
+def test_stacks_scalars_and_empty_tensors_continue_too(ranks, originals, saver, loader):
+    saved_as, loaded_as = jobs.STRATEGIES[saver % 3 + 1], jobs.STRATEGIES[loader % 3 + 1]
+    path, original = originals["zoo", saver, saved_as]
+    assert original["saved"]["model.hollow"].shape == (3, 0, 2)
+    for result in ranks.run(loader, jobs.resumed, "zoo", loaded_as, path, {}):
+        _assert_continues(result, original, bitwise=saver == loader)
+
+
+def test_plain_dcp_load_sees_the_same_tensors(ranks, originals):
+    path, original = originals["zoo", 4, "optim_grads"]
+    shapes = {name: (value.shape, value.dtype.name) for name, value in original["saved"].items()}
+    for world in (1, 2):
+        for found in ranks.run(world, jobs.plain_load, path, shapes):
+            _assert_bitwise(found, original["saved"])
+    assert (Path(path) / "__3_0.distcp").exists()

@@ -1,0 +1,165 @@
+"""Checkpoints of sharded runs on several ranks: what is written, by whom, and failing together."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.torch_impl import checkpoint_jobs as jobs
+from torch_impl.layout import plan_layout, row_boxes
+
+SHARDED = ("optim", "optim_grads", "optim_grads_params")
+ZOO = {
+    "scale": (),
+    "shift": (7,),
+    "matrix": (7, 5),
+    "stack": (3, 4, 5),
+    "kernel": (2, 3, 2, 3),
+    "hollow": (3, 0, 2),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stored_chunks_are_the_row_boxes_of_the_layout_and_none_for_empty_shards(ranks, tmp_path, world):
+    layout = plan_layout(ZOO, world)
+    for strategy in SHARDED:
+        chunks = ranks.run(world, jobs.stored_rows, "zoo", strategy, str(tmp_path / strategy))[0]
+        for name, shape in ZOO.items():
+            bounds = layout.row_bounds(name)
+            boxes = [box for k in range(world) for box in row_boxes(shape, bounds[k], bounds[k + 1])]
+            expected = sorted((*box.offsets, *box.sizes) for box in boxes) or [(0, 0, 0, *shape)]
+            for prefix, suffix in (
+                ("model.", ""),
+                ("optimizer.state.", ".exp_avg"),
+                ("optimizer.state.", ".exp_avg_sq"),
+            ):
+                assert chunks[f"{prefix}{name}{suffix}"] == expected, (name, strategy)
+            assert chunks[f"optimizer.state.{name}.step"] == [()]
+    if world == 4:
+        assert any(len(boxes) > world for boxes in chunks.values()), (
+            "expected several boxes of a stack on a rank"
+        )
+        assert any(a == b for name in ZOO for a, b in pairwise(layout.row_bounds(name))), (
+            "expected empty shards"
+        )
+
+
+def test_a_replicated_run_is_written_once_and_by_all_ranks_together(ranks, tmp_path):
+    chunks = ranks.run(3, jobs.stored_rows, "decoder", "no_shard", str(tmp_path / "a"))[0]
+    assert all(len(boxes) <= 1 for boxes in chunks.values())
+    alone = sum(ranks.run(1, jobs.bytes_written, "no_shard", str(tmp_path / "one"))[0].values())
+    together = ranks.run(3, jobs.bytes_written, "no_shard", str(tmp_path / "three"))[0]
+    assert len(together) == 3
+    assert sum(together.values()) == pytest.approx(alone, rel=0.05)
+    assert max(together.values()) < 0.6 * alone
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("strategy", jobs.STRATEGIES)
+def test_saving_before_the_first_step_changes_nothing_and_loads_as_zero_moments(
+    ranks, tmp_path, strategy, world
+):
+    path = str(tmp_path / "a")
+    for before, after, loaded, losses, untouched in ranks.run(
+        world, jobs.save_before_any_step, strategy, path
+    ):
+        assert losses == untouched
+        for name, value in before.items():
+            assert np.array_equal(after[name], value)
+            assert np.array_equal(loaded[name], value)
+        moments = [value for name, value in loaded.items() if name.startswith("optimizer.")]
+        assert len(moments) == 3 * len(before)
+        assert not any(value.any() for value in moments)
+
+
+@pytest.mark.parametrize("strategy", jobs.STRATEGIES)
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_rank_that_holds_no_row_of_a_unit_joins_the_refresh_after_a_load(ranks, tmp_path, strategy, world):
+    path = str(tmp_path / "a")
+    results = ranks.run(world, jobs.forward_after_load_where_ranks_hold_nothing, strategy, path, timeout=60)
+    assert results == [[2.0, 3.0]] * world
+
+
+def test_hyperparameters_follow_the_parameters_into_groups_of_another_order(ranks, tmp_path):
+    for saved, loaded in ranks.run(2, jobs.two_groups, str(tmp_path / "a")):
+        assert loaded == saved[::-1]
+        assert [group["lr"] for group in loaded] == [0.125, 0.5]
+        assert [group["weight_decay"] for group in loaded] == [0.25, 0.01]
+
+
+def test_an_existing_destination_is_refused_by_all_ranks_with_one_error(ranks, tmp_path):
+    (tmp_path / "a").mkdir()
+    errors = ranks.run(3, jobs.save_onto_existing, str(tmp_path / "a"))
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "FileExistsError"
+    assert f"expected no file or directory at {tmp_path / 'a'}" in errors[0][1]
+    assert os.listdir(tmp_path) == ["a"]
+    assert os.listdir(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize(("where", "rank"), [("write", 1), ("write", 0), ("plan", 2), ("commit", 0)])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, where, rank):
+    results = ranks.run(3, jobs.failing_save, str(tmp_path / "a"), where, rank)
+    for kind, text, left in results:
+        assert kind == "CheckpointError"
+        assert f"rank {rank}" in text
+        assert os.strerror(errno.ENOSPC) in text
+        assert left == []
+    assert len({text for _, text, _ in results}) == 1
+    assert os.listdir(tmp_path) == ["a-again"]
+
+
+def test_train_state_that_one_rank_cannot_save_is_an_error_on_all_and_nothing_is_written(ranks, tmp_path):
+    for kind, text in ranks.run(2, jobs.save_of_unequal_train_state, str(tmp_path / "a")):
+        assert kind == "ValueError"
+        assert "rank 1 of 2" in text
+        assert "train.step: expected an int" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks, tmp_path):
+    path = str(tmp_path / "a")
+    ranks.run(2, jobs.save_only, "decoder", "optim", path)
+    for kind, text, unchanged, loss in ranks.run(3, jobs.failing_load, path, "read", 1):
+        assert kind == "CheckpointError"
+        assert "rank 1 of 3" in text
+        assert os.strerror(errno.ENOSPC) in text
+        assert unchanged
+        assert np.isfinite(loss)
+
+
+def test_a_truncated_file_fails_on_all_ranks_and_changes_nothing(ranks, tmp_path):
+    path = tmp_path / "a"
+    ranks.run(3, jobs.save_only, "decoder", "optim_grads_params", str(path))
+    file = path / "__1_0.distcp"
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    for kind, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(path), "read", -1):
+        assert kind == "CheckpointError"
+        assert "__1_0.distcp is truncated" in text
+        assert unchanged
+
+
+def test_a_missing_directory_is_one_error_on_all_ranks(ranks, tmp_path):
+    for kind, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(tmp_path / "missing"), "read", -1):
+        assert (kind, unchanged) == ("FileNotFoundError", True)
+        assert text.startswith("expected a checkpoint directory at")
+
+
+def test_the_checkpoint_of_another_model_is_refused_with_the_names_that_differ(ranks, tmp_path):
+    path = str(tmp_path / "a")
+    ranks.run(2, jobs.save_only, "decoder", "no_shard", path)
+    for kind, text, unchanged in ranks.run(2, jobs.load_of_other_model, path):
+        assert (kind, unchanged) == ("CheckpointError", True)
+        assert "25 missing: model.hollow, model.kernel" in text
+        assert "unexpected: model.embed.weight, model.layers.0." in text
+        assert "another model?" in text
+
+
+def test_a_sharded_tensor_without_a_table_entry_is_not_guessed(ranks, tmp_path):
+    for text in ranks.run(2, jobs.planner_without_entry, str(tmp_path / "a")):
+        assert "expected an entry in the planner's table of row boxes" in text

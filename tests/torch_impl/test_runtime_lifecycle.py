@@ -1,0 +1,543 @@
+"""Irregular programs: units that are skipped, called twice, interrupted, frozen, tied, recomputed, deleted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import (
+    Block,
+    Toy,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_weights,
+    batch,
+    counted,
+    mse,
+    sharded_toy,
+    whole,
+)
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+WORLD = 3
+
+
+def inputs(step: int, like: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block inputs of this rank, and of all ranks."""
+    everyone = torch.randn(dist.get_world_size(), like, 5, generator=torch.Generator().manual_seed(50 + step))
+    return everyone[dist.get_rank()], everyone, everyone.view(-1, 5)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def blocks_skipped_and_repeated(strategy: str) -> None:
+    model, reference = sharded_toy(strategy=strategy), Toy()
+
+    def run(target: nn.Module, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = target.blocks[index](x)
+        return x
+
+    class Program(nn.Module):
+        def __init__(self, toy: nn.Module) -> None:
+            super().__init__()
+            self.toy = toy
+
+        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+            return run(self.toy, x, order)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step, order in enumerate([[0], [0, 0], [1, 0, 1], [], [0, 1]]):
+        mine, _, everyone = inputs(step)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        mine.requires_grad_(True)
+        loss_of(run(model, mine, order)).backward()
+        loss_of(run(reference, everyone.requires_grad_(True), order)).backward()
+        assert_same_gradients(model, reference)
+        for index in {0, 1} - set(order):
+            assert all(p.grad is None for p in model.blocks[index].parameters())
+        assert_at_rest(model)
+        optimizer.step()
+        expected.step()
+        assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_may_be_skipped_repeated_and_reordered(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, blocks_skipped_and_repeated, strategy)
+
+
+class Fault(Exception):
+    pass
+
+
+class Failing(Toy):
+    """Raises inside a block or after all blocks, as told."""
+
+    fail_at: int | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            if self.fail_at == index:
+                block(x[:, :2])
+            x = block(x)
+        if self.fail_at == len(self.blocks):
+            raise Fault
+        return self.head(x).squeeze(-1)
+
+
+class FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise Fault
+
+
+def exceptions_then_retry(strategy: str) -> None:
+    model, reference = Failing(), Toy()
+    for block in model.blocks:
+        torch_impl.fully_shard(block, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 1)
+    mse(reference, tokens, targets).backward()
+    for fail_at in (0, 1, 2):
+        model.fail_at = fail_at
+        with pytest.raises((Fault, RuntimeError)):
+            mse(model, tokens[rank], targets[rank])
+        assert_at_rest(model)
+        model.fail_at = None
+        mse(model, tokens[rank], targets[rank]).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_that_raised_can_be_tried_again(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, exceptions_then_retry, strategy)
+
+
+def backward_raises(strategy: str) -> None:
+    model, reference = sharded_toy(strategy=strategy), Toy()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 1)
+    mse(reference, tokens, targets).backward()
+    kept = mse(model, tokens[rank], targets[rank])
+    x = model.blocks[0](torch.ones(2, 5, requires_grad=True))
+    with pytest.raises(Fault):
+        loss_of(model.blocks[1](FailInBackward.apply(x))).backward()
+    model.zero_grad()
+    kept.backward()
+    assert_same_gradients(model, reference)
+    model.zero_grad()
+    mse(model, tokens[rank], targets[rank]).backward()
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_that_raised_leaves_later_ones_right(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, backward_raises, strategy)
+
+
+def interleaved(strategy: str) -> None:
+    model, reference = sharded_toy(strategy=strategy), Toy()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 2)
+    (mse(reference, tokens, targets)).backward()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            mse(model, tokens[rank, 0], targets[rank, 0])
+        with torch.inference_mode():
+            mse(model, tokens[rank, 1], targets[rank, 1])
+
+    evaluate()
+    first = mse(model, tokens[rank, 0], targets[rank, 0]) / 2
+    evaluate()
+    second = mse(model, tokens[rank, 1], targets[rank, 1]) / 2
+    mse(model, tokens[rank, 1], targets[rank, 1])  # dropped
+    with model.no_sync():
+        first.backward()
+    evaluate()
+    second.backward()
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluation_and_forwards_in_advance_do_not_disturb_microbatches(
+    ranks: RankGroup, strategy: str
+) -> None:
+    ranks.run(WORLD, interleaved, strategy)
+
+
+class Recomputed(Toy):
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return checkpoint(self.head, x, use_reentrant=self.reentrant).squeeze(-1)
+
+
+def recompute(strategy: str, reentrant: bool) -> None:
+    model, reference = Recomputed(), Toy()
+    model.reentrant = reentrant
+    for block in model.blocks:
+        torch_impl.fully_shard(block, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        tokens, targets = batch(step, world, 1)
+        mse(reference, tokens, targets).backward()
+        mse(model, tokens[rank], targets[rank]).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_both_kinds_gives_the_same_gradients(
+    ranks: RankGroup, strategy: str, reentrant: bool
+) -> None:
+    ranks.run(WORLD, recompute, strategy, reentrant)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with a trainable low-rank path, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.base = nn.Linear(5, 5)
+            self.a, self.b = nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x)) + self.b(self.a(x))
+
+
+def frozen(strategy: str) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(Adapted(), Adapted(), nn.Linear(5, 5).requires_grad_(False), Adapted())
+    reference = copy.deepcopy(model)
+    for child in model:
+        torch_impl.fully_shard(child, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    for step in range(4):
+        if step == 2:  # freeze and thaw after sharding
+            for target in (model, reference):
+                target[0].a.requires_grad_(False)
+                target[3].base.requires_grad_(True)
+        mine, _, everyone = inputs(step)
+        model.zero_grad()
+        reference.zero_grad()
+        mine.requires_grad_(True)
+        loss_of(model(mine)).backward()
+        loss_of(reference(everyone.requires_grad_(True))).backward()
+        for (name, param), (_, want) in zip(
+            model.named_parameters(), reference.named_parameters(), strict=True
+        ):
+            assert (param.grad is None) == (want.grad is None), name
+        assert_same_gradients(model, reference)
+        rank = dist.get_rank()
+        expected = everyone.grad.view(dist.get_world_size(), -1, 5)[rank] * dist.get_world_size()
+        torch.testing.assert_close(mine.grad, expected)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters_get_no_gradient_whenever_they_were_frozen(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, frozen, strategy)
+
+
+class Tied(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+        self.output = nn.Linear(5, 9, bias=False)
+        self.output.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)[:, 0]
+
+
+def tied(strategy: str) -> None:
+    model, reference = Tied(), Tied()
+    for block in model.blocks:
+        torch_impl.fully_shard(block, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    assert model.output.weight is model.embed.weight
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        tokens, targets = batch(step, world, 1)
+        mse(reference, tokens, targets).backward()
+        mse(model, tokens[rank], targets[rank]).backward()
+        assert_same_gradients(model, reference)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+        assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_tie_inside_a_unit_is_one_parameter(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, tied, strategy)
+
+
+class Untouched(Block):
+    """Never uses ``gain``; rank 0 does not use ``down`` either."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        mixed = torch.einsum("bi,eoi->bo", hidden, self.stack)
+        return x + (mixed.sum(1, keepdim=True) if self.rank == 0 else torch.tanh(self.down(mixed)))
+
+
+def unused_parameters(strategy: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def build() -> nn.Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return nn.Sequential(Untouched(), Untouched())
+
+    model, reference = build(), build()
+    for child in model:
+        child.rank = rank
+        torch_impl.fully_shard(child, strategy=strategy)
+    for step in range(2):
+        mine, everyone, _ = inputs(step)
+        loss_of(model(mine)).backward()
+        for k in range(world):
+            for child in reference:
+                child.rank = k
+            (loss_of(reference(everyone[k])) / world).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_unused_on_some_or_all_ranks_count_as_zero(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, unused_parameters, strategy)
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    name: str = "output"
+
+
+class Structured(Block):
+    def forward(self, x: torch.Tensor, *, scale: dict[str, torch.Tensor]) -> dict[str, Output]:
+        return {"out": Output(super().forward(x * scale["by"]))}
+
+
+class Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hidden(Block):
+    def forward(self, x: torch.Tensor) -> Opaque:
+        return Opaque(super().forward(x))
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+def structured(strategy: str) -> None:
+    def build(kind: type[nn.Module]) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            return kind()
+
+    mine, _, everyone = inputs(0)
+    for kind, call in (
+        (Structured, lambda m, x: m(x, scale={"by": x[:1]})["out"].hidden),
+        (Hidden, lambda m, x: m(x).value),
+        (InPlace, lambda m, x: m(x * 1.5)),
+    ):
+        model, reference = torch_impl.fully_shard(build(kind), strategy=strategy), build(kind)
+        for _ in range(2):
+            loss_of(call(model, mine.clone().requires_grad_(True))).backward()
+            world = dist.get_world_size()
+            for part in everyone.view(world, -1, 5):
+                (loss_of(call(reference, part.clone().requires_grad_(True))) / world).backward()
+            assert_same_gradients(model, reference)
+            assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_and_outputs_may_be_structured_opaque_or_changed_in_place(
+    ranks: RankGroup, strategy: str
+) -> None:
+    ranks.run(2, structured, strategy)
+
+
+def recurrent(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(5, 3, batch_first=True)
+    reference = copy.deepcopy(model)
+    torch_impl.fully_shard(model, strategy=strategy)
+    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    for step in range(2):
+        mine, everyone, _ = inputs(step)
+        loss_of(model(mine[None])[0]).backward()
+        loss_of(reference(everyone)[0]).backward()
+        assert_same_gradients(model, reference)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_modules_that_cache_their_weights_use_the_gathered_ones(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, recurrent, strategy)
+
+
+def deletion(strategy: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded_toy(strategy=strategy)
+        tokens, targets = batch(0, dist.get_world_size(), 1)
+        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+        units = [m._unit for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
+        storages = [weakref.ref(b.flat) for u in units for g in u.groups for b in (g.main, g.compute)]
+        storages += [weakref.ref(p.grad) for p in model.parameters()]
+        storages += [weakref.ref(unit) for unit in units]
+        del model, units
+        assert [ref() for ref in storages if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(
+    ranks: RankGroup, strategy: str
+) -> None:
+    ranks.run(2, deletion, strategy)
+
+
+def parents_without_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(Block(), nn.Tanh()))
+    reference = copy.deepcopy(model)
+    torch_impl.fully_shard(model[1])
+    torch_impl.fully_shard(model)
+    assert [len(m._unit.groups) for m in (model, model[1])] == [0, 1]
+    mine, _, everyone = inputs(0)
+    loss_of(model(mine)).backward()
+    loss_of(reference(everyone)).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_parent_without_parameters_of_its_own_trains(ranks: RankGroup) -> None:
+    ranks.run(2, parents_without_parameters)
+
+
+def marked_microbatches(strategy: str, microbatches: int) -> tuple[int, dict[str, int], dict[str, int]]:
+    model = sharded_toy(strategy=strategy)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, microbatches)
+
+    def step(set_to_none: bool) -> dict[str, int]:
+        with counted() as counts:
+            for k in range(microbatches):
+                if k < microbatches - 1:
+                    with model.no_sync():
+                        mse(model, tokens[rank, k], targets[rank, k]).backward()
+                else:
+                    mse(model, tokens[rank, k], targets[rank, k]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return counts
+
+    step(True)
+    step(False)
+    return sum(len(m._unit.groups) for m in model.modules() if hasattr(m, "_unit")), step(True), step(True)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_collectives_per_step_are_exactly_those_of_the_strategy(ranks: RankGroup, microbatches: int) -> None:
+    k = microbatches
+    for strategy, gathers, scatters, reduces in (
+        ("optim_grads_params", 2 * k, k, 0),
+        ("optim_grads", 1, k, 0),
+        ("optim", 1, 1, 0),
+        ("no_shard", 0, 0, 1),
+    ):
+        for n, *steps in ranks.run(2, marked_microbatches, strategy, k):
+            assert n == 3
+            expected = {"all_gather": gathers * n, "reduce_scatter": scatters * n, "all_reduce": reduces * n}
+            assert steps == [expected, expected], strategy
+
+
+def keeping_weights_after_forward() -> list[int]:
+    model = sharded_toy(reshard_after_forward=False)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 1)
+    gathers = []
+    for keep in (True, False):
+        model.set_reshard_after_forward(not keep)
+        with counted() as counts:
+            mse(model, tokens[rank], targets[rank]).backward()
+        assert_at_rest(model)
+        gathers.append(counts["all_gather"])
+    return gathers
+
+
+def test_weights_kept_after_forward_are_gathered_once(ranks: RankGroup) -> None:
+    assert ranks.run(2, keeping_weights_after_forward) == [[3, 6], [3, 6]]
+
+
+def manual_unshard() -> None:
+    model, reference = sharded_toy(), Toy()
+    model.unshard()
+    assert torch.equal(model.head.weight, reference.head.weight)
+    assert type(model.head.weight) is nn.Parameter
+    state = model.state_dict()
+    assert all(isinstance(value, torch_impl.dtensor.RowDTensor) for value in state.values())
+    model.unshard()
+    model.reshard()
+    assert_at_rest(model)
+    assert torch.equal(whole(model.head.weight), reference.head.weight.detach())
+
+
+def test_unshard_shows_whole_weights_until_reshard_and_state_dicts_stay_sharded(ranks: RankGroup) -> None:
+    ranks.run(2, manual_unshard)

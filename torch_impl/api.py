@@ -1,0 +1,324 @@
+"""``fully_shard`` and the methods it gives to a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from torch_impl.group import OwnedParameter, ParameterGroup
+from torch_impl.layout import plan_layout
+from torch_impl.memory import MemoryReport, memory_report
+from torch_impl.model_check import require_same_unit
+from torch_impl.placement import Strategy, strategy_named
+from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.unit import Unit
+
+# Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
+_TAKEN = "_taken_by_unit"
+
+
+class FSDPModule:
+    """Mixed into the class of a sharded module. ``recurse`` methods also reach the sharded modules below."""
+
+    _unit: Unit
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Gather this unit's compute weights now and show them as its parameters until ``reshard``. Collective."""
+        if async_op:
+            raise ValueError("unshard: expected async_op=False, got True; gathers do not overlap with compute yet")
+        self._unit.unshard()
+
+    def reshard(self) -> None:
+        """Show the sharded main weights again; free the compute weights unless the strategy keeps them."""
+        self._unit.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """With False, the next backwards keep gradients unreduced on each rank, whatever the strategy."""
+        for module in self._fsdp_modules(recurse):
+            module._unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """With False, ``optim`` and ``no_shard`` put off reduction; strategies with sharded gradients still reduce."""
+        for module in self._fsdp_modules(True):
+            module._unit.last_backward = is_last_backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run backwards of microbatches before the last one: ``set_is_last_backward(False)``, restored on leaving."""
+        modules = list(self._fsdp_modules(True))
+        before = [module._unit.last_backward for module in modules]
+        self.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            for module, value in zip(modules, before, strict=True):
+                module._unit.last_backward = value
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether ``optim_grads_params`` frees compute weights between forward and backward."""
+        for module in self._fsdp_modules(recurse):
+            module._unit.reshard_after_forward = reshard_after_forward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
+        _check_divisor(factor)
+        for group in self._unit.groups:
+            group.gradient.divisor = factor
+
+    def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+        """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""
+        groups = [group for module in self._fsdp_modules(True) for group in module._unit.groups]
+        return memory_report(groups, optimizer)
+
+    def _fsdp_modules(self, recurse: bool) -> Iterator[FSDPModule]:
+        if not recurse:
+            yield self
+            return
+        assert isinstance(self, nn.Module)
+        yield from (module for module in self.modules() if isinstance(module, FSDPModule))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
+        """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters."""
+        assert isinstance(self, nn.Module)
+        for module in self._fsdp_modules(True):
+            for group in module._unit.groups:
+                for name, param in zip(group.names, group.params, strict=True):
+                    probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+                    if (probe.dtype, probe.device) != (param.dtype, param.device):
+                        raise TypeError(
+                            f"{name}: a sharded parameter stays {param.dtype} on {param.device}, got a conversion to "
+                            f"{probe.dtype} on {probe.device}; convert the module before fully_shard, or set "
+                            "MixedPrecisionPolicy(param_dtype=...)"
+                        )
+        for child in self.modules():
+            for key, buffer in child._buffers.items():
+                child._buffers[key] = buffer if buffer is None else fn(buffer)
+            for param in child._parameters.values():
+                if param is not None and not isinstance(param, DTensor):
+                    param.data = fn(param.data)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(f"cannot deepcopy a sharded {type(self).__name__}: {_COPY_ADVICE}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"cannot copy or pickle a sharded {type(self).__name__}: {_COPY_ADVICE}")
+
+
+_COPY_ADVICE = (
+    "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "
+    "state_dict())"
+)
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str = "optim_grads_params",
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    granularity: str = "row",
+    grad_divisor: float | None = None,
+    **unsupported: Any,
+) -> nn.Module:
+    """Make ``module`` a unit: it owns, shards and gathers all parameters below it that no inner unit owns.
+
+    Call it on inner modules first, then on the outermost one, before the optimizer is built. The module is changed in
+    place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
+    over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
+    ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
+
+    mesh: one-dimensional mesh; None: all ranks of the default process group.
+    strategy: see ``torch_impl.placement``.
+    reshard_after_forward: for ``optim_grads_params``: free compute weights between forward and backward.
+    mp_policy: see ``MixedPrecisionPolicy``.
+    ignored_params: parameters that stay plain, and whose gradients stay local.
+    granularity: what a shard boundary never cuts: "row", or "tensor".
+    grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
+
+    Raises TypeError or ValueError for wrong or unavailable arguments, and ValueError on all ranks when they disagree on
+    the model; the module is then as before.
+    """
+    if unsupported:
+        raise TypeError(
+            f"fully_shard: no argument {', '.join(unsupported)}; available are mesh, strategy, reshard_after_forward, "
+            "mp_policy, ignored_params, granularity and grad_divisor (CPU offload, shard placement functions and meshes "
+            "of two data-parallel axes are not)"
+        )
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_arguments(module, reshard_after_forward, policy, granularity, grad_divisor)
+    chosen = strategy_named(strategy)
+    ignored = _ignored(ignored_params)
+    mesh, device = _mesh_and_device(mesh)
+    unit = _build_unit(
+        module, mesh, device, chosen, bool(reshard_after_forward), policy, ignored, granularity, grad_divisor
+    )
+    module.__class__ = _sharded_class(type(module))
+    module._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
+    unit.attach(module)
+    return module
+
+
+def _build_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    strategy: Strategy,
+    reshard_after_forward: bool,
+    policy: MixedPrecisionPolicy,
+    ignored: set[int],
+    granularity: str,
+    grad_divisor: float | None,
+) -> Unit:
+    """All that can fail; leaves the module untouched except that the parameters are marked as taken."""
+    kind = type(module).__name__
+    failure, owned = None, []
+    try:
+        owned = _owned_parameters(module, ignored)
+    except (TypeError, ValueError) as error:
+        failure = error
+    description = {
+        "parameters": [[o.name, list(o.param.shape), str(o.param.dtype), o.param.requires_grad] for o in owned],
+        "strategy": strategy.name,
+        "granularity": granularity,
+        "precision": str(policy),
+        "grad_divisor": grad_divisor,
+        "error": None if failure is None else str(failure),
+    }
+    # A rank that fails before this exchange would leave the others waiting in it.
+    require_same_unit(kind, description, mesh, device)
+    if failure is not None:
+        raise failure
+    divisor = mesh.size() if grad_divisor is None else grad_divisor
+    by_group: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for one in owned:
+        by_group.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+    groups = []
+    for (dtype, _), members in by_group.items():
+        layout = plan_layout(
+            {one.name: tuple(one.param.shape) for one in members},
+            mesh.size() if strategy.shard_optimizer else 1,
+            granularity=granularity,
+        )
+        dtypes = group_dtypes(dtype, policy)
+        groups.append(ParameterGroup(members, layout, mesh, device, strategy, dtypes, divisor))
+    for one in owned:
+        setattr(one.param, _TAKEN, kind)
+    return Unit(groups, policy, reshard_after_forward and strategy.shard_parameters)
+
+
+def _check_arguments(
+    module: object, reshard_after_forward: object, policy: object, granularity: str, grad_divisor: float | None
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"fully_shard: expected a module with a forward, got {type(module).__name__}; shard its items one by one"
+        )
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"fully_shard: {type(module).__name__} is sharded already")
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if granularity not in ("row", "tensor"):
+        raise ValueError(f"granularity: expected 'row' or 'tensor', got {granularity!r}")
+    if grad_divisor is not None:
+        _check_divisor(grad_divisor)
+
+
+def _check_divisor(divisor: float) -> None:
+    if not isinstance(divisor, int | float) or not (0 < divisor < math.inf):
+        raise ValueError(f"gradient divisor: expected a positive number, got {divisor!r}")
+
+
+def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    listed = list(params or ())
+    for param in listed:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params: expected parameters, got {type(param).__name__}")
+    return {id(param) for param in listed}
+
+
+def _mesh_and_device(mesh: DeviceMesh | None) -> tuple[DeviceMesh, torch.device]:
+    if not dist.is_initialized():
+        raise ValueError(
+            "fully_shard: no process group; call torch.distributed.init_process_group first (also for one process)"
+        )
+    if mesh is None:
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh: expected one data-parallel axis, got shape {tuple(mesh.shape)}; take one axis of it, for example "
+            "mesh['dp']"
+        )
+    if mesh.device_type == "cuda":
+        return mesh, torch.device("cuda", torch.cuda.current_device())
+    return mesh, torch.device(mesh.device_type)
+
+
+def _owned_parameters(module: nn.Module, ignored: set[int]) -> list[OwnedParameter]:
+    """Parameters below ``module`` that no inner unit owns, each once with all its names; in model order."""
+    names: dict[int, str] = {}
+    params: dict[int, nn.Parameter] = {}
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for prefix, holder in _modules_outside_units(module, ""):
+        for attr, param in holder._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            name = f"{prefix}{attr}"
+            _check_parameter(name, param)
+            names.setdefault(id(param), name)
+            params[id(param)] = param
+            sites.setdefault(id(param), []).append((holder, attr))
+    return [OwnedParameter(names[key], params[key], tuple(sites[key])) for key in names]
+
+
+def _modules_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """``(name prefix, module)`` of the module and all below it, without inner units and what they hold."""
+    seen: set[int] = set()
+
+    def walk(current: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(current) in seen:
+            return
+        seen.add(id(current))
+        yield path, current
+        for name, child in current.named_children():
+            if not isinstance(child, FSDPModule):
+                yield from walk(child, f"{path}{name}.")
+
+    return walk(module, prefix)
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise ValueError(f"{name}: expected a plain parameter, got a DTensor placed as {param.placements}")
+    if param.is_meta:
+        raise ValueError(f"{name}: expected a parameter with values, got one on the meta device; initialize it first")
+    if hasattr(param, _TAKEN):
+        raise ValueError(
+            f"{name}: tied to a parameter that an inner {getattr(param, _TAKEN)} unit owns; shard a module that "
+            "contains both uses instead of the inner one"
+        )
+    if param.dtype.itemsize == 1 and param.is_floating_point():
+        raise ValueError(f"{name}: expected a dtype of two or more bytes, got {param.dtype}")
+
+
+@cache
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

@@ -1,0 +1,88 @@
+"""The places where the runtime hooks into autograd. All use of torch's private engine calls is in this module.
+
+Callbacks keep no reference to tensors or graph nodes: a graph that is dropped frees its memory at once, without the
+garbage collector.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+
+def current_backward() -> int | None:
+    """Number of the backward that runs on this thread, also a nested one; None outside of backward."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back when the backward that runs now has computed all gradients; not if it raises."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any, Any, bool]:
+    """Arrange a call of ``done`` in backward once the gradients of all these inputs are complete.
+
+    Returns the inputs, replaced by views where they require gradient, and whether there is any such input. ``done`` is
+    not called when some of them take no part in the backward.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    missing: set[int] = set(watched)
+
+    def hook_for(index: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            missing.discard(index)
+            if not missing:
+                missing.update(watched)  # a retained graph may run again
+                done()
+
+        return hook
+
+    for index in watched:
+        # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
+        leaves[index] = leaves[index].view_as(leaves[index])
+        leaves[index].register_hook(hook_for(index))
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs, bool(watched)
+
+
+def watch_outputs(output: Any, start: Callable[[], None]) -> bool:
+    """Arrange calls of ``start`` in backward when gradients reach the outputs, before the module's own backward.
+
+    Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be searched and
+    no tensor that requires gradient was found.
+    """
+    leaves = _leaves(output)
+    hooked = False
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(lambda _: start())
+            hooked = True
+    plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
+    return hooked or all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def map_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of nested tuples, lists and dicts."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found = []
+    for leaf in pytree.tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found.append(leaf)
+    return found

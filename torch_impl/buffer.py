@@ -1,0 +1,52 @@
+"""A flat buffer: the parameters of a group in one contiguous 1-D tensor, whole or one rank's shard of it.
+
+    layout      |w0 w0 w0 w0 w0 w0|b b|w1 w1 w1 w1|. .|     four ranks, shard size 4
+    shards       r0          r1         r2          r3
+
+Views are taken once and stay valid while the storage behind them is freed and allocated again, which is what lets
+tensors saved by autograd survive a reshard.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_impl.dtensor import local_shape
+from torch_impl.layout import Layout
+
+
+class FlatBuffer:
+    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shard of ``rank``."""
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None, flat: torch.Tensor | None = None
+    ) -> None:
+        size = layout.padded_size if rank is None else layout.shard_size
+        self.layout, self.rank = layout, rank
+        self.flat = torch.zeros(size, dtype=dtype, device=device) if flat is None else flat
+        self._bytes = size * self.flat.element_size()
+
+    def view(self, name: str) -> torch.Tensor:
+        """The parameter in its own shape, or this rank's rows of it in their local shape."""
+        slot = self.layout.slot(name)
+        if self.rank is None:
+            return self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        bounds = self.layout.row_bounds(name)
+        r0, r1 = bounds[self.rank], bounds[self.rank + 1]
+        shape = local_shape(slot.shape, r1 - r0)
+        if r0 == r1:
+            return self.flat[:0].view(shape)
+        start = slot.offset + r0 * slot.row_size - self.rank * self.layout.shard_size
+        return self.flat[start : start + (r1 - r0) * slot.row_size].view(shape)
+
+    @property
+    def allocated(self) -> bool:
+        return self.flat.untyped_storage().nbytes() == self._bytes
+
+    def allocate(self) -> None:
+        """Give the buffer its memory; the contents are arbitrary."""
+        self.flat.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        """Release the memory; views stay, and must not be read until ``allocate`` and a refill."""
+        self.flat.untyped_storage().resize_(0)

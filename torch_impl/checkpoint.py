@@ -1,0 +1,223 @@
+"""Saving a training run to a DCP checkpoint and loading it on any number of ranks under any strategy.
+
+Tensors are stored under their global shapes, so nothing in a checkpoint depends on who saved it::
+
+    saved by 3 ranks      the checkpoint           loaded by 2 ranks
+    rank 0: rows [0,4) \\                          / rank 0: rows [0,7)
+    rank 1: rows [4,4)  > model.w: rows [0,11) ---
+    rank 2: rows [4,11)/                           \\ rank 1: rows [7,11)
+
+Any program reads it by plain ``torch.distributed.checkpoint.load``. Loading here does not use that: stock metadata
+reading executes code that a checkpoint contains.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
+from bridge.formats.atomic import AtomicDirectory
+from torch_impl.agreement import agree, rank
+from torch_impl.dcp_planner import LayoutSavePlanner, Piece, SharedDirectoryWriter, pieces_of
+from torch_impl.dtensor_ops import count_write
+from torch_impl.hyperparameters import GroupUpdate, plan_group_updates
+from torch_impl.training_state import (
+    drop_state,
+    materialize_state,
+    model_tensors,
+    named_tensors,
+    optimizer_tensors,
+    state_tree,
+    train_values,
+)
+
+_SHOWN = 10
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    train: Mapping[str, Any] | None = None,
+) -> None:
+    """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks call it.
+
+    Each rank writes its own rows, computed from the layout. The checkpoint appears at ``path``, on a file system that
+    all ranks share, complete and synced to disk, or not at all. Before the first optimizer step the moments are zeros.
+
+    Args:
+        path: a directory that does not exist yet; missing parents are made.
+        model: sharded by ``fully_shard``, or a plain module whose tensors are equal on all ranks.
+        optimizer: over the model's parameters.
+        train: nested mapping of str to int or numpy array, equal on all ranks; ints become 0-d int64 tensors.
+
+    Raises:
+        FileExistsError: something is at ``path``; nothing was written.
+        ValueError: state that cannot be saved, by name; nothing was written.
+        CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
+    """
+    directory: AtomicDirectory | None = None
+
+    def prepare() -> dict[str, Any]:
+        nonlocal directory
+        tree = state_tree(model, optimizer, train)
+        if rank() == 0:
+            directory = AtomicDirectory(path)
+        return tree
+
+    try:
+        tree, temporary = agree(prepare, lambda _: str(directory and directory.temporary))
+        agree(lambda: _write(tree, str(temporary), Path(path).name))
+        agree(lambda: directory.commit() if directory else None)
+    except BaseException:
+        if directory is not None:
+            directory.abort()
+        raise
+
+
+def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
+    planner = LayoutSavePlanner({key: pieces_of(tensor) for key, tensor in named_tensors(tree)})
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(dict(tree), storage_writer=SharedDirectoryWriter(directory, name), planner=planner)
+    except CheckpointException as error:
+        causes = [f"rank {k}: {type(e).__name__}: {e}" for k, (e, _) in sorted(error.failures.items())]
+        raise CheckpointError(f"saving {name} failed: {'; '.join(causes)}") from error
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
+
+    Each rank reads its own rows. Everything is read and checked on every rank before anything is modified, which takes
+    memory for one more copy of this rank's part. The hyperparameters of each parameter group (lr, betas, ...) become
+    the saved ones; those that were not saved stay. The next forward uses the new weights.
+
+    Args:
+        path: the checkpoint's directory.
+        model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
+        optimizer: over the model's parameters; None to load weights only.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: no directory at ``path``.
+        CheckpointError: damaged, or of another model (the names or tensors that differ are listed).
+        ValueError: the optimizer's initial state is not known.
+    """
+    added: list[torch.Tensor] = []
+
+    def stage() -> _Staged:
+        if optimizer is not None:
+            added.extend(materialize_state(optimizer))
+        with open_checkpoint(path) as reader:
+            return _stage(reader, model, optimizer)
+
+    try:
+        staged, _ = agree(stage)
+    except BaseException:
+        if optimizer is not None:
+            drop_state(optimizer, added)
+        raise
+    staged.apply()
+    return staged.train
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """What was read and checked on this rank: applying it cannot fail."""
+
+    live: tuple[torch.Tensor, ...]
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    groups: tuple[GroupUpdate, ...]
+    train: dict[str, Any]
+
+    def apply(self) -> None:
+        with torch.no_grad():
+            for view, new in self.copies:
+                view.copy_(new)
+        for tensor in self.live:
+            # Ranks without rows must see the change as well: all gather the new weights together, or none does.
+            if isinstance(tensor, DTensor):
+                count_write(tensor)
+        for group in self.groups:
+            group.apply()
+
+
+def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None) -> _Staged:
+    if reader.format != "dcp":
+        raise CheckpointError(
+            f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
+            f"`twinshard convert {reader.path} NEW --to dcp`"
+        )
+    live = dict(named_tensors({"model": model_tensors(model)}))
+    if optimizer is not None:
+        live |= named_tensors({"optimizer": {"state": optimizer_tensors(model, optimizer)}})
+        if not any(name.startswith("optimizer.state.") for name in reader.tensors):
+            raise CheckpointError(
+                f"{reader.path}: expected optimizer state, found none: load the weights alone with optimizer=None"
+            )
+    _check_names(reader, live, optimizer is not None)
+    _check_tensors(reader, live)
+    copies = [
+        (piece.view, _read(reader, name, piece))
+        for name, tensor in live.items()
+        for piece in pieces_of(tensor)
+    ]
+    groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
+    train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
+    return _Staged(tuple(live.values()), tuple(copies), tuple(groups), train_values(train))
+
+
+def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+    ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
+    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
+    expected = set(live)
+    problems = [
+        f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for what, names in (("missing", expected - stored), ("unexpected", stored - expected))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{reader.path}: expected the {len(expected)} tensors of this model"
+            f"{' and its optimizer' if with_optimizer else ''}, found {'; '.join(problems)} (another model?)"
+        )
+
+
+def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -> None:
+    wrong = []
+    for name, tensor in live.items():
+        info = reader.tensors[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if info.shape != tuple(tensor.shape) or info.dtype.name != dtype:
+            wrong.append(
+                f"{name}: expected {dtype} {tuple(tensor.shape)}, found {info.dtype.name} {info.shape}"
+            )
+    if wrong:
+        more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{reader.path}: {len(wrong)} tensors differ (another model?)\n"
+            + "\n".join(wrong[:_SHOWN])
+            + more
+        )
+
+
+def _read(reader: CheckpointReader, name: str, piece: Piece) -> torch.Tensor:
+    array = reader.read(name, Box(*piece.box))
+    # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
+    flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
+    return flat.view(piece.view.dtype).view(piece.box.sizes)

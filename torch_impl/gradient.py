@@ -1,0 +1,174 @@
+"""The gradients of one parameter group, from the backward of each rank to what the optimizer reads.
+
+    backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, zeros where no gradient came
+    end of the unit     reduce                  |g1 g2|             reduce-scatter (or all-reduce), then average
+                     or keep                                        local sums of several microbatches
+
+The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that ``zero_grad`` in both
+modes, or setting a gradient by hand, means what it says:
+
+* None: no gradient yet
+* a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
+* a DTensor placed ``Partial``: sums that are not reduced yet, of microbatches before the last. Reading it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl import collectives
+from torch_impl.buffer import FlatBuffer
+from torch_impl.dtensor import RowDTensor, local_of, make_partial, row_range_of, wrap_like
+from torch_impl.layout import Layout
+from torch_impl.precision import GroupDtypes
+
+
+class GroupGradient:
+    """Collects the gradients of ``params`` (the sharded ones, named ``names`` in the layout)."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        mesh: DeviceMesh,
+        sharded: bool,
+        dtypes: GroupDtypes,
+        divisor: float,
+    ) -> None:
+        self.divisor = divisor
+        self._names, self._params = list(names), list(params)
+        self._layout, self._mesh, self._sharded, self._dtypes = layout, mesh, sharded, dtypes
+        self._whole: FlatBuffer | None = None
+        self._views: list[torch.Tensor] = []
+        self._untouched: set[int] = set()
+        if dtypes.grad != dtypes.main:
+            for param in params:
+                param.grad_dtype = dtypes.grad
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a gradient arrived that was neither reduced nor kept yet."""
+        return self._whole is not None
+
+    @property
+    def live_bytes(self) -> int:
+        return 0 if self._whole is None else self._whole.flat.untyped_storage().nbytes()
+
+    def add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
+        """Take the unsharded gradient of parameter ``index``. ``keep``: it will be kept, not reduced."""
+        if self._whole is None:
+            self._start(self._dtypes.grad if keep else self._dtypes.reduce)
+        if index in self._untouched:
+            self._untouched.discard(index)
+            self._views[index].copy_(grad)
+        else:
+            self._views[index].add_(grad)
+
+    def finish(self, keep: bool) -> None:
+        """Reduce what was collected into ``.grad``, or keep it there unreduced; nothing if nothing came.
+
+        Parameters of the group that got no gradient count as zero. A collective unless ``keep``.
+        """
+        if self._whole is None:
+            return
+        if keep:
+            self._keep(self._whole)
+        else:
+            self._reduce(self._whole)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was collected in a backward that did not finish."""
+        self._whole, self._views, self._untouched = None, [], set()
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(n, p) for n, p in zip(self._names, self._params, strict=True) if p.requires_grad]
+
+    def _start(self, dtype: torch.dtype) -> None:
+        device = local_of(self._params[0]).device  # type: ignore[arg-type]  # a parameter that is a DTensor
+        kept = self._kept_storage()
+        if kept is None:
+            self._whole = FlatBuffer(self._layout, dtype, device, None)
+            self._untouched = set(range(len(self._names)))
+        else:
+            flat = torch.empty(0, dtype=self._dtypes.grad, device=device)
+            flat.set_(kept, 0, (self._layout.padded_size,))
+            self._whole = FlatBuffer(self._layout, dtype, device, None, flat)
+        self._views = [self._whole.view(name) for name in self._names]
+        if kept is not None:
+            for view, param in zip(self._views, self._params, strict=True):
+                if param.grad is None:  # dropped by hand
+                    view.zero_()
+
+    def _kept_storage(self) -> torch.UntypedStorage | None:
+        for param in self._params:
+            if isinstance(param.grad, RowDTensor) and _is_partial(param.grad) and param.grad.numel():
+                return local_of(param.grad).untyped_storage()
+        return None
+
+    def _keep(self, whole: FlatBuffer) -> None:
+        if whole.flat.dtype != self._dtypes.grad:
+            whole = FlatBuffer(
+                self._layout, self._dtypes.grad, whole.flat.device, None, whole.flat.to(self._dtypes.grad)
+            )
+        for name, param in self._trainable():
+            view = whole.view(name)
+            if param.grad is not None and not _is_partial(param.grad):
+                self._unreduce(view, param.grad)
+            mean = self.divisor == self._mesh.size()
+            param.grad = make_partial(view, self._mesh, view.shape, mean)
+
+    def _unreduce(self, view: torch.Tensor, reduced: torch.Tensor) -> None:
+        """Turn a gradient that was reduced earlier into this rank's share of a sum that is still to be reduced."""
+        local = local_of(reduced)  # type: ignore[arg-type]  # gradients of sharded parameters are DTensors
+        if self._sharded:
+            r0, r1 = row_range_of(reduced)  # type: ignore[arg-type]
+            if r1 > r0:
+                view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=self.divisor)
+        else:
+            view.add_(local, alpha=self.divisor / self._mesh.size())
+
+    def _reduce(self, whole: FlatBuffer) -> None:
+        values = whole.flat.to(self._dtypes.reduce)
+        # float16 sums overflow over many ranks, so they are averaged before; other dtypes after, which is exact.
+        before = self._dtypes.reduce == torch.float16
+        if before:
+            values = values / self.divisor
+        if self._sharded:
+            reduced = values.new_empty(self._layout.shard_size)
+            collectives.reduce_scatter(reduced, values, self._mesh.get_group())
+        else:
+            reduced = values
+            collectives.all_reduce(reduced, self._mesh.get_group())
+        reduced = reduced.to(self._dtypes.grad)
+        if not before:
+            reduced /= self.divisor
+        self._publish(reduced)
+
+    def _publish(self, reduced: torch.Tensor) -> None:
+        rank = self._mesh.get_local_rank() if self._sharded else None
+        shard = FlatBuffer(self._layout, reduced.dtype, reduced.device, rank, reduced)
+        trainable = self._trainable()
+        earlier = [None if p.grad is None or _is_partial(p.grad) else p.grad for _, p in trainable]
+        if all(grad is not None for grad in earlier):
+            locals_ = [local_of(grad) for grad in earlier]  # type: ignore[arg-type]
+            torch._foreach_add_(locals_, [shard.view(name) for name, _ in trainable])
+            return
+        for (name, param), grad in zip(trainable, earlier, strict=True):
+            view = shard.view(name)
+            if grad is not None:
+                view.add_(local_of(grad))  # type: ignore[arg-type]
+            param.grad = wrap_like(param, view)  # type: ignore[arg-type]
+
+
+def _is_partial(grad: torch.Tensor) -> bool:
+    if not isinstance(grad, RowDTensor):
+        raise TypeError(
+            f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
+            f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
+        )
+    return grad.placements[0].is_partial()

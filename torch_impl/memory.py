@@ -1,0 +1,68 @@
+"""Bytes that a sharded module holds on this rank, by kind, read from the live storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_impl.dtensor import local_of
+from torch_impl.group import ParameterGroup
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank. ``padding`` is the part of ``main_weights`` that belongs to no parameter."""
+
+    main_weights: int
+    compute_weights: int
+    gradients: int
+    moments: int
+    padding: int
+
+    @property
+    def total(self) -> int:
+        return self.main_weights + self.compute_weights + self.gradients + self.moments
+
+    def __str__(self) -> str:
+        kinds = {
+            "main weights": self.main_weights,
+            "  of which padding": self.padding,
+            "compute weights": self.compute_weights,
+            "gradients": self.gradients,
+            "moments": self.moments,
+            "total": self.total,
+        }
+        return "\n".join(f"{kind:20}{value:>16,} B" for kind, value in kinds.items())
+
+
+def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:
+    """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter."""
+    main = compute = gradients = moments = padding = 0
+    for group in groups:
+        main += group.main.flat.untyped_storage().nbytes()
+        real = sum(local_of(param).numel() for param in group.params)  # type: ignore[arg-type]
+        padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
+        if group.compute is not group.main:
+            compute += group.compute.flat.untyped_storage().nbytes()
+        held = [_local(p.grad) for p in group.params if p.grad is not None]
+        gradients += _storage_bytes(held) + (group.gradient.live_bytes if not held else 0)
+        if optimizer is not None:
+            moments += _storage_bytes(
+                _local(value)
+                for param in group.params
+                for key, value in optimizer.state.get(param, {}).items()
+                if isinstance(value, torch.Tensor) and key != "step"
+            )
+    return MemoryReport(main, compute, gradients, moments, padding)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {id(s): s for s in (t.untyped_storage() for t in tensors)}
+    return sum({s.data_ptr(): s.nbytes() for s in storages.values()}.values())

@@ -1,0 +1,168 @@
+"""A training run's state as one tree, named as checkpoints name it.
+
+::
+
+    model.<parameter or persistent buffer>                   live tensors
+    optimizer.state.<parameter>.{exp_avg, exp_avg_sq, step}  live tensors
+    optimizer.param_groups.<i>.{lr, betas, ..., params}      values; params lists the group's parameter names
+    train.<any.path>                                         0-d int64 tensors, arrays
+
+Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` after DCP's flattening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+# How to compute, not what: another run may choose otherwise without changing the result.
+IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is no tensor."""
+    tensors = model.state_dict(keep_vars=True)
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name}: expected only tensors in the model's state, got {type(value).__name__}"
+            )
+    return dict(tensors)
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The fqns of each parameter group's parameters; ValueError for a parameter that the model has not."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = []
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"optimizer group {i}: expected parameters of the model, got one of shape "
+                    f"{tuple(parameter.shape)} that is not (was the optimizer made before sharding?)"
+                )
+        names.append([known[id(parameter)] for parameter in group["params"]])
+    return names
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """``{fqn: {"exp_avg": live tensor, ...}}`` of every parameter that the optimizer updates.
+
+    Parameters without state (frozen ones, or see ``materialize_state``) are left out. Raises ValueError for state that
+    is no tensor.
+    """
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):
+        for name, parameter in zip(names, group["params"], strict=True):
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    raise ValueError(
+                        f"optimizer state {key!r} of {name}: expected a tensor, got {type(value).__name__}"
+                    )
+            if state:
+                tensors[name] = dict(state)
+    return tensors
+
+
+def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Give trainable parameters without optimizer state the state they have before a first step; returns them.
+
+    Zero moments and step 0 change no later result; weights are not touched, whatever the weight decay.
+    Raises ValueError for an optimizer whose initial state is not known.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = [p for p in params if not optimizer.state.get(p)]
+    if not missing:
+        return []
+    init_state = getattr(optimizer, "init_state", None)
+    if init_state is not None:
+        init_state()
+    elif isinstance(optimizer, torch.optim.Adam):
+        _init_adam_state(optimizer)
+    else:
+        raise ValueError(
+            f"expected MainWeightAdamW, torch.optim.Adam or AdamW, or an optimizer that has made a step, got "
+            f"{type(optimizer).__name__} without state"
+        )
+    return missing
+
+
+def _init_adam_state(optimizer: torch.optim.Adam) -> None:
+    for group in optimizer.param_groups:
+        keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        for parameter in group["params"]:
+            if optimizer.state.get(parameter) or not parameter.requires_grad:
+                continue
+            device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+            step = torch.zeros((), dtype=torch.float32, device=device)
+            moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
+            optimizer.state[parameter] = {"step": step, **moments}
+
+
+def drop_state(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Undo ``materialize_state``."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def state_tree(
+    model: nn.Module, optimizer: Optimizer | None, train: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The nested tree that is saved; its tensors are the live ones. Materializes missing optimizer state."""
+    tree: dict[str, Any] = {"model": model_tensors(model)}
+    if optimizer is not None:
+        materialize_state(optimizer)
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+            for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True)
+        ]
+        tree["optimizer"] = {"state": optimizer_tensors(model, optimizer), "param_groups": groups}
+    if train is not None:
+        tree["train"] = _train_tensors(train, ("train",))
+    return tree
+
+
+def named_tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """``(flat name, tensor)`` of every tensor below the tree's mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from named_tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
+
+
+def _train_tensors(train: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for key, value in train.items():
+        if not isinstance(key, str) or not key or "." in key:
+            raise ValueError(f"{'.'.join(path)}: expected keys that are str without '.', got {key!r}")
+        here = (*path, key)
+        if isinstance(value, Mapping):
+            tensors[key] = _train_tensors(value, here)
+        elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+            tensors[key] = torch.tensor(int(value), dtype=torch.int64)
+        elif isinstance(value, np.ndarray):
+            tensors[key] = torch.from_numpy(value.copy())
+        else:
+            raise ValueError(
+                f"{'.'.join(here)}: expected an int, a numpy array or a mapping of these, got {value!r}"
+            )
+    return tensors
+
+
+def train_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The nested mapping of ints and arrays that a run was saved with, from ``{"train.<path>": array}``."""
+    values: dict[str, Any] = {}
+    for name, array in arrays.items():
+        _, *parents, last = name.split(".")
+        node = values
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = int(array) if array.shape == () and array.dtype == np.int64 else array
+    return values

@@ -1,0 +1,189 @@
+"""The life of one unit: gather before forward and backward, reduce and free after.
+
+    at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
+    at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
+
+No order is asserted: a unit may run forward several times before backward, run backward twice, never run, be called
+inside another unit's backward (recompute), or be left behind by an exception. Whatever a backward leaves open is closed
+by a callback at its end, and what an exception left open is dropped at the next forward.
+
+Ranks agree on collectives as long as they call the same units in the same order: gradients are reduced when the
+gradients of the unit's inputs are complete, not when its own last gradient arrives, since ranks may use different
+parameters of a unit. A unit none of whose parameters got a gradient does not reduce, so a program must not leave a unit
+without any gradient on some ranks only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_impl import autograd
+from torch_impl.group import ParameterGroup
+from torch_impl.precision import MixedPrecisionPolicy
+
+
+class _Call:
+    """One forward call; ``watched``: the gradients of its inputs will tell when its backward is done."""
+
+    watched = False
+
+
+class Unit:
+    """State of a sharded module; holds no reference to the module itself."""
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.reshard_after_forward = reshard_after_forward
+        self.requires_gradient_sync = True
+        self.last_backward = True
+        self._policy = policy
+        self._registered_unsharded = False
+        self._calls: list[_Call] = []
+        self._backwards: list[int] = []
+        self._open_calls: set[_Call] = set()
+        for group in self.groups:
+            group.on_gradient(self._gradient_arrived)
+
+    def attach(self, module: nn.Module) -> None:
+        """Register the sharded parameters and the hooks; cannot fail half-way."""
+        self._show(unsharded=False)
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._post_forward, always_call=True)
+        module.register_state_dict_pre_hook(self._show_sharded)
+        module.register_load_state_dict_pre_hook(self._show_sharded)
+
+    def unshard(self, refresh: bool = True) -> None:
+        """Gather the compute weights and show them as the modules' parameters. Collective."""
+        if not self._registered_unsharded:
+            for group in self.groups:
+                group.check_registered()
+        for group in self.groups:
+            group.unshard(refresh)
+        self._show(unsharded=True)
+
+    def reshard(self) -> None:
+        """Show the main weights and free the compute weights, unless the strategy keeps them."""
+        for group in self.groups:
+            if group.strategy.shard_parameters:
+                group.free()
+        self._show(unsharded=False)
+
+    def _show(self, unsharded: bool) -> None:
+        for group in self.groups:
+            group.register(unsharded)
+        self._registered_unsharded = unsharded
+
+    def _show_sharded(self, *_: Any) -> None:
+        if self._registered_unsharded:
+            self._show(unsharded=False)
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        in_backward = autograd.current_backward() is not None
+        if self._backwards and not in_backward:
+            self._abandon_backward()
+        # Recompute in backward must see the weights that the forward saw.
+        self.unshard(refresh=not in_backward)
+        call = _Call()
+        self._calls.append(call)
+        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
+            args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
+        if torch.is_grad_enabled():
+            done = _weakly(self._call_done, call)
+            args, kwargs, call.watched = autograd.watch_inputs(args, kwargs, done)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Also called, with None as output, when forward raised."""
+        if not self._calls:
+            return output
+        call = self._calls.pop()
+        if self._policy.output_dtype is not None:
+            output = autograd.map_floating(output, self._policy.output_dtype)
+        seen = True
+        if torch.is_grad_enabled():
+            seen = autograd.watch_outputs(output, _weakly(self._backward_started, call))
+        if not self._calls and not self._backwards:
+            if self.reshard_after_forward and seen:
+                self.reshard()
+            else:
+                self._show(unsharded=False)
+        return output
+
+    def _backward_started(self, call: _Call) -> None:
+        self._enter_backward()
+        if call.watched:
+            self._open_calls.add(call)
+        self.unshard(refresh=False)
+
+    def _enter_backward(self) -> None:
+        task = autograd.current_backward()
+        if task is not None and task not in self._backwards:
+            self._backwards.append(task)
+            autograd.at_end_of_backward(_weakly(self._backward_ended, task))
+
+    def _gradient_arrived(self, group: ParameterGroup, index: int) -> None:
+        self._enter_backward()
+        param = group.unsharded[index]
+        if param.grad is not None:
+            with torch.no_grad():
+                group.gradient.add(index, param.grad, self._keeps_gradient(group))
+            param.grad = None
+
+    def _keeps_gradient(self, group: ParameterGroup) -> bool:
+        return not self.requires_gradient_sync or not (self.last_backward or group.strategy.shard_gradients)
+
+    def _call_done(self, call: _Call) -> None:
+        self._open_calls.discard(call)
+        if self._open_calls or not self._backwards:
+            return
+        # Without any gradient yet, another call of the module in the same graph is still to come.
+        frozen = not any(group.trainable for group in self.groups)
+        if frozen or any(group.gradient.collecting for group in self.groups):
+            self._finish_gradients()
+            self._rest()
+
+    def _backward_ended(self, task: int) -> None:
+        self._finish_gradients()
+        if task in self._backwards:
+            self._backwards.remove(task)
+        # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
+        if not self._backwards:
+            self._open_calls.clear()
+            self._rest()
+
+    def _finish_gradients(self) -> None:
+        with torch.no_grad():
+            for group in self.groups:
+                group.gradient.finish(self._keeps_gradient(group))
+
+    def _rest(self) -> None:
+        if not self._calls:
+            self.reshard()
+
+    def _abandon_backward(self) -> None:
+        self._backwards.clear()
+        self._open_calls.clear()
+        for group in self.groups:
+            group.gradient.drop()
+            for param in group.unsharded:
+                param.grad = None
+        self._rest()
+
+
+def _weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """A callback that does not keep the unit alive: graphs outlive deleted models, and units own hooks."""
+    return partial(_call_if_alive, weakref.WeakMethod(method), *args)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    call = method()
+    if call is not None:
+        call(*args)
