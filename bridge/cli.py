@@ -6,12 +6,14 @@ message on standard error. Results go to standard output, progress to standard e
 
 from __future__ import annotations
 
+import signal
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -291,6 +293,24 @@ def _axes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
     return axes
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print_line(Console(stderr=True), f"warning: {message}")
+
+
+def _terminate(signal_number: int, _: object) -> None:
+    # As an exception, so that a half-written destination is removed on the way out.
+    raise SystemExit(128 + signal_number)
+
+
 def main() -> None:
     """Entry point of the `twinshard` command."""
+    warnings.showwarning = _show_warning
+    signal.signal(signal.SIGTERM, _terminate)
     app()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jax_impl.buffer import unpack
 from jax_impl.collective import Wire
-from jax_impl.layout import plan_layout
+from jax_impl.layout import Layout, plan_layout
 from jax_impl.mesh import checked_mesh
 from jax_impl.module_tree import UnitModule, parameter_leaves, split_units, whole_model
 from jax_impl.plan import Buffers, ShardingPlan, UnitPlan
@@ -110,10 +111,12 @@ def unshard(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
     """``{path: value}``, whole and replicated on every device, from buffers such as ``state.weights``."""
     whole: dict[str, jax.Array] = {}
     for unit, unit_plan in plan.units.items():
-        gather = jax.jit(
-            lambda flat, layout=unit_plan.layout: unpack(layout, flat), out_shardings=plan.replicated
-        )
         # One unit at a time: see one_after_another.
-        leaves = jax.block_until_ready(gather(buffers[unit]))
+        leaves = jax.block_until_ready(_gathered(buffers[unit], unit_plan.layout, plan.replicated))
         whole.update(zip(unit_plan.module.parameters, leaves, strict=True))
     return {path: whole[path] for path in plan.parameters}
+
+
+@partial(jax.jit, static_argnames=("layout", "replicated"))
+def _gathered(flat: jax.Array, layout: Layout, replicated: NamedSharding) -> tuple[jax.Array, ...]:
+    return unpack(layout, jax.lax.with_sharding_constraint(flat, replicated))

@@ -266,7 +266,14 @@ def _shard_size(items: list[tuple[int, int]], num_shards: int) -> int:
     size = ideal
     for _ in range(_SEARCH_STEPS):
         # A tensor longer than two shards has whole shards inside it, so its atoms must divide the shard.
-        size = _round_up(size, math.lcm(*{atom for n, atom in items if n > 2 * size}))
+        pinning = {(n, atom) for n, atom in items if n > 2 * size}
+        divided = _round_up(size, math.lcm(*(atom for _, atom in pinning)))
+        # Growing to half of a tensor that does not divide yet releases it; that may come sooner.
+        released = min((-(-n // 2) for n, atom in pinning if size % atom), default=divided)
+        if released < divided:
+            size = released
+            continue
+        size = divided
         if size >= best:
             break
         offsets = _place(items, size)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,16 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_impl.group import OwnedParameter, ParameterGroup
+from torch_impl.group import ParameterGroup
 from torch_impl.layout import plan_layout
 from torch_impl.memory import MemoryReport, memory_report
 from torch_impl.model_check import require_same_unit
-from torch_impl.placement import Strategy, strategy_named
+from torch_impl.options import UnitOptions, check_divisor
+from torch_impl.ownership import OwnedParameter, owned_parameters
+from torch_impl.placement import strategy_named
 from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
 from torch_impl.unit import Unit
 
-# Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
-_TAKEN = "_taken_by_unit"
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_default_meshes: dict[str, Any] = {}
 
 
 class FSDPModule:
@@ -34,7 +34,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> None:
         """Gather this unit's compute weights now and show them as its parameters until ``reshard``. Collective."""
         if async_op:
-            raise ValueError("unshard: expected async_op=False, got True; gathers do not overlap with compute yet")
+            raise ValueError(
+                "unshard: expected async_op=False, got True; gathers do not overlap with compute yet"
+            )
         self._unit.unshard()
 
     def reshard(self) -> None:
@@ -70,7 +72,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
-        _check_divisor(factor)
+        check_divisor(factor)
         for group in self._unit.groups:
             group.gradient.divisor = factor
 
@@ -102,9 +104,9 @@ class FSDPModule:
         for child in self.modules():
             for key, buffer in child._buffers.items():
                 child._buffers[key] = buffer if buffer is None else fn(buffer)
-            for param in child._parameters.values():
-                if param is not None and not isinstance(param, DTensor):
-                    param.data = fn(param.data)
+            for ignored in child._parameters.values():
+                if ignored is not None and not isinstance(ignored, DTensor):
+                    ignored.data = fn(ignored.data)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -129,6 +131,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     granularity: str = "row",
+    rows: int = 1,
     grad_divisor: float | None = None,
     **unsupported: Any,
 ) -> nn.Module:
@@ -144,7 +147,7 @@ def fully_shard(
     reshard_after_forward: for ``optim_grads_params``: free compute weights between forward and backward.
     mp_policy: see ``MixedPrecisionPolicy``.
     ignored_params: parameters that stay plain, and whose gradients stay local.
-    granularity: what a shard boundary never cuts: "row", or "tensor".
+    granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, or a "tensor".
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
 
     Raises TypeError or ValueError for wrong or unavailable arguments, and ValueError on all ranks when they disagree on
@@ -153,17 +156,21 @@ def fully_shard(
     if unsupported:
         raise TypeError(
             f"fully_shard: no argument {', '.join(unsupported)}; available are mesh, strategy, reshard_after_forward, "
-            "mp_policy, ignored_params, granularity and grad_divisor (CPU offload, shard placement functions and meshes "
-            "of two data-parallel axes are not)"
+            "mp_policy, ignored_params, granularity, rows and grad_divisor (CPU offload, shard placement functions and "
+            "meshes of two data-parallel axes are not)"
         )
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_arguments(module, reshard_after_forward, policy, granularity, grad_divisor)
-    chosen = strategy_named(strategy)
+    _check_module(module)
+    options = UnitOptions(
+        strategy_named(strategy),
+        reshard_after_forward,
+        MixedPrecisionPolicy() if mp_policy is None else mp_policy,
+        granularity,
+        rows,
+        grad_divisor,
+    )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
-    unit = _build_unit(
-        module, mesh, device, chosen, bool(reshard_after_forward), policy, ignored, granularity, grad_divisor
-    )
+    unit = _build_unit(module, options, ignored, mesh, device)
     module.__class__ = _sharded_class(type(module))
     module._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
     unit.attach(module)
@@ -171,56 +178,51 @@ def fully_shard(
 
 
 def _build_unit(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
-    strategy: Strategy,
-    reshard_after_forward: bool,
-    policy: MixedPrecisionPolicy,
-    ignored: set[int],
-    granularity: str,
-    grad_divisor: float | None,
+    module: nn.Module, options: UnitOptions, ignored: set[int], mesh: DeviceMesh, device: torch.device
 ) -> Unit:
-    """All that can fail; leaves the module untouched except that the parameters are marked as taken."""
+    """All that can fail; leaves the module untouched, except that its parameters are marked as taken."""
     kind = type(module).__name__
     failure, owned = None, []
     try:
-        owned = _owned_parameters(module, ignored)
-    except (TypeError, ValueError) as error:
+        owned = owned_parameters(module, ignored, FSDPModule)
+    except ValueError as error:
         failure = error
     description = {
-        "parameters": [[o.name, list(o.param.shape), str(o.param.dtype), o.param.requires_grad] for o in owned],
-        "strategy": strategy.name,
-        "granularity": granularity,
-        "precision": str(policy),
-        "grad_divisor": grad_divisor,
+        "parameters": [one.description for one in owned],
+        **options.description,
         "error": None if failure is None else str(failure),
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
-    divisor = mesh.size() if grad_divisor is None else grad_divisor
-    by_group: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
-    for one in owned:
-        by_group.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
     groups = []
-    for (dtype, _), members in by_group.items():
+    for (dtype, _), members in _by_dtype_and_trainability(owned).items():
         layout = plan_layout(
             {one.name: tuple(one.param.shape) for one in members},
-            mesh.size() if strategy.shard_optimizer else 1,
-            granularity=granularity,
+            mesh.size() if options.strategy.shard_optimizer else 1,
+            granularity=options.granularity,
+            rows=options.rows,
         )
-        dtypes = group_dtypes(dtype, policy)
-        groups.append(ParameterGroup(members, layout, mesh, device, strategy, dtypes, divisor))
+        dtypes = group_dtypes(dtype, options.policy)
+        divisor = mesh.size() if options.grad_divisor is None else options.grad_divisor
+        groups.append(ParameterGroup(members, layout, mesh, device, options.strategy, dtypes, divisor))
     for one in owned:
-        setattr(one.param, _TAKEN, kind)
-    return Unit(groups, policy, reshard_after_forward and strategy.shard_parameters)
+        one.take(kind)
+    frees = options.reshard_after_forward and options.strategy.shard_parameters
+    return Unit(groups, options.policy, frees)
 
 
-def _check_arguments(
-    module: object, reshard_after_forward: object, policy: object, granularity: str, grad_divisor: float | None
-) -> None:
+def _by_dtype_and_trainability(
+    owned: Iterable[OwnedParameter],
+) -> dict[tuple[torch.dtype, bool], list[OwnedParameter]]:
+    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for one in owned:
+        groups.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+    return groups
+
+
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -229,19 +231,6 @@ def _check_arguments(
         )
     if isinstance(module, FSDPModule):
         raise ValueError(f"fully_shard: {type(module).__name__} is sharded already")
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(policy).__name__}")
-    if granularity not in ("row", "tensor"):
-        raise ValueError(f"granularity: expected 'row' or 'tensor', got {granularity!r}")
-    if grad_divisor is not None:
-        _check_divisor(grad_divisor)
-
-
-def _check_divisor(divisor: float) -> None:
-    if not isinstance(divisor, int | float) or not (0 < divisor < math.inf):
-        raise ValueError(f"gradient divisor: expected a positive number, got {divisor!r}")
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
@@ -258,8 +247,7 @@ def _mesh_and_device(mesh: DeviceMesh | None) -> tuple[DeviceMesh, torch.device]
             "fully_shard: no process group; call torch.distributed.init_process_group first (also for one process)"
         )
     if mesh is None:
-        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
+        mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -272,53 +260,18 @@ def _mesh_and_device(mesh: DeviceMesh | None) -> tuple[DeviceMesh, torch.device]
     return mesh, torch.device(mesh.device_type)
 
 
-def _owned_parameters(module: nn.Module, ignored: set[int]) -> list[OwnedParameter]:
-    """Parameters below ``module`` that no inner unit owns, each once with all its names; in model order."""
-    names: dict[int, str] = {}
-    params: dict[int, nn.Parameter] = {}
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for prefix, holder in _modules_outside_units(module, ""):
-        for attr, param in holder._parameters.items():
-            if param is None or id(param) in ignored:
-                continue
-            name = f"{prefix}{attr}"
-            _check_parameter(name, param)
-            names.setdefault(id(param), name)
-            params[id(param)] = param
-            sites.setdefault(id(param), []).append((holder, attr))
-    return [OwnedParameter(names[key], params[key], tuple(sites[key])) for key in names]
+def _default_mesh() -> DeviceMesh:
+    """One mesh for all units of a process group: DTensors of one mesh can be reduced together."""
+    world = dist.group.WORLD
+    if _default_meshes.get("group") is not world:
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
+        _default_meshes.update(group=world, mesh=mesh)
+    return _default_meshes["mesh"]
 
 
-def _modules_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """``(name prefix, module)`` of the module and all below it, without inner units and what they hold."""
-    seen: set[int] = set()
-
-    def walk(current: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(current) in seen:
-            return
-        seen.add(id(current))
-        yield path, current
-        for name, child in current.named_children():
-            if not isinstance(child, FSDPModule):
-                yield from walk(child, f"{path}{name}.")
-
-    return walk(module, prefix)
-
-
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise ValueError(f"{name}: expected a plain parameter, got a DTensor placed as {param.placements}")
-    if param.is_meta:
-        raise ValueError(f"{name}: expected a parameter with values, got one on the meta device; initialize it first")
-    if hasattr(param, _TAKEN):
-        raise ValueError(
-            f"{name}: tied to a parameter that an inner {getattr(param, _TAKEN)} unit owns; shard a module that "
-            "contains both uses instead of the inner one"
-        )
-    if param.dtype.itemsize == 1 and param.is_floating_point():
-        raise ValueError(f"{name}: expected a dtype of two or more bytes, got {param.dtype}")
-
-
-@cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    """One subclass per class, so that modules of one class stay of one class."""
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return _sharded_classes[cls]

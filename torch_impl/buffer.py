@@ -19,7 +19,12 @@ class FlatBuffer:
     """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shard of ``rank``."""
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None, flat: torch.Tensor | None = None
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int | None,
+        flat: torch.Tensor | None = None,
     ) -> None:
         size = layout.padded_size if rank is None else layout.shard_size
         self.layout, self.rank = layout, rank

@@ -25,6 +25,7 @@ All use of DTensor's private attributes and classes is in this module.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,15 +42,15 @@ from torch_impl.rows import Box, row_boxes, rows_of
 
 
 class RowShard(Placement):
-    """Rank ``k`` of the mesh axis holds rows ``[bounds[k], bounds[k + 1])``; ranges may be empty and of unequal size."""
+    """Rank ``k`` of the mesh axis holds rows ``[bounds[k], bounds[k + 1])``; ranges may be empty and unequal."""
 
     bounds: tuple[int, ...]
 
     def __init__(self, bounds: Sequence[int]) -> None:
         super().__init__()
         self.bounds = tuple(bounds)
-        steps = zip(self.bounds, self.bounds[1:], strict=False)
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(a > b for a, b in steps):
+        descends = any(a > b for a, b in itertools.pairwise(self.bounds))
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or descends:
             raise ValueError(f"RowShard: expected two or more ascending row bounds from 0, got {self.bounds}")
 
     def __eq__(self, other: object) -> bool:
@@ -116,9 +117,9 @@ class RowDTensor(DTensor):
         return local_of(self).view_as(local_of(self))
 
     @property
-    def data(self) -> RowDTensor:  # type: ignore[override]  # torch declares an attribute
+    def data(self) -> RowDTensor:
         """The same rows, without autograd history; in-place changes are seen by the next forward."""
-        return self.detach()
+        return wrap_like(self, local_of(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -211,19 +212,23 @@ def make_partial(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], me
     return _make(local, mesh, shape, Partial("avg" if mean else "sum"), tuple(shape))
 
 
-def wrap_like(tensor: RowDTensor, local: torch.Tensor) -> RowDTensor:
+def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
     """A DTensor over ``local`` with the mesh, placement and global shape of ``tensor``; the dtype may differ."""
-    return _make(local, tensor.device_mesh, tensor.shape, tensor.placements[0], local_of(tensor).shape)
+    origin = _dtensor(tensor)
+    return _make(local, origin.device_mesh, origin.shape, origin.placements[0], local_of(origin).shape)
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """The very local tensor of a DTensor, outside autograd: no view, so version counters are shared."""
-    return tensor._local_tensor
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The very local tensor of a DTensor, outside autograd: no view, so version counters are shared.
+
+    An ordinary tensor is its own local tensor.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def row_bounds_of(tensor: DTensor) -> tuple[int, ...] | None:
+def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Row bounds of all ranks, or None for a tensor that every rank holds whole."""
-    placement = tensor.placements[0]
+    placement = _dtensor(tensor).placements[0]
     if isinstance(placement, RowShard):
         return placement.bounds
     if placement.is_replicate():
@@ -231,21 +236,21 @@ def row_bounds_of(tensor: DTensor) -> tuple[int, ...] | None:
     raise RuntimeError(f"expected a sharded or replicated tensor, got placement {placement}")
 
 
-def row_range_of(tensor: DTensor, rank: int | None = None) -> tuple[int, int]:
+def row_range_of(tensor: torch.Tensor, rank: int | None = None) -> tuple[int, int]:
     """Rows ``[r0, r1)`` that ``rank`` (default: this one) of the mesh axis holds."""
     bounds = row_bounds_of(tensor)
     if bounds is None:
         return 0, rows_of(tensor.shape)[1]
-    rank = tensor.device_mesh.get_local_rank() if rank is None else rank
+    rank = _dtensor(tensor).device_mesh.get_local_rank() if rank is None else rank
     return bounds[rank], bounds[rank + 1]
 
 
-def local_boxes(tensor: DTensor, rank: int | None = None) -> tuple[Box, ...]:
+def local_boxes(tensor: torch.Tensor, rank: int | None = None) -> tuple[Box, ...]:
     """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows."""
     return row_boxes(tuple(tensor.shape), *row_range_of(tensor, rank))
 
 
-def local_pieces(tensor: DTensor) -> tuple[torch.Tensor, ...]:
+def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views of the local tensor, one for each of ``local_boxes(tensor)``, shaped like the box."""
     flat = local_of(tensor).detach().view(-1)
     sizes = [box.sizes for box in local_boxes(tensor)]
@@ -255,9 +260,15 @@ def local_pieces(tensor: DTensor) -> tuple[torch.Tensor, ...]:
     return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
 
-def full_tensor(tensor: DTensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank, a plain tensor; collective over the mesh unless it is replicated."""
-    return tensor.full_tensor()
+    return _dtensor(tensor).full_tensor()
+
+
+def _dtensor(tensor: torch.Tensor) -> DTensor:
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"expected a DTensor, got {type(tensor).__name__} of shape {tuple(tensor.shape)}")
+    return tensor
 
 
 def _make(
@@ -278,9 +289,9 @@ def _gather(tensor: RowDTensor) -> torch.Tensor:
     bounds, local = row_bounds_of(tensor), local_of(tensor)
     if bounds is None:
         return local.clone()
-    row_size, num_rows = rows_of(tensor.shape)
+    row_size, _ = rows_of(tensor.shape)
     ranks = len(bounds) - 1
-    longest = row_size * max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    longest = row_size * max(b - a for a, b in itertools.pairwise(bounds))
     if longest == 0:
         return local.new_empty(tuple(tensor.shape))
     # gloo refuses all-gathers of unequal sizes, hence the padding.

@@ -54,7 +54,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _REDUCTIONS[func](func, *args, **kwargs)
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
-    if _is_elementwise(func) and "out" not in kwargs:
+    if _is_elementwise(func):
         return _elementwise(func, first, args, kwargs)
     if all(t.placements[0].is_replicate() for t in _dtensors((args, kwargs))):
         return _on_replicas(func, args, kwargs)
@@ -64,7 +64,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def count_write(tensor: DTensor) -> None:
+def count_write(tensor: torch.Tensor) -> None:
     """Record an in-place change of the local rows that torch itself does not count."""
     torch.autograd.graph.increment_version(dtensor.local_of(tensor))
 
@@ -74,7 +74,7 @@ def _dtensors(tree: Any) -> Iterable[DTensor]:
 
 
 def _local(value: Any) -> Any:
-    return dtensor.local_of(value) if isinstance(value, DTensor) else value
+    return dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_elementwise(func: Any) -> bool:
@@ -120,7 +120,7 @@ def _elementwise(func: Any, first: Any, args: tuple[Any, ...], kwargs: dict[str,
     result = func(*pytree.tree_map(_local, args), **pytree.tree_map(_local, kwargs))
     _count_writes(func, args, kwargs)
     if func._schema.is_mutable:
-        return args[0] if func._schema.returns else None
+        return kwargs.get("out", args[0]) if func._schema.returns else None
     if isinstance(result, torch.Tensor):
         return dtensor.wrap_like(first, result)
     if isinstance(result, list | tuple):

@@ -89,14 +89,14 @@ class GroupGradient:
         return [(n, p) for n, p in zip(self._names, self._params, strict=True) if p.requires_grad]
 
     def _start(self, dtype: torch.dtype) -> None:
-        device = local_of(self._params[0]).device  # type: ignore[arg-type]  # a parameter that is a DTensor
+        device = local_of(self._params[0]).device
         kept = self._kept_storage()
         if kept is None:
             self._whole = FlatBuffer(self._layout, dtype, device, None)
             self._untouched = set(range(len(self._names)))
         else:
             flat = torch.empty(0, dtype=self._dtypes.grad, device=device)
-            flat.set_(kept, 0, (self._layout.padded_size,))
+            flat.set_(kept, 0, (self._layout.padded_size,), (1,))
             self._whole = FlatBuffer(self._layout, dtype, device, None, flat)
         self._views = [self._whole.view(name) for name in self._names]
         if kept is not None:
@@ -124,9 +124,9 @@ class GroupGradient:
 
     def _unreduce(self, view: torch.Tensor, reduced: torch.Tensor) -> None:
         """Turn a gradient that was reduced earlier into this rank's share of a sum that is still to be reduced."""
-        local = local_of(reduced)  # type: ignore[arg-type]  # gradients of sharded parameters are DTensors
+        local = local_of(reduced)
         if self._sharded:
-            r0, r1 = row_range_of(reduced)  # type: ignore[arg-type]
+            r0, r1 = row_range_of(reduced)
             if r1 > r0:
                 view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=self.divisor)
         else:
@@ -154,15 +154,15 @@ class GroupGradient:
         shard = FlatBuffer(self._layout, reduced.dtype, reduced.device, rank, reduced)
         trainable = self._trainable()
         earlier = [None if p.grad is None or _is_partial(p.grad) else p.grad for _, p in trainable]
-        if all(grad is not None for grad in earlier):
-            locals_ = [local_of(grad) for grad in earlier]  # type: ignore[arg-type]
-            torch._foreach_add_(locals_, [shard.view(name) for name, _ in trainable])
+        present = [local_of(grad) for grad in earlier if grad is not None]
+        if len(present) == len(trainable):
+            torch._foreach_add_(present, [shard.view(name) for name, _ in trainable])
             return
         for (name, param), grad in zip(trainable, earlier, strict=True):
             view = shard.view(name)
             if grad is not None:
-                view.add_(local_of(grad))  # type: ignore[arg-type]
-            param.grad = wrap_like(param, view)  # type: ignore[arg-type]
+                view.add_(local_of(grad))
+            param.grad = wrap_like(param, view)
 
 
 def _is_partial(grad: torch.Tensor) -> bool:

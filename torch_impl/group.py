@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,17 +29,9 @@ from torch_impl.buffer import FlatBuffer
 from torch_impl.dtensor import make_dtensor
 from torch_impl.gradient import GroupGradient
 from torch_impl.layout import Layout
+from torch_impl.ownership import OwnedParameter
 from torch_impl.placement import Strategy
 from torch_impl.precision import GroupDtypes
-
-
-@dataclass(frozen=True)
-class OwnedParameter:
-    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered."""
-
-    name: str
-    param: nn.Parameter
-    sites: tuple[tuple[nn.Module, str], ...]
 
 
 class ParameterGroup:

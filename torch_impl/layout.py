@@ -38,8 +38,7 @@ __all__ = ["GRANULARITIES", "Box", "Layout", "Slot", "plan_layout", "row_boxes",
 
 GRANULARITIES = ("row", "block", "tensor")
 
-_MAX_TRIES = 64
-_MAX_DRAWN_SHARDS = 16
+_MAX_TRIES, _MAX_DRAWN_SHARDS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ class Layout:
     def _check_cuts(self, slot: Slot) -> None:
         if slot.numel == 0:
             return
-        size = self.shard_size
+        size, end = self.shard_size, slot.offset + slot.numel
         first = (slot.offset // size + 1) * size
-        end = slot.offset + slot.numel
         atom = _atom(slot.shape, self.granularity, self.rows)
         # All later boundaries are one shard further each, so the first two decide.
         for boundary in (first, first + size):
@@ -212,9 +210,7 @@ class Layout:
             if not isinstance(slot["shape"], list):
                 raise ValueError(f"shape of {slot['name']!r}: expected a list, got {slot['shape']!r}")
         slots = tuple(Slot(s["name"], tuple(s["shape"]), s["offset"]) for s in fields["slots"])
-        return Layout(
-            fields["num_shards"], fields["shard_size"], fields["granularity"], fields["rows"], slots
-        )
+        return Layout(**{**fields, "slots": slots})
 
     @cached_property
     def fingerprint(self) -> str:
@@ -234,11 +230,9 @@ class Layout:
         placed = [s for s in self.slots if s.numel]
         letters = {s.name: chr(ord("a") + i % 26) for i, s in enumerate(placed)}
         drawn = _ends(self.num_shards)
-        for rank in drawn:
-            if rank is None:
-                lines.append("  ...")
-                continue
-            lines.append(f"rank {rank} |{self._draw(rank, placed, letters, width)}|")
+        lines += [
+            "  ..." if k is None else f"rank {k} |{self._draw(k, placed, letters, width)}|" for k in drawn
+        ]
         for s in self.slots:
             if not s.numel:
                 lines.append(f"-  {s.name} {s.shape}: no elements")
@@ -311,7 +305,13 @@ def _smallest_shard(items: Sequence[_Item], num_shards: int) -> int:
     kinds = {(item.numel, item.atom) for item in items}
     size = ideal
     for _ in range(_MAX_TRIES):
-        size = _round_up(size, math.lcm(*(atom for numel, atom in kinds if numel > 2 * size)))
+        pinned = [(numel, atom) for numel, atom in kinds if numel > 2 * size]
+        aligned = _round_up(size, math.lcm(*(atom for _, atom in pinned)))
+        # A tensor that fits in two shards pins nothing: reaching that may take less than the next common multiple.
+        freed = min((_round_up(numel, 2) // 2 for numel, atom in pinned if size % atom), default=aligned)
+        size = min(aligned, freed)
+        if freed < aligned:
+            continue
         if size >= best:
             break
         end = _end(items, _place(items, size))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torch_impl.dtensor import local_of
 from torch_impl.group import ParameterGroup
@@ -43,24 +42,20 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
     main = compute = gradients = moments = padding = 0
     for group in groups:
         main += group.main.flat.untyped_storage().nbytes()
-        real = sum(local_of(param).numel() for param in group.params)  # type: ignore[arg-type]
+        real = sum(local_of(param).numel() for param in group.params)
         padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
         if group.compute is not group.main:
             compute += group.compute.flat.untyped_storage().nbytes()
-        held = [_local(p.grad) for p in group.params if p.grad is not None]
+        held = [local_of(p.grad) for p in group.params if p.grad is not None]
         gradients += _storage_bytes(held) + (group.gradient.live_bytes if not held else 0)
         if optimizer is not None:
             moments += _storage_bytes(
-                _local(value)
+                local_of(value)
                 for param in group.params
-                for key, value in optimizer.state.get(param, {}).items()
-                if isinstance(value, torch.Tensor) and key != "step"
+                for name, value in optimizer.state.get(param, {}).items()
+                if isinstance(value, torch.Tensor) and name != "step"
             )
     return MemoryReport(main, compute, gradients, moments, padding)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl import collectives
 
 
-def require_same_unit(unit: str, description: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
+def require_same_unit(
+    unit: str, description: Mapping[str, Any], mesh: DeviceMesh, device: torch.device
+) -> None:
     """Compare ``description`` (JSON values) over the ranks of ``mesh`` by one small all-gather of its SHA-256.
 
-    ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared as
-    they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
+    ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
+    as they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
     """
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)

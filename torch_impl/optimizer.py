@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor import RowDTensor, local_of
+from torch_impl.dtensor import local_of
 from torch_impl.dtensor_ops import count_write
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MainWeightAdamW(torch.optim.Optimizer):
-    """AdamW, bit for bit what ``torch.optim.AdamW(fused=True)`` computes, on this rank's rows of each parameter.
+    """AdamW, bit for bit what ``torch.optim.AdamW(fused=True)`` computes for this rank's rows of each parameter.
+
+    Cut otherwise, the same elements may differ in the last bit: torch's CPU kernel rounds the last elements of a
+    tensor, those that do not fill a vector register, differently.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
     parameter, in its dtype; ``step`` is a float32 CPU scalar per parameter. Parameters of which this rank holds no rows
@@ -83,24 +86,26 @@ class MainWeightAdamW(torch.optim.Optimizer):
         return state
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for param in params:
+            _check_gradient(param)
         states = [self._state_of(param) for param in params]
         torch._foreach_add_([state["step"] for state in states], 1.0)
         weights, grads, firsts, seconds, steps = [], [], [], [], []
         on_device: dict[float, torch.Tensor] = {}
         for param, state in zip(params, states, strict=True):
-            _check_gradient(param)
             # Counted also for ranks without rows: all ranks must agree that the weights have changed.
-            count_write(param) if isinstance(param, RowDTensor) else torch.autograd.graph.increment_version(param)
-            weight = _local(param)
+            count_write(param)
+            weight = local_of(param)
             if weight.numel() == 0:
                 continue
             step = state["step"].item()
             if step not in on_device:
                 on_device[step] = torch.tensor(step, dtype=torch.float32, device=weight.device)
             weights.append(weight)
-            grads.append(_local(param.grad).to(weight.dtype))
-            firsts.append(_local(state["exp_avg"]))
-            seconds.append(_local(state["exp_avg_sq"]))
+            assert param.grad is not None
+            grads.append(local_of(param.grad).to(weight.dtype))
+            firsts.append(local_of(state["exp_avg"]))
+            seconds.append(local_of(state["exp_avg_sq"]))
             steps.append(on_device[step])
         if weights:
             torch._fused_adamw_(
@@ -120,17 +125,13 @@ class MainWeightAdamW(torch.optim.Optimizer):
             )
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _check_gradient(param: nn.Parameter) -> None:
     grad = param.grad
     if isinstance(grad, DTensor) and grad.placements[0].is_partial():
         raise RuntimeError(
-            f"gradient of a parameter of shape {tuple(param.shape)} is not reduced over the ranks: run the last backward "
-            "of the step outside no_sync(), with set_is_last_backward(True) and set_requires_gradient_sync(True)"
+            f"gradient of a parameter of shape {tuple(param.shape)} is not reduced over the ranks: run the last "
+            "backward of the step outside no_sync(), with set_is_last_backward(True) and "
+            "set_requires_gradient_sync(True)"
         )
     _check_placement("gradient", grad, param)
 

@@ -41,6 +41,8 @@ _STRATEGIES = {
 def strategy_named(name: str) -> Strategy:
     """Look a strategy up; ValueError for an unknown name."""
     if name not in _STRATEGIES:
-        hint = "; strategies over two data-parallel axes are not available" if name in ("hsdp", "hfsdp") else ""
+        hint = (
+            "; strategies over two data-parallel axes are not available" if name in ("hsdp", "hfsdp") else ""
+        )
         raise ValueError(f"strategy: expected one of {', '.join(_STRATEGIES)}, got {name!r}{hint}")
     return _STRATEGIES[name]

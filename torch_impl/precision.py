@@ -30,7 +30,9 @@ class MixedPrecisionPolicy:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_dtype") and value is not None and not _is_floating(value):
-                raise ValueError(f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype, got {value}")
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype, got {value}"
+                )
 
 
 @dataclass(frozen=True)

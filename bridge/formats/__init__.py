@@ -77,7 +77,9 @@ def detect_format(path: str | os.PathLike[str]) -> str:
             "which is not supported: load it with PyTorch and save it again"
         )
     if any(n.endswith(".distcp") for n in names):
-        raise CheckpointError(f"{directory} is a DCP checkpoint whose save did not finish: it has no .metadata")
+        raise CheckpointError(
+            f"{directory} is a DCP checkpoint whose save did not finish: it has no .metadata"
+        )
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     raise CheckpointError(
         f"expected a DCP checkpoint (.metadata) or an Orbax one (_METADATA) in {directory}, found "

@@ -259,12 +259,14 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
         raise CheckpointError(f"{what}: expected sizes and strides of at least 0, got something else")
     numel = math.prod(shape)
     last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=False))
-    if len(shape) != len(strides) or (numel > 0 and (last + 1) * dtype.itemsize > record.size):
+    fits = numel == 0 or ((last + 1) * dtype.itemsize <= record.size and numel * dtype.itemsize < 1 << 63)
+    if len(shape) != len(strides) or not fits:
         raise CheckpointError(
             f"{what}: expected a tensor inside its {record.size} bytes, got one that reaches outside"
         )
-    if numel == 0:
-        first, strides = 0, (0,) * len(shape)
+    # Strides that are never taken may be anything, also too large for NumPy.
+    strides = tuple(s if n > 1 and numel else 0 for n, s in zip(shape, strides, strict=True))
+    first = first if numel else 0
     return StoredTensor(dtype, shape, strides, first, record)
 
 

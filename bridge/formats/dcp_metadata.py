@@ -39,6 +39,7 @@ _STORAGE_INFO: Final = f"{_PACKAGE}.filesystem._StorageInfo"
 _SIZE: Final = "torch.Size"
 _LAYOUT: Final = "torch.serialization._get_layout"
 
+_MAX_NAME = 4096
 _VOCABULARY = Vocabulary(
     max_bytes=256 << 20,
     calls=frozenset({_SIZE, _LAYOUT, _MEMORY_FORMAT})
@@ -94,8 +95,10 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
     objects: dict[str, Extent] = {}
     object_paths: dict[str, TreePath] = {}
     for name, entry in entries.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"{what}: expected names to be text, got {type(name).__name__}")
+        if not isinstance(name, str) or len(name) > _MAX_NAME:
+            raise CheckpointError(
+                f"{what}: expected names to be text of at most {_MAX_NAME} characters, got {type(name).__name__}"
+            )
         places = stored.pop(name, {})
         path = _path(name, paths.get(name), what)
         if isinstance(entry, Instance) and entry.name == _BYTES:

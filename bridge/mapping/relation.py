@@ -150,7 +150,7 @@ def _cover(terms: tuple[tuple[str, int], ...], sizes: Mapping[str, int], low: in
     result = []
     if whole:
         result.append({axis: (whole.start, whole.stop), **{a: (0, sizes[a]) for a, _ in rest}})
-    for index in touched:
+    for index in sorted({*touched[:1], *touched[-1:]}):
         if index not in whole:
             cut = _cover(rest, sizes, low - index * stride, high - index * stride)
             result += [{axis: (index, index + 1), **ranges} for ranges in cut]
@@ -164,7 +164,12 @@ def _extent(affine: Affine, ranges: Ranges) -> tuple[int, int]:
 
 def _elements(array: np.ndarray, box: Box, index: Alternative, ranges: Ranges) -> np.ndarray:
     """A view of ``array``, which holds ``box``, with one axis per elementary axis, in the order of ``ranges``."""
-    first = tuple(_extent(affine, ranges)[0] - low for affine, low in zip(index, box.offsets, strict=True))
+    first = []
+    for affine, low, size in zip(index, box.offsets, box.sizes, strict=True):
+        start, stop = _extent(affine, ranges)
+        if not low <= start < stop <= low + size:  # as_strided would read or write outside the array
+            raise AssertionError(f"expected elements inside {box}, got {start}:{stop}")
+        first.append(start - low)
     strides = dict.fromkeys(ranges, 0)
     for affine, step in zip(index, array.strides, strict=True):
         for axis, stride in affine.terms:

@@ -234,6 +234,31 @@ def test_the_version_is_printed() -> None:
     assert call("--version").stdout == f"twinshard {bridge.__version__}\n"
 
 
+def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, dcp: Path) -> None:
+    program = (
+        "import os, signal, time\n"
+        "from bridge.cli import main\n"
+        "from bridge.formats.dcp_writer import DcpWriter\n"
+        "def write(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "DcpWriter.write = write\n"
+        "main()\n"
+    )
+    arguments = [sys.executable, "-c", program, "convert", str(dcp), str(tmp_path / "new"), "--to", "dcp"]
+    done = subprocess.run(arguments, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + 15, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+def test_a_warning_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "a", "orbax", {"w": np.ones(2)}, {})
+    (tmp_path / "a" / "commit_success.txt").unlink()
+    done = command("inspect", tmp_path / "a")
+    assert done.returncode == 0
+    assert re.fullmatch(r"warning: .*has no commit_success\.txt.*\n", done.stderr)
+
+
 def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise ZeroDivisionError

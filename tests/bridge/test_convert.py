@@ -112,6 +112,24 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
     assert objects(tmp_path / "dcp") == objects(tmp_path / "back") == HYPERPARAMETERS
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
+def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
+) -> None:
+    monkeypatch.setattr("bridge.formats.dcp_writer.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.formats.orbax_writer._CHUNK", 72)
+    monkeypatch.setattr("bridge.regions.group_boxes.__defaults__", (200,))
+    arrays = dcp_arrays()
+    write(tmp_path / "dcp", "dcp", arrays, {})
+    with open_checkpoint(tmp_path / "dcp") as reader:
+        assert len(reader.tensors["model.layers.0.mlp.w13.weight"].chunks) == 7
+    convert(tmp_path / "dcp", tmp_path / "orbax", mapping=family, workers=workers)
+    assert_same(tensors(tmp_path / "orbax"), expected_orbax(arrays, stacked=family == "decoder_stacked"))
+    convert(tmp_path / "orbax", tmp_path / "back", mapping=family, workers=workers)
+    assert_same(tensors(tmp_path / "back"), arrays)
+
+
 def foreign() -> dict[str, np.ndarray]:
     """Every dtype, empty and 0-d tensors, and names that no mapping knows."""
     arrays = {f"all/{name}": random_bits((3, 5), dtype, k) for k, (name, dtype) in enumerate(DTYPES.items())}

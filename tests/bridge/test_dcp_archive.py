@@ -200,6 +200,21 @@ def test_a_description_that_does_not_fit_its_data_is_refused(
         find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
 
 
+def test_strides_that_are_never_taken_do_not_matter(tmp_path: Path) -> None:
+    data = stock_archive(numbered((1, 6)))
+    pickled = zipfile.ZipFile(io.BytesIO(data)).read("archive/data.pkl")
+    huge = pickled.replace(b"K\x06K\x01\x86q\x07", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x01\x86q\x07")
+    assert huge != pickled
+    data = rewritten(data, {"data.pkl": huge})
+    assert read(mapped(tmp_path / "f", data), 0, len(data)).tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_an_expanded_tensor_too_large_for_an_address_is_refused(tmp_path: Path) -> None:
+    data = stock_archive(torch.zeros(1).expand(1 << 30, 1 << 31))
+    with pytest.raises(CheckpointError, match="reaches outside"):
+        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+
+
 def test_a_description_above_4_kib_is_refused(tmp_path: Path) -> None:
     data = rewritten(stock_archive(BASE), {"data.pkl": b"\x80\x02" + b"N" * 4096})
     with pytest.raises(CheckpointError, match=r"'data\.pkl' of at most 4096 bytes, got 4098"):

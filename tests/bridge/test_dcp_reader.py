@@ -174,6 +174,16 @@ def test_several_threads_may_read_while_few_files_stay_open(
             assert same_bits(array, array_of(sharded_full()[name]))
 
 
+def test_a_checkpoint_of_one_file_per_tensor_is_read_whole(tmp_path: Path) -> None:
+    state = {f"w{i}": numbered((3,)) + i for i in range(module._MAX_OPEN_FILES + 5)}
+    writer = dcp.FileSystemWriter(tmp_path / "c", single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with DcpReader(tmp_path / "c") as reader:
+        assert len(list((tmp_path / "c").glob("*.distcp"))) == len(state)
+        for _ in range(2):
+            assert all(same_bits(reader.read(name), array_of(tensor)) for name, tensor in state.items())
+
+
 def test_list_positions_and_keys_that_look_like_them_are_told_apart(tmp_path: Path) -> None:
     stock_save({"l": [numbered((2,)), {"x": 1}], "d": {0: 5, "1": numbered((1,))}}, tmp_path / "c")
     with DcpReader(tmp_path / "c") as reader:
@@ -375,6 +385,7 @@ EDITS: dict[str, tuple[Callable[[Metadata], object], str]] = {
         "compressed or encrypted by a DCP extension",
     ),
     "names that are numbers": (lambda m: rename_key(m.state_dict_metadata, 5), "names to be text"),
+    "an endless name": (lambda m: rename_key(m.state_dict_metadata, "x" * 10_000), "at most 4096 characters"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "storage_data to be a dict"),
     "no entries": (lambda m: setattr(m, "state_dict_metadata", []), "state_dict_metadata to be a dict"),
     "an entry of another kind": (

@@ -113,6 +113,12 @@ def test_another_model_is_refused_with_the_names_of_both() -> None:
     assert "10 of 11 rules found no tensor: embed.weight, layers.{i}.attention_norm.weight" in message
 
 
+def test_a_required_weight_that_is_missing_is_refused() -> None:
+    arrays = {name: array for name, array in dcp_arrays().items() if ".norm." not in f".{name}"}
+    with pytest.raises(MappingError, match=r"1 of 11 rules found no tensor: norm\.weight\."):
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+
+
 def test_one_extra_tensor_is_refused_unless_dropped() -> None:
     arrays = dcp_arrays() | {"model.rope.inv_freq": np.ones(3, np.float32)}
     reader = MemoryReader("dcp", arrays)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -19,20 +21,26 @@ from jax_impl import (
     make_train_step,
     plan_sharding,
     shard_weights,
-    unshard,
 )
+from jax_impl.models import Decoder
 from jax_impl.module_tree import parameter_leaves
-from tests.jax_impl.tiny import decoder, loss, tokens
+from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # Divisible by one to four devices.
 ROWS = 12
+# One block: a step is compiled for every number of devices and strategy, and blocks add to that most.
+CONFIG_OF_RUNS = dataclasses.replace(CONFIG, n_layers=1)
 OPTIMIZER = main_weight_adamw(1e-2, weight_decay=0.1)
+
+
+def model() -> Decoder:
+    return decoder(CONFIG_OF_RUNS)
 
 
 @functools.cache
 def plan_of(devices: int, strategy: str = "optim_grads_params") -> ShardingPlan:
-    return plan_sharding(nnx.eval_shape(decoder), data_parallel_mesh(devices), strategy=strategy)
+    return plan_sharding(nnx.eval_shape(model), data_parallel_mesh(devices), strategy=strategy)
 
 
 @functools.cache
@@ -42,7 +50,7 @@ def step_of(devices: int, strategy: str = "optim_grads_params") -> Any:
 
 def fresh(devices: int, strategy: str = "optim_grads_params") -> TrainState:
     plan = plan_of(devices, strategy)
-    return init_state(plan, shard_weights(plan, parameter_leaves(decoder())), OPTIMIZER)
+    return init_state(plan, shard_weights(plan, parameter_leaves(model())), OPTIMIZER)
 
 
 def train(
@@ -57,13 +65,14 @@ def train(
 
 
 def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
-    """Every tensor of a train state with AdamW, by its name in a checkpoint, in memory of its own."""
+    """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered flat buffers."""
     kinds = {"params": state.weights, "opt_state/mu": state.opt_state.mu, "opt_state/nu": state.opt_state.nu}
-    arrays = {
-        f"{kind}/{path}": np.array(value)
-        for kind, buffers in kinds.items()
-        for path, value in unshard(plan, buffers).items()
-    }
+    arrays = {}
+    for kind, buffers in kinds.items():
+        for unit, buffer in buffers.items():
+            flat = np.array(buffer)
+            for slot in plan.units[unit].layout.slots:
+                arrays[f"{kind}/{slot.name}"] = flat[slot.offset : slot.end].reshape(slot.shape)
     return {**arrays, "opt_state/count": np.array(state.opt_state.count)}
 
 
@@ -87,7 +96,12 @@ def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> N
 
 
 def forward(plan: ShardingPlan, state: TrainState) -> np.ndarray:
-    """Logits of the logical model."""
-    model = plan.merge(unshard(plan, state.weights))
-    graphdef, parameters = nnx.split(model)
-    return np.asarray(jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))(parameters, tokens(2, seed=7)))
+    """Logits of the logical model on one device."""
+    arrays = logical(plan, state)
+    logical_model = plan.merge({path: jnp.asarray(arrays[f"params/{path}"]) for path in plan.parameters})
+    return np.asarray(_logits(*nnx.split(logical_model)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef: nnx.GraphDef, parameters: nnx.State) -> jax.Array:
+    return nnx.merge(graphdef, parameters)(tokens(2, seed=7))

@@ -85,7 +85,7 @@ def test_weights_tied_across_units_are_refused_and_within_one_accepted():
     model = Odd(nnx.Rngs(0))
     model.blocks[1].kernel = model.blocks[0].kernel
     with pytest.raises(
-        ValueError, match="'blocks/0/kernel' of unit '' is the same variable as 'blocks/1/kernel' of unit"
+        ValueError, match="'blocks/0/kernel' of unit '' is the same variable as 'blocks/1/kernel'"
     ):
         split_units(model, ["blocks/1"])
     assert "blocks/0/kernel" in split_units(model, ["head"])[""].parameters

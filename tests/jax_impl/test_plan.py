@@ -177,5 +177,5 @@ def test_parameters_that_cannot_be_trained_together_are_refused_by_name():
         fully_shard(model, data_parallel_mesh(2))
     with jax.enable_x64(True):
         model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.float64))
-        with pytest.raises(ValueError, match="expected main weights of one dtype, got .*'norm/scale'"):
+        with pytest.raises(ValueError, match=r"expected main weights of one dtype, got .*'norm/scale'"):
             fully_shard(model, data_parallel_mesh(2))

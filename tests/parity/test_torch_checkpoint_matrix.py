@@ -12,6 +12,8 @@ import torch
 
 from tests.ranks import RankGroup
 from tests.torch_impl import checkpoint_jobs as jobs
+from torch_impl.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.models import Decoder, next_token_loss
 
 WORLDS = (1, 2, 3, 4)
 # Each pair of worlds takes one of the 16 pairs of strategies, so that all pairs of both kinds occur.
@@ -98,6 +100,36 @@ def test_stacks_scalars_and_empty_tensors_continue_too(ranks, originals, saver, 
     assert original["saved"]["model.hollow"].shape == (3, 0, 2)
     for result in ranks.run(loader, jobs.resumed, "zoo", loaded_as, path, {}):
         _assert_continues(result, original, bitwise=saver == loader)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("decoder", "stock"), ("stock", "decoder"), ("stock", "stock")]
+)
+def test_a_run_moves_between_main_weight_adamw_and_stock_adamw(ranks, originals, saver, loader):
+    path, original = originals[saver, 3, "optim_grads_params"]
+    for result in ranks.run(2, jobs.resumed, loader, "optim", path, {}):
+        _assert_continues(result, original, bitwise=False)
+
+
+def test_an_unsharded_module_without_a_process_group_continues_a_sharded_run_and_back(
+    ranks, originals, tmp_path
+):
+    path, original = originals["decoder", 3, "optim"]
+    model = Decoder(jobs.TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+    load_checkpoint(path, model, optimizer)
+    save_checkpoint(tmp_path / "a", model, optimizer, {"step": 2, "sha": np.arange(4, dtype=np.uint8)})
+    losses = []
+    for index in (2, 3):
+        tokens = torch.from_numpy(np.random.default_rng(index).integers(0, jobs.TINY.vocab_size, (12, 8)))
+        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    np.testing.assert_allclose(losses, original["losses"][1:], rtol=1e-6)
+    for result in ranks.run(3, jobs.resumed, "decoder", "optim", str(tmp_path / "a"), {}):
+        _assert_continues(result, original, bitwise=True)
 
 
 def test_plain_dcp_load_sees_the_same_tensors(ranks, originals):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="needs torch")
-
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -103,12 +101,16 @@ def test_training_equals_the_full_batch_on_one_process(
                 world, train_against_full_batch, strategy, microbatches, set_to_none, mark, "float32", 4
             )
             if world == 4 and strategy != "no_shard":
-                assert any(empty for empty, _ in rows), "no rank had an empty shard: the sizes prove too little"
+                assert any(empty for empty, _ in rows), (
+                    "no rank had an empty shard: the sizes prove too little"
+                )
             assert all(held for _, held in rows)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bfloat16_compute_with_float32_main_weights_follows_one_process(ranks: RankGroup, strategy: str) -> None:
+def test_bfloat16_compute_with_float32_main_weights_follows_one_process(
+    ranks: RankGroup, strategy: str
+) -> None:
     ranks.run(3, train_against_full_batch, strategy, 2, True, True, "bfloat16", 8)
 
 
@@ -131,7 +133,9 @@ def gradient_of_rank_numbers(strategy: str, divisor: float | None, sync: list[bo
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sync", [[True], [True, True], [False, True], [True, False, True]])
-def test_the_gradient_is_exactly_the_mean_over_ranks(ranks: RankGroup, strategy: str, sync: list[bool]) -> None:
+def test_the_gradient_is_exactly_the_mean_over_ranks(
+    ranks: RankGroup, strategy: str, sync: list[bool]
+) -> None:
     for world in (2, 4):
         for gradient in ranks.run(world, gradient_of_rank_numbers, strategy, None, sync):
             assert gradient.tolist() == [len(sync) * (world + 1) / 2] * 7

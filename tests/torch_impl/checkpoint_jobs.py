@@ -80,7 +80,13 @@ def zoo_run(strategy: str, seed: int) -> tuple[nn.Module, MainWeightAdamW]:
     return model, MainWeightAdamW(model.parameters(), lr=0.01, weight_decay=0.5)
 
 
-RUNS = {"decoder": decoder_run, "zoo": zoo_run}
+def stock_run(strategy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The decoder under PyTorch's own AdamW."""
+    model, _ = decoder_run(strategy, seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+RUNS = {"decoder": decoder_run, "zoo": zoo_run, "stock": stock_run}
 
 
 def _loss(model: nn.Module, index: int) -> torch.Tensor:
@@ -102,7 +108,7 @@ def global_loss(model: nn.Module, index: int) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def step(model: nn.Module, optimizer: MainWeightAdamW, index: int) -> float:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> float:
     """One training step; returns the mean loss over the global batch."""
     loss = _loss(model, index)
     loss.backward()
@@ -113,7 +119,7 @@ def step(model: nn.Module, optimizer: MainWeightAdamW, index: int) -> float:
     return total.item() / dist.get_world_size()
 
 
-def full_state(model: nn.Module, optimizer: MainWeightAdamW | None) -> State:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
     """Every tensor of the run in full, by its checkpoint name; collective."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters() if optimizer is not None else ():
@@ -125,7 +131,7 @@ def full_state(model: nn.Module, optimizer: MainWeightAdamW | None) -> State:
     }
 
 
-def local_state(model: nn.Module, optimizer: MainWeightAdamW) -> State:
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """This rank's part of every tensor; no communication."""
     values = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -313,6 +319,23 @@ def save_only(kind: str, strategy: str, path: str) -> None:
     model, optimizer = RUNS[kind](strategy, seed=1)
     step(model, optimizer, 0)
     save_checkpoint(path, model, optimizer)
+
+
+def save_while_unsharded(path: str) -> tuple[State, State]:
+    """The state before, and as loaded from what was saved between ``unshard`` and ``reshard``."""
+    model, optimizer = decoder_run("optim_grads_params", seed=1, param_dtype=torch.bfloat16)
+    step(model, optimizer, 0)
+    before = full_state(model, optimizer)
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    save_checkpoint(path, model, optimizer)
+    fresh, its_optimizer = decoder_run("optim", seed=2)
+    for module in fresh.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    load_checkpoint(path, fresh, its_optimizer)
+    return before, full_state(fresh, its_optimizer)
 
 
 def planner_without_entry(path: str) -> str:

@@ -265,6 +265,24 @@ def test_a_tensor_in_strange_memory_order_is_loaded_in_place(tmp_path):
     assert model.weight.data_ptr() == pointer
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_frozen_parameters_have_no_optimizer_state_and_are_restored(tmp_path, listed):
+    def build(seed: int) -> tuple[Decoder, torch.optim.AdamW]:
+        model = _decoder(seed)
+        model.embed.weight.requires_grad_(False)
+        chosen = [p for p in model.parameters() if listed or p.requires_grad]
+        return model, torch.optim.AdamW(chosen, lr=0.01)
+
+    model, optimizer = build(1)
+    _step(model, optimizer, 0)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    fresh, its_optimizer = build(2)
+    load_checkpoint(tmp_path / "a", fresh, its_optimizer)
+    assert fresh.embed.weight not in its_optimizer.state
+    assert _step(fresh, its_optimizer, 1) == _step(model, optimizer, 1)
+    _assert_equal(_state(fresh), _state(model))
+
+
 def test_weights_alone_can_be_loaded_from_a_whole_run_but_not_a_run_from_weights(tmp_path):
     model, optimizer = _trained()
     save_checkpoint(tmp_path / "run", model, optimizer)

@@ -84,6 +84,12 @@ def test_a_rank_that_holds_no_row_of_a_unit_joins_the_refresh_after_a_load(ranks
     assert results == [[2.0, 3.0]] * world
 
 
+def test_gathered_weights_do_not_get_into_a_checkpoint_nor_shield_a_model_from_a_load(ranks, tmp_path):
+    for before, loaded in ranks.run(2, jobs.save_while_unsharded, str(tmp_path / "a")):
+        assert loaded.keys() == before.keys()
+        assert all(np.array_equal(loaded[name], before[name]) for name in before)
+
+
 def test_hyperparameters_follow_the_parameters_into_groups_of_another_order(ranks, tmp_path):
     for saved, loaded in ranks.run(2, jobs.two_groups, str(tmp_path / "a")):
         assert loaded == saved[::-1]

@@ -8,9 +8,7 @@ import weakref
 from dataclasses import dataclass
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="needs torch")
-
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -63,7 +63,7 @@ def batch(step: int, world: int, microbatches: int, size: int = 4) -> tuple[torc
 
 
 def mse(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (model(tokens.reshape(-1)).float() - targets.reshape(-1)).square().mean()
+    return (model(tokens.reshape(-1)).to(targets.dtype) - targets.reshape(-1)).square().mean()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,221 @@
+"""Wrong use is an error that names what is wrong, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def wrong_arguments() -> None:
+    already = torch_impl.fully_shard(Block())
+    on_meta = Block().to("meta")
+    two_axes = init_device_mesh("cpu", (1, 1))
+    cases = [
+        (TypeError, "expected a torch.nn.Module, got list", [Block()], {}),
+        (ValueError, "a forward, got ModuleList", nn.ModuleList([Block()]), {}),
+        (ValueError, "FSDPBlock is sharded already", already, {}),
+        (
+            ValueError,
+            "no_shard, optim, optim_grads, optim_grads_params, got 'zero3'",
+            Block(),
+            {"strategy": "zero3"},
+        ),
+        (ValueError, "two data-parallel axes are not available", Block(), {"strategy": "hsdp"}),
+        (ValueError, r"one data-parallel axis, got shape \(1, 1\)", Block(), {"mesh": two_axes}),
+        (TypeError, "expected a DeviceMesh, got int", Block(), {"mesh": 4}),
+        (TypeError, "reshard_after_forward: expected a bool, got 2", Block(), {"reshard_after_forward": 2}),
+        (
+            TypeError,
+            "expected a torch_impl.MixedPrecisionPolicy, got dtype",
+            Block(),
+            {"mp_policy": torch.bfloat16},
+        ),
+        (
+            TypeError,
+            "ignored_params: expected parameters, got Linear",
+            Block(),
+            {"ignored_params": [nn.Linear(1, 1)]},
+        ),
+        (ValueError, "granularity", Block(), {"granularity": "column"}),
+        (ValueError, "positive number, got 0", Block(), {"grad_divisor": 0}),
+        (TypeError, "no argument offload_policy; .*CPU offload", Block(), {"offload_policy": None}),
+        (ValueError, "stack: .*meta device", on_meta, {}),
+    ]
+    for error, message, module, options in cases:
+        before = (type(module), list(module.parameters()) if isinstance(module, nn.Module) else None)
+        with pytest.raises(error, match=message):
+            torch_impl.fully_shard(module, **options)
+        assert type(module) is before[0]
+        if isinstance(module, nn.Module) and module is not already:
+            assert all(a is b for a, b in zip(module.parameters(), before[1], strict=True))
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+            if module is not on_meta and not isinstance(module, nn.ModuleList):
+                torch_impl.fully_shard(module)
+                module(torch.ones(1, 5))
+
+
+def test_wrong_arguments_are_named_and_change_nothing(ranks: RankGroup) -> None:
+    ranks.run(1, wrong_arguments)
+
+
+def test_sharding_without_a_process_group_says_what_to_call() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        torch_impl.fully_shard(Block())
+
+
+def test_a_policy_with_an_integer_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"reduce_dtype: expected a floating-point dtype, got torch.int32"):
+        torch_impl.MixedPrecisionPolicy(reduce_dtype=torch.int32)
+
+
+def different_models(case: str) -> str:
+    rank = dist.get_rank()
+    options: dict[str, object] = {}
+    model = Block()
+    if rank == 2:
+        if case == "shape":
+            model.down = nn.Linear(3, 4, bias=False)
+        elif case == "missing":
+            del model.gain
+        elif case == "strategy":
+            options["strategy"] = "optim"
+        elif case == "frozen":
+            model.stack.requires_grad_(False)
+        else:
+            model = model.to("meta")
+    kind = type(model)
+    with pytest.raises(ValueError, match=r"ranks differ|meta") as caught:
+        torch_impl.fully_shard(model, **options)
+    assert type(model) is kind
+    return str(caught.value)
+
+
+def test_ranks_that_differ_all_get_the_first_difference(ranks: RankGroup) -> None:
+    for case, message in {
+        "shape": r"rank 0 has down.weight \(5, 3\) torch.float32, rank 2 has down.weight \(4, 3\)",
+        "missing": r"rank 0 has gain \(\) torch.float32, rank 2 has stack|rank 0 has .*gain",
+        "strategy": "strategy: rank 0 has 'optim_grads_params', rank 2 has 'optim'",
+        "frozen": r"rank 0 has stack \(2, 3, 7\) torch.float32, rank 2 has stack \(2, 3, 7\) torch.float32 frozen",
+        "meta": "stack: .*meta|rank 2 lacks it",
+    }.items():
+        for text in ranks.run(3, different_models, case):
+            assert re.search(message, text), (case, text)
+
+
+def copies_and_conversions() -> None:
+    model = nn.Sequential(sharded_toy(), nn.BatchNorm1d(3))
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        target = model[0] if attempt is copy.copy else model
+        with pytest.raises(TypeError, match="sharded FSDPToy: build the module again"):
+            attempt(target)
+    with pytest.raises(TypeError, match=r"stays torch.float32 on cpu, got a conversion to torch.bfloat16"):
+        model.bfloat16()
+    weights = [whole(param) for param in model[0].parameters()]
+    model.to("cpu").float()
+    for param, value in zip(model[0].parameters(), weights, strict=True):
+        assert torch.equal(whole(param), value)
+
+
+def test_copies_pickles_and_conversions_are_refused(ranks: RankGroup) -> None:
+    ranks.run(2, copies_and_conversions)
+
+
+def replaced_parameters() -> None:
+    model = sharded_toy()
+    tokens, _ = batch(0, 2, 1)
+    with pytest.raises(RuntimeError, match=r"cannot rebind .data"):
+        model.head.weight.data = torch.zeros(1, 5)
+    model.load_state_dict(Toy().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match=r"parameter 'embed.weight' was replaced after fully_shard"):
+        model(tokens[0].view(-1))
+
+
+def test_replacing_a_sharded_parameter_is_noticed(ranks: RankGroup) -> None:
+    ranks.run(2, replaced_parameters)
+
+
+def tie_across_units() -> None:
+    model = Toy()
+    model.tied = nn.Linear(5, 7)
+    model.tied.weight = model.blocks[0].up.weight
+    torch_impl.fully_shard(model.blocks[0])
+    with pytest.raises(ValueError, match=r"tied.weight: tied to a parameter that an inner Block unit owns"):
+        torch_impl.fully_shard(model)
+    assert type(model) is Toy
+
+
+def test_a_tie_across_units_is_refused(ranks: RankGroup) -> None:
+    ranks.run(1, tie_across_units)
+
+
+def unreduced_gradients(strategy: str) -> None:
+    model = sharded_toy(strategy=strategy)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 1)
+    model.set_requires_gradient_sync(False)
+    mse(model, tokens[rank], targets[rank]).backward()
+    with pytest.raises(RuntimeError, match="not reduced over the ranks: run the last backward"):
+        torch_impl.MainWeightAdamW(model.parameters()).step()
+    with pytest.raises(RuntimeError, match=r"without reducing it|one shape and placement"):
+        torch.optim.AdamW(model.parameters(), weight_decay=0.0).step()
+    with pytest.raises(RuntimeError, match="without reducing it"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="expected a sharded or replicated tensor"):
+        model.head.weight.grad.full_tensor()
+    reference = Toy()
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        model.set_requires_gradient_sync(True)
+        reference.zero_grad()
+        mse(reference, tokens, targets).backward()
+        mse(model, tokens[rank], targets[rank]).backward()
+        for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(param.grad), want.grad)
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        mse(model, tokens[rank], targets[rank]).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(2, unreduced_gradients, strategy)
+
+
+def no_sync_that_raises() -> None:
+    model = sharded_toy(strategy="optim")
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    assert all(m._unit.last_backward for m in model.modules() if isinstance(m, torch_impl.FSDPModule))
+
+
+def test_no_sync_is_restored_on_an_error(ranks: RankGroup) -> None:
+    ranks.run(1, no_sync_that_raises)
+
+
+def ignored_parameters() -> None:
+    model = Block()
+    ignored = [model.stack]
+    torch_impl.fully_shard(model, ignored_params=ignored)
+    assert ignored == [model.stack]
+    assert type(model.stack) is nn.Parameter
+    model(torch.ones(2, 5)).sum().backward()
+    assert type(model.stack.grad) is torch.Tensor
+    assert isinstance(model.up.weight.grad, torch_impl.dtensor.RowDTensor)
+
+
+def test_ignored_parameters_stay_plain(ranks: RankGroup) -> None:
+    ranks.run(2, ignored_parameters)
