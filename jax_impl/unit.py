@@ -45,6 +45,9 @@ def sharded_call(
         if full is None:
             shard, after = fence((shard, after))
             full = wire.gather(shard)
+            if inner:
+                # A unit inside may need nothing of this one's weights; its gather must still come after theirs.
+                full, after = fence((full, after))
         return unpack(layout, full), after
 
     @jax.custom_vjp
@@ -67,12 +70,12 @@ def sharded_call(
         leaves, (cotangent, vjp) = weights(held, (cotangent, vjp))
         vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
-        # The next unit's gather must not start beside this scatter: see one_after_another.
-        shard_gradient, input_gradients = fence(
-            (wire.reduce_scatter(pack(layout, gradients)), input_gradients)
-        )
-        shards_only = {path: (shard, None) for path, (shard, _) in inner_gradients.items()}
-        return (shard_gradient, None), shards_only, *input_gradients
+        inner_shards = {path: shard for path, (shard, _) in inner_gradients.items()}
+        # No collective beside another (see one_after_another): scatters inside this unit, its own, the next gather.
+        gradients, inner_shards = fence((gradients, inner_shards))
+        shard_gradient = wire.reduce_scatter(pack(layout, gradients))
+        shard_gradient, input_gradients = fence((shard_gradient, input_gradients))
+        return (shard_gradient, None), {path: (x, None) for path, x in inner_shards.items()}, *input_gradients
 
     call.defvjp(forward, backward)
     return call(held, inner, *inputs)

@@ -19,10 +19,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import EllipsisType
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from bridge.formats.base import Box, CheckpointReader
 from bridge.mapping.expression import Affine, Alternative
@@ -163,20 +161,13 @@ def _extent(affine: Affine, ranges: Ranges) -> tuple[int, int]:
 
 
 def _elements(array: np.ndarray, box: Box, index: Alternative, ranges: Ranges) -> np.ndarray:
-    """A view of ``array``, which holds ``box``, with one axis per elementary axis, in the order of ``ranges``."""
-    first = []
-    for affine, low, size in zip(index, box.offsets, box.sizes, strict=True):
-        start, stop = _extent(affine, ranges)
-        if not low <= start < stop <= low + size:  # as_strided would read or write outside the array
-            raise AssertionError(f"expected elements inside {box}, got {start}:{stop}")
-        first.append(start - low)
-    strides = dict.fromkeys(ranges, 0)
-    for affine, step in zip(index, array.strides, strict=True):
+    """A view of ``array``, which holds ``box`` in C order, with one axis per elementary axis, as in ``ranges``."""
+    offset, strides = 0, dict.fromkeys(ranges, 0)
+    for affine, low, step in zip(index, box.offsets, array.strides, strict=True):
+        offset += step * (_extent(affine, ranges)[0] - low)
         for axis, stride in affine.terms:
             strides[axis] = stride * step
     lengths = [stop - start for start, stop in ranges.values()]
-    # Copying float bits as integers keeps every NaN payload, whatever the dtype's own assignment does.
-    bits = array.view(f"u{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else array
-    # The dots keep a 0-d array an array.
-    corner: tuple[slice | EllipsisType, ...] = (*(slice(start, None) for start in first), ...)
-    return as_strided(bits[corner], lengths, [strides[axis] for axis in ranges])
+    # Made from bytes, since not every dtype can export a buffer; this constructor checks that it stays inside.
+    memory = array.reshape(-1).view(np.uint8)
+    return np.ndarray(lengths, array.dtype, memory, offset, [strides[axis] for axis in ranges])

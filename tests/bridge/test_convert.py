@@ -20,6 +20,8 @@ from bridge.mapping import MappingError
 from tests.bridge import stock_dcp
 from tests.bridge.memory import MemoryReader, dcp_arrays, expected_orbax, random_bits, same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 HYPERPARAMETERS: dict[TreePath, object] = {
     ("optimizer", "param_groups", 0, "lr"): 3e-3,
     ("optimizer", "param_groups", 0, "betas"): (0.9, 0.95),

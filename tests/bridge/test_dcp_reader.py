@@ -24,9 +24,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.formats import CheckpointError, dcp_metadata, open_checkpoint
 from bridge.formats import dcp_reader as module
 from bridge.formats.base import DTYPES, Box
+from bridge.formats.dcp_pickle import Instance, read_pickle
+from bridge.formats.dcp_pickle_writer import write_pickle
 from bridge.formats.dcp_reader import DcpReader
 from tests.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
 from tests.bridge.memory import random_bits, same_bits
@@ -468,6 +470,21 @@ def test_empty_chunks_at_their_neighbours_offset_are_ignored(tmp_path: Path) -> 
     with DcpReader(tmp_path / "c") as reader:
         assert reader.tensors["w"].chunks == (Box((0, 0), (2, 3)),)
         assert same_bits(reader.read("w"), array_of(numbered((2, 3))))
+
+
+def test_two_storage_entries_for_one_chunk_are_refused(genuine: Path) -> None:
+    """PyTorch's own index would silently keep the last one."""
+    file = genuine / ".metadata"
+    metadata = read_pickle(file.read_bytes(), dcp_metadata._VOCABULARY, "genuine")
+    assert isinstance(metadata, Instance)
+    storage = metadata.state["storage_data"]
+    index, place = next((i, p) for i, p in storage.items() if i.state["fqn"] == W)
+    storage[Instance(index.name, {**index.state, "index": 7})] = place
+    file.write_bytes(write_pickle(metadata, 4))
+    with pytest.raises(
+        CheckpointError, match=r"'model\.w': has two storage entries for the chunk at \(0, 0\)"
+    ):
+        DcpReader(genuine)
 
 
 def test_planner_data_of_another_planner_leaves_names_as_paths(genuine: Path) -> None:

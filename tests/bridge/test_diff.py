@@ -191,3 +191,12 @@ def test_row_chunks_are_joined_up_to_the_budget() -> None:
     rows = [Box((k, 0), (1, 10)) for k in range(7)]
     joint = [box for box, _ in regions.group_boxes(rows, 4, 120)]
     assert joint == [Box((0, 0), (3, 10)), Box((3, 0), (3, 10)), Box((6, 0), (1, 10))]
+
+
+def test_only_boxes_that_fill_a_box_together_are_joined() -> None:
+    left, right, below = Box((0, 0), (2, 2)), Box((0, 2), (2, 3)), Box((2, 0), (1, 4))
+    assert list(regions.group_boxes([left, right, below], 1, 100)) == [
+        (Box((0, 0), (2, 5)), [left, right]),
+        (below, [below]),
+    ]
+    assert [joint for joint, _ in regions.group_boxes([left, below, right], 1, 100)] == [left, below, right]

@@ -107,6 +107,15 @@ def test_an_element_passes_by_ulp_or_by_relative_difference() -> None:
     assert distance(a, b, rtol=1e-6).beyond == 1
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_relative_tolerance_has_no_scale(scale: float) -> None:
+    a = np.asarray([scale, -scale], np.float32)
+    b = a * np.float32(1.01)
+    assert distance(a, b, rtol=0.005).beyond == 2
+    assert distance(a, b, rtol=0.02).beyond == 0
+    assert distance(b, a, rtol=0.02).max_rel == pytest.approx(0.01 / 1.01, rel=1e-4)
+
+
 def test_infinities_are_infinitely_far_from_numbers() -> None:
     found = distance(np.asarray([np.inf]), np.asarray([1e308]), rtol=0.5)
     assert (found.max_abs, found.max_rel, found.beyond, found.nan) == (math.inf, math.inf, 1, 0)

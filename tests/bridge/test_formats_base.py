@@ -228,7 +228,7 @@ def test_what_is_not_a_checkpoint_gets_an_error_that_says_what_it_is(tmp_path: P
     (tmp_path / "step.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "step.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")
     with pytest.raises(CheckpointError, match="never finished"):
-        open_checkpoint(tmp_path / "step.orbax-checkpoint-tmp")
+        detect_format(tmp_path / "step.orbax-checkpoint-tmp")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "__0_0.distcp").write_text("")
     with pytest.raises(CheckpointError, match="did not finish"):

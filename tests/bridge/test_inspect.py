@@ -14,6 +14,8 @@ from bridge.inspect import inspect
 from tests.bridge.memory import dcp_arrays
 from tests.bridge.test_convert import HYPERPARAMETERS, write
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 def test_tensors_groups_and_objects_are_listed(tmp_path: Path) -> None:
     arrays = dcp_arrays()

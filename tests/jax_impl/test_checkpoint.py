@@ -433,10 +433,14 @@ from flax import nnx
 from jax_impl import data_parallel_mesh, init_state, load_checkpoint, main_weight_adamw, plan_sharding, save_checkpoint
 from jax_impl import shard_weights
 
+class Block(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.zeros((2001, 3001), jnp.float32))
+        self.stack = nnx.Param(jnp.zeros((3, 501, 2001), jnp.float32))
+
 class Big(nnx.Module):
     def __init__(self):
-        self.kernel = nnx.Param(jnp.zeros((7001, 3001), jnp.float32))
-        self.stack = nnx.Param(jnp.zeros((3, 1001, 4001), jnp.float32))
+        self.layers = nnx.List([Block() for _ in range(4)])
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -448,11 +452,11 @@ def watch():
     while not done.wait(0.002):
         peak = max(peak, anonymous())
 
-plan = plan_sharding(nnx.eval_shape(Big), data_parallel_mesh(4), units=())
+plan = plan_sharding(nnx.eval_shape(Big), data_parallel_mesh(4))
 rng = np.random.default_rng(0)
 optimizer = main_weight_adamw(1e-3)
 weights = {path: rng.random(info.shape, np.float32) for path, info in plan.parameters.items()}
-state = init_state(plan, shard_weights(plan, weights), optimizer)
+state = jax.block_until_ready(init_state(plan, shard_weights(plan, weights), optimizer))
 sums = {path: value.sum() for path, value in weights.items()}
 del weights
 before = anonymous()
@@ -462,7 +466,7 @@ try:
     saving, size = peak - before, sum(x.nbytes for x in jax.tree.leaves(state)) >> 20
     del state
     before, peak = anonymous(), 0
-    state = jax.block_until_ready(load_checkpoint(sys.argv[1], plan, optimizer).state)
+    state = load_checkpoint(sys.argv[1], plan, optimizer).state
     loading = peak - before - size
 finally:
     done.set()
@@ -474,11 +478,11 @@ print(size, saving, loading)
 """
 
 
-def test_saving_and_loading_take_memory_for_a_shard_not_for_a_copy(tmp_path: Path) -> None:
+def test_saving_and_loading_take_memory_for_a_unit_not_for_a_copy(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "c")]
     result = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     size, saving, loading = map(int, re.findall(r"-?\d+", result.stdout))
     print(f"state {size} MiB, extra while saving {saving} MiB, while loading {loading} MiB")
-    assert size > 370
+    assert size > 400
     assert saving < 200
-    assert loading < 200
+    assert loading < 150

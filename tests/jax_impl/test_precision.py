@@ -50,14 +50,14 @@ def test_bfloat16_compute_sees_rounded_weights(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_reduction_rounds_each_ranks_gradient_and_float32_does_not(strategy):
-    exact = np.float32([[1 + 2**-10, -1, 0.5], [2**-10, 1, 0.5], [1, 0, 0.5], [1, 0, 0.5]])
+    exact = np.float32([[1 + 2**-10, 1, 0.5], [-1, 2**-12, 0.5], [0, 1, 0.5], [0, 0, 0.5]])
     keywords = {"units": [], "strategy": strategy}
     _, kept = sharded(Weighted(np.ones(3, np.float32)), mean, exact, **keywords)
     np.testing.assert_array_equal(kept["weight"], exact.sum(0) / 4)
     _, rounded = sharded(Weighted(np.ones(3, np.float32)), mean, exact, reduce_dtype="bfloat16", **keywords)
     assert rounded["weight"].dtype == jnp.float32
-    # 1 + 2 ** -10 became 1 before the sum; the simulator sums bfloat16 in float32 and rounds at the end.
-    np.testing.assert_array_equal(rounded["weight"], np.float32([0.75, 0, 0.5]))
+    # 1 + 2 ** -10 became 1 before the sum, which is itself rounded: 2 + 2 ** -12 became 2.
+    np.testing.assert_array_equal(rounded["weight"], np.float32([0, 0.5, 0.5]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

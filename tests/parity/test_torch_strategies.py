@@ -22,6 +22,7 @@ from tests.torch_impl.toy import (
     sharded_toy,
 )
 from torch_impl.dtensor import row_range_of
+from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -146,3 +147,45 @@ def test_a_gradient_divisor_replaces_the_number_of_ranks(ranks: RankGroup, strat
     for sync in ([True], [True, False, True]):
         for gradient in ranks.run(4, gradient_of_rank_numbers, strategy, 2.0, sync):
             assert gradient.tolist() == [len(sync) * 5.0] * 7
+
+
+def losses_beside_fsdp2(low: bool) -> list[tuple[float, float]]:
+    from torch.distributed import fsdp
+
+    dtype = torch.bfloat16 if low else torch.float32
+    config = DecoderConfig(
+        vocab_size=37, d_model=21, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=29, rope_theta=10000
+    )
+    ours, theirs = Decoder(config), Decoder(config)
+    for model, shard, policy in (
+        (ours, torch_impl.fully_shard, torch_impl.MixedPrecisionPolicy),
+        (theirs, fsdp.fully_shard, fsdp.MixedPrecisionPolicy),
+    ):
+        model.init_weights(0)
+        for module in (*model.layers, model):
+            shard(module, mp_policy=policy(param_dtype=dtype, reduce_dtype=torch.float32))
+    optimizers = [
+        torch_impl.MainWeightAdamW(ours.parameters(), lr=1e-2),
+        torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True),
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(6):
+        tokens = torch.randint(0, 5, (3, 11), generator=generator)
+        pair = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pair.append(mean_over_ranks(loss).item())
+        losses.append((pair[0], pair[1]))
+    return losses
+
+
+def test_losses_follow_those_of_torch_fsdp(ranks: RankGroup) -> None:
+    for low, tolerance in ((False, 1e-5), (True, 1e-3)):
+        losses = ranks.run(2, losses_beside_fsdp2, low)[0]
+        assert losses[0][0] - losses[-1][0] > 0.1, "nothing was learned"
+        for ours, theirs in losses:
+            assert ours == pytest.approx(theirs, rel=tolerance)

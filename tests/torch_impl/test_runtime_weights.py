@@ -189,9 +189,9 @@ def mixed_dtypes(strategy: str) -> None:
         "torch.float32",
         "torch.int64",
     ]
-    x = torch.randn(4, 5)
-    model(x).sum().backward()
-    reference(x).sum().backward()
+    x = torch.randn(dist.get_world_size(), 4, 5)
+    model(x[dist.get_rank()]).mean().backward()
+    reference(x).mean().backward()
     assert_same_gradients(model, reference.float(), rtol=2e-2, atol=1e-2)
 
 
