@@ -44,10 +44,8 @@ def sharded_call(
         shard, full = held
         if full is None:
             shard, after = fence((shard, after))
-            full = wire.gather(shard)
-            if inner:
-                # A unit inside may need nothing of this one's weights; its gather must still come after theirs.
-                full, after = fence((full, after))
+            # What follows may need nothing of these weights; its collectives must still come after this one.
+            full, after = fence((wire.gather(shard), after))
         return unpack(layout, full), after
 
     @jax.custom_vjp

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import google_crc32c
 import numpy as np
@@ -102,8 +102,6 @@ class OrbaxReader:
         if not box.inside(layout.shape):
             raise ValueError(f"tensor {name!r}: expected a box inside shape {layout.shape}, got {box}")
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
-            # tensorstore ends the process when it gets no memory; NumPy raises.
-            np.empty(layout.chunk_bytes, np.uint8)
             chunks = list(layout.chunks(box))
             if len(chunks) == 1 and chunks[0][1] == box:
                 return np.asarray(self._array(name)[box.slices()].read().result(), order="C")
@@ -197,6 +195,9 @@ class OrbaxReader:
         return result.value
 
     def _array(self, name: str) -> ts.TensorStore:
+        """The array, opened once. MemoryError when a chunk is larger than any memory there is."""
+        # tensorstore ends the process when it gets no memory; NumPy raises.
+        np.empty(self._layouts[name].chunk_bytes, np.uint8)
         if name not in self._arrays:
             spec = self._layouts[name].read_spec(self._spec)
             self._arrays[name] = ts.open(spec, read=True, open=True, context=self._context).result()
@@ -263,16 +264,16 @@ class OrbaxReader:
         return _parse_json(data, str(self._item / name))
 
 
-class _Slab:
+class _Slab(NamedTuple):
     """A contiguous run of a raw chunk: `shape` elements from element `element` of the chunk.
 
     source: what is wanted of the run. target: where that goes in the part being read.
     """
 
-    __slots__ = ("element", "shape", "source", "target")
-
-    def __init__(self, element: int, shape: tuple[int, ...], source: Any, target: Any) -> None:
-        self.element, self.shape, self.source, self.target = element, shape, source, target
+    element: int
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: tuple[int | slice, ...]
 
 
 def _slabs(shape: tuple[int, ...], part: Box, itemsize: int) -> Iterator[_Slab]:

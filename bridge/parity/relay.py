@@ -152,6 +152,7 @@ class _Runner:
             str(destination),
             len(difference.tensors),
             difference.max_ulp,
+            difference.within,
             folder_bytes(source),
             folder_bytes(destination),
             seconds,

@@ -18,12 +18,16 @@ CLOSENESS = 3.0
 
 @dataclass(frozen=True)
 class Hop:
-    """One conversion between two legs. ``max_ulp`` over all ``tensors``; sizes in bytes."""
+    """One conversion between two legs; sizes in bytes.
+
+    ``max_ulp`` over all ``tensors``. ``same``: also no tensor is missing, extra or of another shape or dtype.
+    """
 
     source: str
     destination: str
     tensors: int
     max_ulp: int
+    same: bool
     source_bytes: int
     destination_bytes: int
     seconds: float
@@ -83,9 +87,10 @@ class RelayReport:
         reference at every step, and its largest distance from float64 within ``CLOSENESS`` times that reference's.
         """
         found = [
-            f"hop to leg {n}: expected 0 ULP in all {leg.hop.tensors} tensors, got {leg.hop.max_ulp}"
+            f"hop to leg {n}: expected the same {leg.hop.tensors} tensors to the bit on both sides, got "
+            f"{leg.hop.max_ulp} ULP{'' if leg.hop.max_ulp else ' but other tensors'}"
             for n, leg in enumerate(self.legs, 1)
-            if leg.hop is not None and leg.hop.max_ulp
+            if leg.hop is not None and not (leg.hop.same and leg.hop.max_ulp == 0)
         ]
         if self.all_fp32:
             worst = max(self.differences("relay_fp32"))

@@ -153,6 +153,21 @@ def test_shards_of_several_inner_chunks_are_read(tmp_path: Path, use_compression
         assert reader.tensors["w"].chunks[0] == Box((0, 0), (3, 4))
 
 
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize(("order", "dtype"), [("C", ">f4"), ("F", "<f4"), ("F", ">f4")])
+def test_arrays_of_other_programs_in_other_byte_and_memory_orders_are_read(
+    tmp_path: Path, order: str, dtype: str
+) -> None:
+    value = random_bits(F32, (20, 12), 1)
+    SAVES["files zarr2 raw"](tmp_path / "c", {"w": value})
+    shutil.rmtree(tmp_path / "c" / "w")
+    metadata = {"shape": [20, 12], "chunks": [9, 8], "dtype": dtype, "order": order, "compressor": None}
+    store = {"driver": "file", "path": f"{tmp_path / 'c' / 'w'}/"}
+    spec = {"driver": "zarr", "kvstore": store, "metadata": metadata}
+    ts.open(spec, create=True).result()[:].write(value).result()
+    assert_reads(tmp_path / "c", {"w": value})
+
+
 def test_strings_none_and_empty_containers_are_objects(tmp_path: Path) -> None:
     tree = {"w": np.ones(3), "text": "hello", "deep": {"none": None, "dict": {}, "list": [], "s": ["x", 1]}}
     stock_save(tmp_path / "c", tree)

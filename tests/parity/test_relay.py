@@ -50,6 +50,7 @@ def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(
     assert losses[-1] < losses[0] - 0.005
     for leg in report["legs"][1:]:
         assert leg["hop"]["max_ulp"] == 0
+        assert leg["hop"]["same"] is True
         assert leg["hop"]["tensors"] > 50
     assert max(report["differences"]["relay_fp32"]) < 1e-5
     assert 1 / 3 < report["closeness_to_fp64"] < 3

@@ -225,16 +225,15 @@ def test_gradients_are_reduced_in_reduce_dtype_and_kept_in_grad_dtype(ranks: Ran
     assert ranks.run(2, reduced_in, torch.float32, torch.bfloat16) == [(0.5, torch.bfloat16)] * 2
 
 
-def live_storages() -> dict[int, int]:
-    """Bytes by address of every storage behind a live tensor, found without asking the runtime."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Every storage behind a live tensor, by address, found without asking the runtime."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and issubclass(type(thing), torch.Tensor):
-            tensor = local_of(thing) if isinstance(thing, RowDTensor) else thing
-            storage = tensor.untyped_storage()
+        if issubclass(type(thing), torch.Tensor):
+            storage = local_of(thing).untyped_storage()
             if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+                found[storage.data_ptr()] = storage
     return found
 
 
@@ -260,7 +259,8 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
         assert report.padding == main - 4 * rows
         assert (report.gradients, report.compute_weights, report.moments) == (gradients, compute, moments)
         steps = 4 * len(optimizer.state)
-        live = sum(nbytes for address, nbytes in live_storages().items() if address not in before)
+        # The storages in ``before`` are held, so that their addresses cannot be used again.
+        live = sum(s.nbytes() for address, s in live_storages().items() if address not in before)
         assert live == report.total + steps, (live, report)
 
     def backward(step: int) -> None:
