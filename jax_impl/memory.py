@@ -78,8 +78,7 @@ def _unit_of(plan: ShardingPlan, path: Any, leaf: jax.Array) -> str | None:
 
 def _real_elements(plan: ShardingPlan, unit: str, shard: jax.Shard) -> int:
     layout = plan.units[unit].layout
-    rank = (shard.index[0].start or 0) // layout.shard_size if layout.shard_size else 0
-    rows = layout.row_ranges(rank)
+    rows = layout.row_ranges(plan.rank_of(unit, shard.index))
     return int(
         np.sum([(r1 - r0) * layout.slot(name).row_size for name, (r0, r1) in rows.items()], dtype=np.int64)
     )

@@ -98,7 +98,7 @@ class ShardingPlan:
         self._check_buffer(unit, buffer)
         for shard in buffer.addressable_shards:
             if shard.replica_id == 0:
-                yield from shard_pieces(layout, self._rank(shard.index, layout), np.asarray(shard.data))
+                yield from shard_pieces(layout, self.rank_of(unit, shard.index), np.asarray(shard.data))
 
     def build_buffer(self, unit: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
         """A unit's buffer from ``read(path, offsets, sizes) -> np.ndarray``, called for each addressable shard's boxes.
@@ -110,7 +110,7 @@ class ShardingPlan:
         shards: dict[int, np.ndarray] = {}
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
-            rank = self._rank(index, plan.layout)
+            rank = self.rank_of(unit, index)
             if rank not in shards:
                 shards.clear()
                 shards[rank] = shard_from(plan.layout, rank, target, read)
@@ -118,8 +118,10 @@ class ShardingPlan:
 
         return jax.make_array_from_callback((plan.layout.padded_size,), self.sharding, values)
 
-    def _rank(self, index: tuple[slice, ...] | None, layout: Layout) -> int:
-        return (index[0].start or 0) // layout.shard_size if index and layout.shard_size else 0
+    def rank_of(self, unit: str, index: tuple[slice, ...] | None) -> int:
+        """Which shard of the unit's buffer ``index`` selects, as ``jax.Shard.index`` gives it."""
+        size = self.units[unit].layout.shard_size
+        return (index[0].start or 0) // size if index and size else 0
 
     def _check_buffer(self, unit: str, buffer: jax.Array) -> None:
         size = self.units[unit].layout.padded_size

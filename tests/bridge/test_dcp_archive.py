@@ -181,7 +181,8 @@ def test_big_endian_data_is_refused(tmp_path: Path) -> None:
     [
         (b"K\x00K\x04K\x06\x86", b"K\x01K\x04K\x06\x86", "reaches outside"),  # storage offset 1
         (b"K\x06K\x01\x86", b"K\x07K\x01\x86", "reaches outside"),  # row stride 7
-        (b"K\x06K\x01\x86", b"K\x06K\x01\x85", "got something else"),  # one stride for two axes
+        (b"K\x06K\x01\x86", b"K\x06\x85", "reaches outside"),  # one stride for two axes
+        (b"K\x06K\x01\x86", b"K\x06K\x01\x85", "got something else"),
         (b"K\x06K\x01\x86", b"J\xff\xff\xff\xffK\x01\x86", "sizes and strides"),
         (b"K\x18t", b"K\x19t", "record of 100 bytes"),  # 25 elements in the storage
         (b"FloatStorage", b"QInt8Storage", "expected a dtype"),
@@ -198,6 +199,28 @@ def test_a_description_that_does_not_fit_its_data_is_refused(
     data = rewritten(data, {"data.pkl": pickled.replace(old, new)})
     with pytest.raises(CheckpointError, match=why):
         find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+
+
+def test_a_damaged_description_is_refused_even_where_it_still_makes_sense(tmp_path: Path) -> None:
+    data = stock_archive(numbered((4, 6)))
+    assert data.count(b"K\x06K\x01\x86") == 1
+    data = data.replace(b"K\x06K\x01\x86", b"K\x05K\x01\x86")
+    with pytest.raises(CheckpointError, match=r"data\.pkl: the data is damaged"):
+        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+
+
+def test_data_of_many_blocks_is_verified_to_its_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_archive, "BLOCK", 64)
+    data = stock_archive(BASE)
+    start = find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w").record.start
+    assert same_bits(read(mapped(tmp_path / "f", data), 0, len(data)), array_of(BASE))
+    for position in range(start, start + BASE.nbytes):
+        broken = bytearray(data)
+        broken[position] ^= 16
+        with pytest.raises(CheckpointError, match="the data is damaged"):
+            read(mapped(tmp_path / "f", bytes(broken)), 0, len(data))
 
 
 def test_strides_that_are_never_taken_do_not_matter(tmp_path: Path) -> None:

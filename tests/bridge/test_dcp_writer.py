@@ -218,6 +218,11 @@ def test_any_shape_in_any_chunks_in_any_order_round_trips(
         for name, array in arrays.items():
             assert same_bits(array_of(target["m"][name]), array)
             assert same_bits(reader.read(f"m.{name}"), array)
+            low = tuple(data.draw(st.integers(0, n)) for n in array.shape)
+            part = Box(
+                low, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, low, strict=True))
+            )
+            assert same_bits(reader.read(f"m.{name}", part), np.array(array[part.slices()], order="C"))
 
 
 @given(
@@ -397,6 +402,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_aborting_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = DcpWriter(tmp_path / "c")
+    monkeypatch.setattr(writer, "_file", open("/dev/full", "wb"))  # noqa: SIM115 (the writer closes it)
+    put(writer, "w", np.ones(3, np.int8))
+    with pytest.raises(OSError, match="No space left"):
+        writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_abort_after_commit_and_a_second_abort_change_nothing(tmp_path: Path) -> None:
     writer = DcpWriter(tmp_path / "c")
     put(writer, "w", np.ones(5))
@@ -453,8 +467,9 @@ if job == "write":
             writer.write("w", box, rows[:, None] * 3 + row)
 else:
     with DcpReader(path) as reader:
-        step = (480, shape[1]) if job == "rows" else (shape[0], 800)
-        for low in itertools.product(range(0, shape[0], step[0]), range(0, shape[1], step[1])):
+        step = {"rows": (480, shape[1]), "columns": (shape[0], 800), "points": (1, 16)}[job]
+        columns = [5000] if job == "points" else range(0, shape[1], step[1])
+        for low in itertools.product(range(0, shape[0], step[0]), columns):
             sizes = tuple(min(s, n - o) for s, n, o in zip(step, shape, low))
             block = reader.read("w", Box(low, sizes))
             columns = row[low[1] : low[1] + sizes[1]]
@@ -479,7 +494,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_600_mb_are_written_and_read_in_less_than_150_mb(large: Path) -> None:
-    for job in ("write", "rows", "columns"):
+    for job in ("write", "rows", "columns", "points"):
         peak = peak_above_imports(large, job, 9600)
         assert peak < 150e6, f"{job} took {peak / 1e6:.0f} MB"
     assert (large / "__0_0.distcp").stat().st_size > 600e6
