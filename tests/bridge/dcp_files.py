@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from bridge.formats.base import DTYPES
 
 
-def stock_save(state: dict[str, Any], path: Path) -> None:
+def stock_save(state: dict[str, Any], path: Path, writer: dcp.StorageWriter | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves in a single process
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
 
 
 def stock_load(state: dict[str, Any], path: Path) -> dict[str, Any]:

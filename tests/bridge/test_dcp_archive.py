@@ -338,3 +338,4 @@ def test_a_record_above_4_gib_is_read_here_and_by_torch(tmp_path: Path) -> None:
     assert stored.view(view)[[0, 1, size // 2, -1]].tolist() == [1, 0, 2, 3]
     loaded = torch.load(path, mmap=True, weights_only=True)
     assert loaded[[0, 1, size // 2, -1]].tolist() == [1, 0, 2, 3]
+    path.unlink()  # pytest keeps the directories of three runs
