@@ -461,6 +461,26 @@ def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(
     ranks.run(2, deletion, strategy)
 
 
+def graph_that_outlives_its_model(strategy: str) -> None:
+    model = sharded_toy(strategy=strategy)
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    loss = mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+    units = [weakref.ref(m._unit) for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert loss.requires_grad
+        assert [ref() for ref in units if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_graph_does_not_keep_a_deleted_model_alive(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(2, graph_that_outlives_its_model, strategy)
+
+
 def parents_without_parameters() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Sequential(Block(), nn.Tanh()))
