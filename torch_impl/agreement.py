@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from bridge.formats import CheckpointError
 
 T = TypeVar("T")
+
+_HAND_OVER_SECONDS = 0.01
 
 # Raised as they are, so that callers can tell wrong use from damage; all else becomes a CheckpointError.
 _KEPT: dict[str, type[Exception]] = {
@@ -61,6 +64,9 @@ def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -
     if dist.is_initialized():
         reports *= dist.get_world_size()
         dist.all_gather_object(reports, report)
+        # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
+        # while the interpreter shuts down. Programs often end right after a save, so let the thread have it now.
+        time.sleep(_HAND_OVER_SECONDS)
     failed = {k: r for k, r in enumerate(reports) if r.error is not None}
     if failed:
         kind = _KEPT.get(next(iter(failed.values())).error or "", CheckpointError)

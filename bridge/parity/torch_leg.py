@@ -72,3 +72,6 @@ def _train(job: Job, device: torch.device) -> None:
 
 if __name__ == "__main__":
     main(run, rank=int(os.environ.get("RANK", "0")))
+    # All is written. Torch can abort while the interpreter shuts down: gloo's threads may outlive their group, which
+    # DTensor's caches keep, and ask for the interpreter lock too late.
+    os._exit(0)
