@@ -314,3 +314,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -93,7 +93,7 @@ def _own_error(job: Job, status: int, log: Path) -> str:
     if reports:
         # Ranks that lose a peer fail too, only later: the oldest report is the cause.
         first = min(reports, key=lambda path: path.stat().st_mtime_ns)
-        summary = first.read_text(encoding="utf-8").splitlines()[0]
+        summary = first.read_text(encoding="utf-8").split("\n\nTraceback")[0]
         return f"{first.name.removeprefix('error-')}: {summary} (full text in {first})"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
     return f"exit status {status}; the end of {log}:\n" + "\n".join(tail)

@@ -27,7 +27,7 @@ def relay_figure(report: RelayReport) -> Figure:
         top.plot(own, leg.losses, color=COLOURS[config.framework], marker="o", ms=3.5, lw=1.5)
         top.annotate(
             leg.title.replace(" ", "\n"),
-            (own[0] - 0.4, 0.97),
+            (own[0] - 0.45, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize=8,
@@ -37,6 +37,7 @@ def relay_figure(report: RelayReport) -> Figure:
         for leg in report.legs[1:]:
             axis.axvline(leg.first_step - 0.5, color="grey", lw=0.8, ls=":")
         axis.spines[["top", "right"]].set_visible(False)
+    top.set_xlim(-0.5, len(steps) - 0.5)
     top.set_ylabel("loss (nats / byte)")
     top.legend(frameon=False, loc="lower left", fontsize=8)
     low, high = top.get_ylim()
