@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= 2
 
 .PHONY: relay test test-all lint types notebooks bench clean
 

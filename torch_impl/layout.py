@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torch_impl.layout_text import render
 from torch_impl.rows import Box, row_boxes, rows_of
 
 __all__ = ["GRANULARITIES", "Box", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
@@ -222,37 +223,7 @@ class Layout:
 
     def render(self, width: int = 80) -> str:
         """The buffer drawn to scale in at most ``width`` columns a shard, then who owns which rows."""
-        grain = f"{self.granularity} of {self.rows} rows" if self.granularity == "block" else self.granularity
-        lines = [
-            f"{self.num_shards} shards x {self.shard_size} elements, {self.numel} real, "
-            f"{100 * self.overhead():.2f} % padding, granularity {grain}"
-        ]
-        placed = [s for s in self.slots if s.numel]
-        letters = {s.name: chr(ord("a") + i % 26) for i, s in enumerate(placed)}
-        drawn = _ends(self.num_shards)
-        lines += [
-            "  ..." if k is None else f"rank {k} |{self._draw(k, placed, letters, width)}|" for k in drawn
-        ]
-        for s in self.slots:
-            if not s.numel:
-                lines.append(f"-  {s.name} {s.shape}: no elements")
-                continue
-            bounds = self.row_bounds(s.name)
-            ranges = " ".join("..." if k is None else f"{bounds[k]}:{bounds[k + 1]}" for k in drawn)
-            lines.append(f"{letters[s.name]}  {s.name} {s.shape}: rows {ranges}")
-        return "\n".join(lines)
-
-    def _draw(self, rank: int, placed: Sequence[Slot], letters: Mapping[str, str], width: int) -> str:
-        columns = min(width, self.shard_size)
-        line = ["."] * columns
-        start = rank * self.shard_size
-        for s in placed:
-            first = max(s.offset - start, 0)
-            last = min(s.offset + s.numel - start, self.shard_size) - 1
-            if first <= last:
-                left, right = first * columns // self.shard_size, last * columns // self.shard_size
-                line[left : right + 1] = letters[s.name] * (right + 1 - left)
-        return "".join(line)
+        return render(self, width)
 
 
 def plan_layout(
@@ -396,11 +367,3 @@ def _check_keys(what: str, value: object, keys: tuple[str, ...]) -> None:
     found = ", ".join(sorted(map(str, value))) if isinstance(value, dict) else repr(value)[:80]
     if not isinstance(value, dict) or sorted(map(str, value)) != list(keys):
         raise ValueError(f"{what}: expected an object with keys {', '.join(keys)}, got {found}")
-
-
-def _ends(num_shards: int) -> list[int | None]:
-    """Ranks worth drawing: all of a few, else the first and last with None between."""
-    if num_shards <= _MAX_DRAWN_SHARDS:
-        return list(range(num_shards))
-    half = _MAX_DRAWN_SHARDS // 2
-    return [*range(half), None, *range(num_shards - half, num_shards)]

@@ -103,6 +103,17 @@ def test_a_failing_leg_stops_the_run_with_its_own_error(tmp_path: Path, framewor
     assert not (tmp_path / "leg" / "checkpoint").exists()
 
 
+def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Path) -> None:
+    leg = Leg("torch", 1, "optim", steps=1)
+    job(tmp_path / "leg", leg, tmp_path / "nowhere").write()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "bridge.parity.torch_leg", str(tmp_path / "leg" / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    report = (tmp_path / "leg" / "error-rank0").read_text()
+    assert "expected 1 ranks as the relay file says, got 2 from the launcher" in report
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_name_of_what_differs(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
