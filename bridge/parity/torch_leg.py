@@ -22,7 +22,8 @@ from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 
 def run(job: Job) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # NCCL refuses two ranks on one GPU, so a leg with more ranks than GPUs runs on the CPU.
+    device = "cuda" if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
