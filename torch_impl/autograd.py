@@ -7,7 +7,7 @@ garbage collector.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any,
     Returns the inputs, replaced by views where they require gradient, and whether there is any such input. ``done`` is
     not called when some of them take no part in the backward.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    missing: set[int] = set(watched)
+    missing: set[int] = set()
+    watched: list[int] = []
 
     def hook_for(index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -45,12 +44,38 @@ def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any,
 
         return hook
 
-    for index in watched:
+    def watch(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
+        watched.append(len(watched))
         # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
-        leaves[index] = leaves[index].view_as(leaves[index])
-        leaves[index].register_hook(hook_for(index))
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+        view = leaf.view_as(leaf)
+        view.register_hook(hook_for(watched[-1]))
+        return view
+
+    args, kwargs = map_leaves((args, kwargs), watch)
+    missing.update(watched)
     return args, kwargs, bool(watched)
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """``function`` of every leaf of nested containers, which stay the same objects where no leaf changes.
+
+    So a module can write into a cache or a list that it is given.
+    """
+    if type(tree) in (tuple, list):
+        items = [map_leaves(item, function) for item in tree]
+        return tree if _same(items, tree) else type(tree)(items)
+    if type(tree) is dict:
+        values = [map_leaves(value, function) for value in tree.values()]
+        return tree if _same(values, tree.values()) else dict(zip(tree, values, strict=True))
+    leaves, spec = pytree.tree_flatten(tree)
+    mapped = [function(leaf) for leaf in leaves]
+    return tree if _same(mapped, leaves) else pytree.tree_unflatten(mapped, spec)
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
 
 
 def watch_outputs(output: Any, start: Callable[[], None]) -> bool:
@@ -75,7 +100,7 @@ def map_floating(tree: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(cast, tree)
+    return map_leaves(tree, cast)
 
 
 def _leaves(tree: Any) -> list[Any]:

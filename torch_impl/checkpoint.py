@@ -36,6 +36,7 @@ from torch_impl.dtensor_ops import count_write
 from torch_impl.hyperparameters import GroupUpdate, plan_group_updates
 from torch_impl.training_state import (
     drop_state,
+    is_stateless,
     materialize_state,
     model_tensors,
     named_tensors,
@@ -166,7 +167,8 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:
         live |= named_tensors({"optimizer": {"state": optimizer_tensors(model, optimizer)}})
-        if not any(name.startswith("optimizer.state.") for name in reader.tensors):
+        stored = any(name.startswith("optimizer.state.") for name in reader.tensors)
+        if not stored and not is_stateless(optimizer):
             raise CheckpointError(
                 f"{reader.path}: expected optimizer state, found none: load the weights alone with optimizer=None"
             )

@@ -144,6 +144,8 @@ class RowDTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        # A load plan: DCP writes into views, on ranks that hold rows. All ranks must agree that the weights change.
+        dtensor_ops.count_write(self)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local_boxes(self)]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:

@@ -50,11 +50,6 @@ class GroupGradient:
                 param.grad_dtype = dtypes.grad
 
     @property
-    def collecting(self) -> bool:
-        """Whether a gradient arrived that was neither reduced nor kept yet."""
-        return self._whole is not None
-
-    @property
     def live_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.flat.untyped_storage().nbytes()
 
@@ -157,12 +152,20 @@ class GroupGradient:
         present = [local_of(grad) for grad in earlier if grad is not None]
         if len(present) == len(trainable):
             torch._foreach_add_(present, [shard.view(name) for name, _ in trainable])
-            return
-        for (name, param), grad in zip(trainable, earlier, strict=True):
-            view = shard.view(name)
-            if grad is not None:
-                view.add_(local_of(grad))
-            param.grad = wrap_like(param, view)
+        else:
+            for (name, param), grad in zip(trainable, earlier, strict=True):
+                view = shard.view(name)
+                if grad is not None:
+                    view.add_(local_of(grad))
+                param.grad = wrap_like(param, view)
+        for _, param in trainable:
+            _run_hooks(param)
+
+
+def _run_hooks(param: torch.nn.Parameter) -> None:
+    """The user's ``register_post_accumulate_grad_hook``, which autograd runs only where it accumulates itself."""
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
 
 
 def _is_partial(grad: torch.Tensor) -> bool:

@@ -70,10 +70,6 @@ class ParameterGroup:
         )
         self._gathered_version: int | None = None
 
-    @property
-    def trainable(self) -> bool:
-        return any(param.requires_grad for param in self.params)
-
     def on_gradient(self, arrived: Callable[[ParameterGroup, int], None]) -> None:
         """Call ``arrived(group, index)`` in backward when the gradient of an unsharded parameter is complete."""
         # The hook lives on a tensor of this group: a strong reference would be a cycle.

@@ -78,7 +78,7 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = [p for p in params if not optimizer.state.get(p)]
-    if not missing:
+    if not missing or is_stateless(optimizer):
         return []
     init_state = getattr(optimizer, "init_state", None)
     if init_state is not None:
@@ -91,6 +91,12 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
             f"{type(optimizer).__name__} without state"
         )
     return missing
+
+
+def is_stateless(optimizer: Optimizer) -> bool:
+    """Whether the optimizer keeps nothing between steps: SGD without momentum."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
 
 
 def _init_adam_state(optimizer: torch.optim.Adam) -> None:

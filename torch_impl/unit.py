@@ -8,9 +8,10 @@ inside another unit's backward (recompute), or be left behind by an exception. W
 by a callback at its end, and what an exception left open is dropped at the next forward.
 
 Ranks agree on collectives as long as they call the same units in the same order: gradients are reduced when the
-gradients of the unit's inputs are complete, not when its own last gradient arrives, since ranks may use different
-parameters of a unit. A unit none of whose parameters got a gradient does not reduce, so a program must not leave a unit
-without any gradient on some ranks only.
+gradients of the unit's inputs are complete, or at the end of backward for a unit that was called more than once; not
+when its own last gradient arrives, since ranks may use different parameters of a unit. A group (one dtype of a unit)
+none of whose parameters got a gradient does not reduce, so a program must not leave a group without any
+gradient on some ranks only.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Unit:
         self._policy = policy
         self._registered_unsharded = False
         self._calls: list[_Call] = []
-        self._backwards: list[int] = []
+        self._backwards: dict[int, weakref.ref[Any]] = {}
         self._open_calls: set[_Call] = set()
+        self._forwards = 0
         for group in self.groups:
             group.on_gradient(self._gradient_arrived)
 
@@ -91,6 +93,9 @@ class Unit:
             self._abandon_backward()
         # Recompute in backward must see the weights that the forward saw.
         self.unshard(refresh=not in_backward)
+        # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
+        if not in_backward and (torch.is_grad_enabled() or module.training):
+            self._forwards += 1
         call = _Call()
         self._calls.append(call)
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
@@ -125,9 +130,14 @@ class Unit:
 
     def _enter_backward(self) -> None:
         task = autograd.current_backward()
-        if task is not None and task not in self._backwards:
-            self._backwards.append(task)
-            autograd.at_end_of_backward(_weakly(self._backward_ended, task))
+        if task is None or task in self._backwards:
+            return
+        # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
+        if self._backwards and all(ended() is None for ended in self._backwards.values()):
+            self._drop_backward()
+        ended = _weakly(self._backward_ended, task)
+        self._backwards[task] = weakref.ref(ended)
+        autograd.at_end_of_backward(ended)
 
     def _gradient_arrived(self, group: ParameterGroup, index: int) -> None:
         self._enter_backward()
@@ -144,19 +154,18 @@ class Unit:
         self._open_calls.discard(call)
         if self._open_calls or not self._backwards:
             return
-        # Without any gradient yet, another call of the module in the same graph is still to come.
-        frozen = not any(group.trainable for group in self.groups)
-        if frozen or any(group.gradient.collecting for group in self.groups):
+        # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
+        if self._forwards <= 1:
             self._finish_gradients()
             self._rest()
 
     def _backward_ended(self, task: int) -> None:
-        self._finish_gradients()
-        if task in self._backwards:
-            self._backwards.remove(task)
+        self._backwards.pop(task, None)
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         if not self._backwards:
+            self._finish_gradients()
             self._open_calls.clear()
+            self._forwards = 0
             self._rest()
 
     def _finish_gradients(self) -> None:
@@ -169,13 +178,17 @@ class Unit:
             self.reshard()
 
     def _abandon_backward(self) -> None:
+        self._drop_backward()
+        self._rest()
+
+    def _drop_backward(self) -> None:
         self._backwards.clear()
         self._open_calls.clear()
+        self._forwards = 0
         for group in self.groups:
             group.gradient.drop()
             for param in group.unsharded:
                 param.grad = None
-        self._rest()
 
 
 def _weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:

@@ -352,9 +352,25 @@ def test_an_optimizer_over_foreign_parameters_or_of_an_unknown_kind_is_refused(t
     model, other = _decoder(1), _decoder(2)
     with pytest.raises(ValueError, match="group 0: expected parameters of the model, got one of shape"):
         save_checkpoint(tmp_path / "a", model, _adamw(other))
-    with pytest.raises(ValueError, match=r"expected MainWeightAdamW, .* got SGD without state"):
-        save_checkpoint(tmp_path / "a", model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ValueError, match=r"expected MainWeightAdamW, .* got RMSprop without state"):
+        save_checkpoint(tmp_path / "a", model, torch.optim.RMSprop(model.parameters(), lr=1.0))
     assert not any(tmp_path.iterdir())
+
+
+def test_plain_sgd_has_no_state_and_continues(tmp_path):
+    model, other = _decoder(1), _decoder(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    continued = torch.optim.SGD(other.parameters(), lr=1.0)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    load_checkpoint(tmp_path / "a", other, continued)
+    assert continued.param_groups[0]["lr"] == 0.25
+    for run, steps in ((model, optimizer), (other, continued)):
+        run(torch.arange(6)[None]).square().mean().backward()
+        steps.step()
+    for expected, found in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, found)
+    with pytest.raises(CheckpointError, match="expected optimizer state, found none"):
+        load_checkpoint(tmp_path / "a", other, _adamw(other))
 
 
 def test_loading_what_is_not_there_or_no_directory_raises(tmp_path):

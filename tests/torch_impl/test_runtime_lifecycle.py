@@ -598,6 +598,5 @@ def parallel_calls(strategy: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_unit_called_twice_side_by_side_has_the_right_gradients(ranks: RankGroup, strategy: str) -> None:
-    # A frozen unit cannot know that another call follows, so it is freed and gathered once more.
-    gathers = {"no_shard": [0, 0], "optim_grads_params": [4, 3]}.get(strategy, [1, 1])
+    gathers = {"no_shard": [0, 0], "optim_grads_params": [3, 3]}.get(strategy, [1, 1])
     assert ranks.run(2, parallel_calls, strategy) == [gathers] * 2

@@ -1,0 +1,187 @@
+"""Programs whose ranks behave differently, or that use a sharded module in ways that training loops do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted
+
+WORLD = 2
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def seeded(build: type[nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return build()
+
+
+def rank_inputs() -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(5)
+    return [torch.randn(4, 5, generator=random) for _ in range(dist.get_world_size())]
+
+
+class Scores(nn.Module):
+    """Units of a single row each, of which most ranks hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(5, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([unit(x) for unit in self.units], dim=1)
+
+
+def load_in_place(path: str, strategy: str) -> None:
+    model, reference = seeded(Scores), seeded(Scores)
+    for unit in model.units:
+        torch_impl.fully_shard(unit, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.5)
+    mine = rank_inputs()[dist.get_rank()]
+    model(mine).square().mean().backward()
+    optimizer.step()
+    assert not torch.allclose(model(mine), reference(mine))
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+    torch.testing.assert_close(model(mine), reference(mine))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(
+    ranks: RankGroup, tmp_path: Path, strategy: str
+) -> None:
+    ranks.run(WORLD, load_in_place, str(tmp_path / "checkpoint"), strategy)
+
+
+class Branches(nn.Module):
+    """``b`` is used in one of the two calls of a step, another one on every rank."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, call: int) -> torch.Tensor:
+        x = torch.tanh(self.a(x))
+        return x + self.b(x) if call == self.rank % 2 else x
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branches() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for call in range(2):
+            for branch in self.branches:
+                x = branch(x, call)
+        return x
+
+
+def different_calls(strategy: str) -> None:
+    model, reference = seeded(Twice), seeded(Twice)
+    for branch in model.branches:
+        torch_impl.fully_shard(branch, strategy=strategy)
+        branch.rank = dist.get_rank()
+    torch_impl.fully_shard(model, strategy=strategy)
+    inputs = rank_inputs()
+    for _ in range(2):
+        model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()
+        for rank, part in enumerate(inputs):
+            for branch in reference.branches:
+                branch.rank = rank
+            (reference(part).square().mean() / len(inputs)).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_use_different_parameters_in_each_call_of_a_unit(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, different_calls, strategy)
+
+
+class Segments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return x
+
+
+def segments() -> dict[str, int]:
+    model, reference = torch_impl.fully_shard(seeded(Segments)), seeded(Segments)
+    inputs = rank_inputs()
+    with counted() as counts:
+        model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()
+    for part in inputs:
+        (reference(part.clone().requires_grad_(True)).square().mean() / len(inputs)).backward()
+    assert_same_gradients(model, reference)
+    return dict(counts)
+
+
+def test_recomputed_segments_inside_a_unit_are_reduced_once(ranks: RankGroup) -> None:
+    for counts in ranks.run(WORLD, segments):
+        assert counts == {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 0}
+
+
+def hooks(strategy: str) -> None:
+    model, reference = torch_impl.fully_shard(seeded(Scores), strategy=strategy), seeded(Scores)
+    seen: list[torch.Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.full_tensor()))
+    inputs = rank_inputs()
+    model(inputs[dist.get_rank()]).square().mean().backward()
+    for part in inputs:
+        (reference(part).square().mean() / len(inputs)).backward()
+    for found, param in zip(seen, reference.parameters(), strict=True):
+        torch.testing.assert_close(found, param.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_for_accumulated_gradients_run_with_the_reduced_gradient(
+    ranks: RankGroup, strategy: str
+) -> None:
+    ranks.run(WORLD, hooks, strategy)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(
+        self, x: torch.Tensor, *, cache: dict[str, torch.Tensor], kept: list[torch.Tensor]
+    ) -> torch.Tensor:
+        y = self.linear(x)
+        cache["key"] = y.detach()
+        kept.append(y)
+        return y
+
+
+def caches() -> None:
+    policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for model in (torch_impl.fully_shard(Caching()), torch_impl.fully_shard(Caching(), mp_policy=policy)):
+        for needs_grad in (False, True):
+            cache: dict[str, torch.Tensor] = {}
+            kept: list[torch.Tensor] = []
+            model(torch.randn(2, 5, requires_grad=needs_grad), cache=cache, kept=kept).sum().backward()
+            assert list(cache) == ["key"]
+            assert len(kept) == 1
+
+
+def test_a_module_can_write_into_the_containers_it_is_given(ranks: RankGroup) -> None:
+    ranks.run(1, caches)
