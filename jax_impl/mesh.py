@@ -21,7 +21,7 @@ _SIMULATOR_FLAGS = (
 def simulate_devices(count: int) -> None:
     """Make JAX show ``count`` CPU devices; call before anything else uses JAX.
 
-    Sets ``JAX_PLATFORMS`` and ``XLA_FLAGS``. Raises ``ValueError`` when JAX already runs with fewer.
+    Sets ``XLA_FLAGS`` and JAX's platform. Raises ``ValueError`` when JAX already runs with fewer.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")

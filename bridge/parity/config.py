@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bridge.parity.corpus import VOCABULARY
+
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
@@ -50,6 +52,12 @@ class ModelConfig:
             if field.name != "tied":
                 _whole(f"[model] {field.name}", getattr(self, field.name))
         _require(isinstance(self.tied, bool), "[model] tied", "true or false", self.tied)
+        _require(
+            self.vocab_size >= VOCABULARY, "[model] vocab_size", f"at least {VOCABULARY}", self.vocab_size
+        )
+        _require(self.head_dim % 2 == 0, "[model] head_dim", "an even number", self.head_dim)
+        heads = f"a multiple of n_kv_heads = {self.n_kv_heads}"
+        _require(self.n_heads % self.n_kv_heads == 0, "[model] n_heads", heads, self.n_heads)
 
     def as_train_state(self) -> dict[str, int]:
         """The fields as integers, as a checkpoint's ``train.model`` holds them."""
@@ -66,6 +74,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _whole("[data] seed", self.seed, 0)
+        _require(self.seed < 2**64, "[data] seed", "less than 2**64", self.seed)
         _whole("[data] batch", self.batch)
         _whole("[data] length", self.length)
 
@@ -80,8 +89,11 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
-        _require(len(self.betas) == 2, "[optimizer] betas", "two numbers", self.betas)
+        betas = self.betas
+        pair = isinstance(betas, (list, tuple)) and len(betas) == 2
+        in_range = pair and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
+        _require(in_range, "[optimizer] betas", "two numbers in [0, 1)", betas)
+        object.__setattr__(self, "betas", tuple(betas))
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
             _require(

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bridge.parity.corpus import Corpus
-from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
 from jax_impl import (
     data_parallel_mesh,
     load_checkpoint,
     main_weight_adamw,
     make_train_step,
+    memory_report,
     plan_sharding,
     save_checkpoint,
     simulate_devices,
@@ -26,7 +27,7 @@ from jax_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 def run(job: Job) -> None:
     leg = job.leg
     # Set JAX_PLATFORMS to run on an accelerator's devices instead.
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
         simulate_devices(leg.ranks)
     corpus = Corpus.of_standard_library()
     config = DecoderConfig(**vars(job.model))
@@ -58,6 +59,7 @@ def run(job: Job) -> None:
         )
         state, measured = step_fn(state, jnp.asarray(batch))
         metrics.add(step, float(measured["loss"]))
+    write_memory(job, memory_report(plan, state))
     if job.destination is not None:
         save_checkpoint(
             job.destination, plan, state, train_state(job, corpus, start + leg.steps), objects=loaded.objects

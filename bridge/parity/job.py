@@ -2,6 +2,7 @@
 
 <leg folder>/job.json         written by the relay
 <leg folder>/metrics.jsonl    one line a step, appended by rank 0 as it goes
+<leg folder>/memory.json      bytes at rest by kind after the last step, of rank 0 or of each device
 <leg folder>/error-rank<k>    the error that ended rank k, if one did
 <leg folder>/checkpoint       the state after the last step
 """
@@ -107,6 +108,12 @@ class Metrics:
         self._since = now
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+def write_memory(job: Job, report: Any) -> None:
+    """Keep a runtime's memory report (a dataclass) in the leg's folder."""
+    text = json.dumps(dataclasses.asdict(report), default=str, indent=1)
+    (job.folder / "memory.json").write_text(text, encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

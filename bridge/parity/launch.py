@@ -14,6 +14,7 @@ from bridge.parity.job import Job, read_metrics
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
+STOP_SECONDS = 20.0
 
 
 class LegError(RuntimeError):
@@ -64,12 +65,22 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
         try:
             _follow(process, job, on_step)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _stop(process)
     if process.returncode:
         raise LegError(_own_error(job, process.returncode, log))
     return time.perf_counter() - started
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the leg and its ranks; torchrun's workers have sessions of their own, so torchrun must pass the signal on."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _follow(process: subprocess.Popen[bytes], job: Job, on_step: Callable[[int, float], None]) -> None:

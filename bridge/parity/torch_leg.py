@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bridge.parity.corpus import Corpus, rank_slice
-from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
 from torch_impl import (
     FSDPModule,
     MainWeightAdamW,
@@ -67,6 +67,8 @@ def _train(job: Job, device: torch.device) -> None:
         dist.all_reduce(mean)
         if metrics is not None:
             metrics.add(step, mean.item() / world)
+    if rank == 0:
+        write_memory(job, sharded.memory_report(optimizer))
     if job.destination is not None:
         save_checkpoint(job.destination, model, optimizer, train_state(job, corpus, start + leg.steps))
 

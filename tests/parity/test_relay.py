@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -69,6 +70,73 @@ def test_the_last_checkpoint_holds_the_position_and_optimizer_state(
         moments = checkpoint.read("opt_state/nu/layers/0/mlp/gate/kernel")
         assert moments.shape == (37, 53)
         assert moments.max() > 0
+
+
+def test_each_leg_held_what_its_strategy_holds(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, out = finished
+    with open_checkpoint(out / "start" / "checkpoint") as checkpoint:
+        whole = sum(t.nbytes for name, t in checkpoint.tensors.items() if name.startswith("model."))
+    legs = [json.loads(path.read_text()) for path in sorted(out.glob("leg*/memory.json"))]
+    first, third = legs[0], legs[2]
+    assert first["main_weights"] < whole / 2
+    assert first["compute_weights"] == 0
+    assert whole / 2 <= third["main_weights"] < 0.6 * whole
+    assert whole <= third["compute_weights"] < 1.2 * whole
+    for leg, share in ((legs[1], 4), (legs[3], 2)):
+        assert len(leg["devices"]) == share
+        for device in leg["devices"]:
+            assert 0.8 * whole / share < device["main_weights"] < 1.2 * whole / share
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_bfloat16_leg_computes_in_bfloat16(
+    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
+) -> None:
+    _, out = finished
+    source = out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
+    losses, memory = {}, {}
+    for precision in ("float32", "bfloat16"):
+        leg = Leg(framework, 2, "optim_grads", steps=1, precision=precision)
+        run_leg(
+            job(tmp_path / precision, leg, source),
+            lambda step, loss, precision=precision: losses.update({precision: loss}),
+        )
+        memory[precision] = json.loads((tmp_path / precision / "memory.json").read_text())
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+    if framework == "torch":
+        assert 2 * memory["bfloat16"]["compute_weights"] == memory["float32"]["compute_weights"]
+
+
+def leg_processes(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_an_interrupted_relay_leaves_no_process_behind(
+    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
+) -> None:
+    _, out = finished
+    source = out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
+    running: list[int] = []
+
+    def interrupt(step: int, loss: float) -> None:
+        running.extend(leg_processes(tmp_path))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_leg(job(tmp_path / "leg", Leg(framework, 2, "optim", steps=100_000), source), interrupt)
+    assert len(running) == (3 if framework == "torch" else 1)
+    assert leg_processes(tmp_path) == []
+    assert not (tmp_path / "leg" / "checkpoint").exists()
 
 
 def test_a_run_folder_that_exists_is_left_alone(tmp_path: Path) -> None:

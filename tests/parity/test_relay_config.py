@@ -62,6 +62,12 @@ def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
         (("leg", 2, "stepz"), 10, r"\[\[leg\]\]: expected only the keys .* got \['stepz'\]"),
         (("model", "d_model"), -3, r"\[model\] d_model: expected a whole number >= 1, got -3"),
         (("optimizer", "betas"), [0.9], r"betas: expected two numbers"),
+        (("optimizer", "betas"), 0.9, r"betas: expected two numbers in \[0, 1\), got 0.9"),
+        (("optimizer", "betas"), ["a", "b"], r"betas: expected two numbers"),
+        (("model", "vocab_size"), 100, r"vocab_size: expected at least 257, got 100"),
+        (("model", "head_dim"), 5, r"head_dim: expected an even number, got 5"),
+        (("model", "n_heads"), 3, r"n_heads: expected a multiple of n_kv_heads = 2, got 3"),
+        (("data", "seed"), 10**23, r"seed: expected less than 2\*\*64"),
         (("leg",), [], r"at least one \[\[leg\]\]"),
     ],
 )

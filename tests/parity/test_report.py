@@ -42,6 +42,18 @@ def test_a_relay_within_its_promises_has_no_failures() -> None:
     assert report().failures() == []
 
 
+def test_one_rounding_of_the_loss_is_not_held_against_a_relay() -> None:
+    assert report(worst=9e-8, fp32_error=1e-8).failures() == []
+
+
+def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
+    mixed = report(worst=1e-3)
+    legs = (*mixed.legs[:3], replace(mixed.legs[3], precision="bfloat16"))
+    assert replace(mixed, legs=legs).failures() == [
+        "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03"
+    ]
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [

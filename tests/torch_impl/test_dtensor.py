@@ -248,7 +248,7 @@ def optimizers() -> None:
             assert all(local_of(p)._version > v for p, v in zip(sharded, versions, strict=True))
 
 
-def test_every_torch_optimizer_and_gradient_clipping_work(ranks: RankGroup) -> None:
+def test_element_wise_torch_optimizers_and_gradient_clipping_work(ranks: RankGroup) -> None:
     ranks.run(3, optimizers)
 
 

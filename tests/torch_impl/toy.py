@@ -114,24 +114,29 @@ def assert_at_rest(model: nn.Module) -> None:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts of the collectives that the runtime issues inside the context."""
-    counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    originals: dict[str, Callable[..., None]] = {name: getattr(collectives, name) for name in counts}
+    """Counts of the calls into ``torch.distributed`` inside the context."""
+    places = {
+        "all_gather": (collectives, "_gather"),
+        "reduce_scatter": (collectives, "_scatter"),
+        "all_reduce": (dist, "all_reduce"),
+    }
+    counts = dict.fromkeys(places, 0)
+    originals = {name: getattr(*place) for name, place in places.items()}
 
-    def counting(name: str) -> Callable[..., None]:
-        def call(*args: object) -> None:
+    def counting(name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             counts[name] += 1
-            originals[name](*args)
+            return originals[name](*args, **kwargs)
 
         return call
 
-    for name in counts:
-        setattr(collectives, name, counting(name))
+    for name, place in places.items():
+        setattr(*place, counting(name))
     try:
         yield counts
     finally:
-        for name, original in originals.items():
-            setattr(collectives, name, original)
+        for name, place in places.items():
+            setattr(*place, originals[name])
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

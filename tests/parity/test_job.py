@@ -1,0 +1,45 @@
+"""What a leg checks before it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bridge.parity.config import Leg, RelayConfig
+from bridge.parity.corpus import Corpus
+from bridge.parity.job import Job, read_metrics, resume_position, train_state
+
+
+def job() -> Job:
+    config = RelayConfig.load("quick")
+    leg = Leg("torch", 1, "optim", steps=1)
+    return Job(config.model, config.data, config.optimizer, leg, Path("leg"), Path("source"), None)
+
+
+def test_a_run_goes_on_at_the_position_it_had() -> None:
+    corpus = Corpus.of_standard_library()
+    assert resume_position(job(), corpus, train_state(job(), corpus, 7)) == 7
+
+
+def test_a_checkpoint_of_other_text_another_seed_or_another_model_is_refused() -> None:
+    corpus = Corpus.of_standard_library()
+    train = train_state(job(), corpus, 7)
+    with pytest.raises(ValueError, match="checkpoint source: expected text with SHA-256"):
+        resume_position(job(), replace(corpus, sha256=bytes(32)), train)
+    with pytest.raises(ValueError, match="expected data seed 21, got 20"):
+        resume_position(replace(job(), data=replace(job().data, seed=21)), corpus, train)
+    with pytest.raises(ValueError, match=r"expected model .*'d_ff': 59.* got .*'d_ff': 53"):
+        resume_position(replace(job(), model=replace(job().model, d_ff=59)), corpus, train)
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    written = replace(job(), folder=tmp_path / "leg", destination=tmp_path / "leg" / "checkpoint")
+    assert Job.read(written.write()) == written
+
+
+def test_a_line_still_being_written_is_not_read(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none") == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 5.0}\n{"step": 1, "lo')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 5.0}]
