@@ -1,6 +1,6 @@
 """Run a relay: references, legs and the conversions between them, into one run folder.
 
-<out>/reference-float32, -float64          the uninterrupted runs
+<out>/reference-float32, -float64        the uninterrupted runs
 <out>/start/checkpoint                   the initial state (DCP)
 <out>/leg1-torch/checkpoint              what leg 1 saved (DCP)
 <out>/hop2-orbax                         the same state converted (Orbax), where leg 2 starts
