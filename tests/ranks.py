@@ -51,7 +51,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             function = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
-            reply: tuple[str, Any] = ("ok", function(*args))  # type: ignore[operator]
+            reply: tuple[str, Any] = ("ok", function(*args))  # type: ignore[operator]  # a module-level function
         except BaseException:  # DCP's CheckpointException derives from BaseException
             reply = ("error", traceback.format_exc())
         finally:

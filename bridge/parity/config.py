@@ -29,8 +29,8 @@ def _require(condition: bool, where: str, expected: str, got: object) -> None:
 
 
 def _whole(where: str, value: object, least: int = 1) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_whole and value >= least, where, f"a whole number >= {least}", value)  # type: ignore[operator]
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _require(is_whole, where, f"a whole number >= {least}", value)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class RelayConfig:
 def _build(kind: type[T], where: str, table: object) -> T:
     _require(isinstance(table, Mapping), where, "a table", table)
     assert isinstance(table, Mapping)
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
     unknown = sorted(set(table) - set(fields))
     _require(not unknown, where, f"only the keys {', '.join(fields)}", unknown)
     missing = [

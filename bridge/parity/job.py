@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,17 +95,13 @@ def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
 
 
 class Metrics:
-    """Appends a line a step to the metrics file; times each step from the previous line (or construction)."""
+    """Appends a line a step to the metrics file."""
 
     def __init__(self, job: Job) -> None:
         self._file = job.metrics.open("a", encoding="utf-8")
-        self._since = time.perf_counter()
 
     def add(self, step: int, loss: float) -> None:
-        now = time.perf_counter()
-        line = {"step": step, "loss": loss, "seconds": now - self._since}
-        self._since = now
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps({"step": step, "loss": loss}) + "\n")
         self._file.flush()
 
 
