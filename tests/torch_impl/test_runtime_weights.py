@@ -249,7 +249,9 @@ def assert_live_bytes(expected: int, before: dict[int, torch.UntypedStorage]) ->
         live = {address: s.nbytes() for address, s in live_storages().items() if address not in before}
         if sum(live.values()) == expected:
             return
-        assert time.monotonic() < deadline, f"expected {expected} live bytes, got storages of {sorted(live.values())}"
+        assert time.monotonic() < deadline, (
+            f"expected {expected} live bytes, got storages of {sorted(live.values())}"
+        )
         time.sleep(0.01)
 
 
