@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,11 +24,42 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.search(path.name) is not None
 
 
-class AtomicDirectory:
+class Transaction(ABC):
+    """What appears whole on `commit()`, and never after `abort()`.
+
+    As a context manager: commits on a clean exit unless it has ended already, aborts on an exception.
+    """
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether it was committed or aborted."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Let it appear; on failure nothing is left behind."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort()
+        elif not self.ended:
+            self.commit()
+
+
+class AtomicDirectory(Transaction):
     """Write into `temporary`, then `commit()` to make it `path`, or `abort()` to leave no trace.
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at
-    construction and again at commit. As a context manager: commits on a clean exit, aborts on an exception.
+    construction and again at commit.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,6 +70,10 @@ class AtomicDirectory:
         self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self.temporary.mkdir()
         self._open = True
+
+    @property
+    def ended(self) -> bool:
+        return not self._open
 
     def commit(self) -> None:
         """Sync every file and directory to disk and rename. On failure nothing is left behind."""
@@ -73,17 +109,6 @@ class AtomicDirectory:
             raise FileExistsError(
                 f"expected no file or directory at {self.path}, found one: remove it first or choose another name"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort()
-        else:
-            self.commit()
 
 
 def _fsync(path: str | Path) -> None:

@@ -7,12 +7,10 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
-from bridge.formats.atomic import AtomicDirectory
+from bridge.formats.atomic import AtomicDirectory, Transaction
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.formats.dcp_archive import write_tensor, write_value
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
@@ -21,7 +19,7 @@ CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
 
 
-class DcpWriter:
+class DcpWriter(Transaction):
     """A new DCP checkpoint at `path`; see `CheckpointWriter`. FileExistsError when `path` exists.
 
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
@@ -79,6 +77,7 @@ class DcpWriter:
 
         KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
         """
+        self._require_open()
         info, extents = self._tensors[name], self._extents[name]
         if box not in extents:
             raise CheckpointError(f"{self.path}: tensor {name!r}: expected one of its chunks, got {box}")
@@ -100,6 +99,7 @@ class DcpWriter:
 
         CheckpointError for anything else (NumPy scalars included) and for a repeated name.
         """
+        self._require_open()
         name, tree_path = _name(path)
         with self._lock:
             self._refuse_repeated(name)
@@ -113,6 +113,7 @@ class DcpWriter:
 
         CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
         """
+        self._require_open()
         try:
             extents = {name: self._complete(name) for name in self._tensors}
             metadata = DcpMetadata(self._tensors, extents, self._objects, self._object_paths)
@@ -131,6 +132,16 @@ class DcpWriter:
         finally:
             self._directory.abort()
 
+    @property
+    def ended(self) -> bool:
+        return self._directory.ended
+
+    def _require_open(self) -> None:
+        if self.ended:
+            raise CheckpointError(
+                f"{self.path}: expected an unfinished checkpoint, but it was committed or aborted"
+            )
+
     def _complete(self, name: str) -> tuple[Extent, ...]:
         by_box = self._extents[name]
         missing = [box for box, extent in by_box.items() if extent is None]
@@ -144,17 +155,6 @@ class DcpWriter:
     def _refuse_repeated(self, name: str) -> None:
         if name in self._tensors or name in self._objects:
             raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort()
-        else:
-            self.commit()
 
 
 def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:

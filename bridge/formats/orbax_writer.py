@@ -24,13 +24,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.atomic import AtomicDirectory
+from bridge.formats.atomic import AtomicDirectory, Transaction
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
@@ -47,7 +46,7 @@ _HANDLERS = {
 }
 
 
-class OrbaxWriter:
+class OrbaxWriter(Transaction):
     """A new Orbax checkpoint; see `CheckpointWriter`. Writing is thread-safe.
 
     Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
@@ -185,16 +184,9 @@ class OrbaxWriter:
             self._transaction = None
         self._directory.abort()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort()
-        elif self._state != "closed":
-            self.commit()
+    @property
+    def ended(self) -> bool:
+        return self._state == "closed"
 
     def _require_open(self) -> None:
         if self._state != "open":

@@ -16,8 +16,6 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
 BUILT_IN = Path(__file__).parent / "configs"
 
-T = TypeVar("T")
-
 
 class ConfigError(ValueError):
     """A relay file asks for something that cannot be run; the text says where and what was expected."""
@@ -186,10 +184,13 @@ class RelayConfig:
         )
 
 
+T = TypeVar("T", ModelConfig, DataConfig, OptimizerConfig, Leg)
+
+
 def _build(kind: type[T], where: str, table: object) -> T:
     _require(isinstance(table, Mapping), where, "a table", table)
     assert isinstance(table, Mapping)
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(table) - set(fields))
     _require(not unknown, where, f"only the keys {', '.join(fields)}", unknown)
     missing = [

@@ -16,19 +16,11 @@ from orbax.checkpoint.experimental import v1
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_writer import OrbaxWriter
-
-
-def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """An array of any bit patterns: NaN payloads, denormals, negative zeros."""
-    rng = np.random.default_rng(seed)
-    if dtype == np.bool_:
-        return rng.integers(0, 2, shape).astype(np.bool_)
-    count = int(np.prod(shape)) * dtype.itemsize
-    return np.frombuffer(rng.bytes(count), dtype).reshape(shape)
+from tests.bridge.bits import random_bits
 
 
 def every_dtype(shape: tuple[int, ...] = (7, 5)) -> dict[str, np.ndarray]:
-    return {name: random_bits(dtype, shape, seed) for seed, (name, dtype) in enumerate(DTYPES.items())}
+    return {name: random_bits(shape, dtype, seed) for seed, (name, dtype) in enumerate(DTYPES.items())}
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.bridge.memory import MODEL, torch_shapes
+from tests.bridge.decoder_trees import MODEL, torch_shapes
 
 
 class Weights(nn.Module):
@@ -30,7 +30,8 @@ class Weights(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A loss in which every parameter has its own gradient."""
-        return sum(((p - k / 7) ** 3 * x).sum() for k, p in enumerate(self.parameters()))  # type: ignore[return-value]
+        losses = [((p - k / 7) ** 3 * x).sum() for k, p in enumerate(self.parameters())]
+        return torch.stack(losses).sum()
 
 
 def trained(*, tied: bool = False, steps: int = 3) -> tuple[Weights, torch.optim.AdamW]:

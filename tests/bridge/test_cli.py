@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 import bridge
 from bridge.cli import app
 from bridge.cli_output import byte_progress, human_bytes, plain_json, print_table
-from tests.bridge.memory import HEAD_DIM, dcp_arrays, expected_orbax
+from tests.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
 from tests.bridge.test_convert import HYPERPARAMETERS, tensors, write
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,9 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.mapping import MappingError
 from tests.bridge import stock_dcp
-from tests.bridge.memory import MemoryReader, dcp_arrays, expected_orbax, random_bits, same_bits
+from tests.bridge.bits import random_bits, same_bits
+from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
+from tests.bridge.memory_reader import MemoryReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -181,10 +184,10 @@ def test_progress_ends_at_the_total_and_never_goes_back(tmp_path: Path) -> None:
     assert calls[-1][:2] == (report.bytes, report.bytes)
 
 
-def failing(tmp_path: Path, error: type[BaseException], match: str | None, **options: object) -> None:
+def failing(tmp_path: Path, error: type[BaseException], match: str | None, **options: Any) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(error, match=match):
-        convert(tmp_path / "source", tmp_path / "target", **options)  # type: ignore[arg-type]
+        convert(tmp_path / "source", tmp_path / "target", **options)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -233,10 +236,10 @@ def test_a_read_that_fails_half_way_leaves_nothing(
 
     read = DcpReader.read
 
-    def broken(self: DcpReader, name: str, *rest: object) -> np.ndarray:
+    def broken(self: DcpReader, name: str, *rest: Any) -> np.ndarray:
         if name == "optimizer.state.norm.weight.exp_avg":
             raise CheckpointError("broken disk")
-        return read(self, name, *rest)  # type: ignore[arg-type]
+        return read(self, name, *rest)
 
     monkeypatch.setattr(DcpReader, "read", broken)
     failing(tmp_path, CheckpointError, "broken disk", mapping="decoder", workers=workers)

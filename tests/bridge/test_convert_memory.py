@@ -19,17 +19,14 @@ PROGRAM = """
 import json, sys
 import bridge.convert, bridge.diff
 import bridge.formats.dcp_reader, bridge.formats.dcp_writer, bridge.formats.orbax_reader, bridge.formats.orbax_writer
-def peak():
-    # Not getrusage: its maximum starts from that of the process which started this one.
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024 / 1e6
+from tests.process_memory import status_bytes
 command, a, b, workers = sys.argv[1:]
-before = peak()
+before = status_bytes("VmHWM")
 if command == "convert":
     result = bridge.convert.convert(a, b, mapping="decoder", workers=int(workers)).bytes
 else:
     result = bridge.diff.diff(a, b, mapping="decoder").max_ulp
-print(json.dumps([peak() - before, result]))
+print(json.dumps([(status_bytes("VmHWM") - before) / 1e6, result]))
 """
 
 

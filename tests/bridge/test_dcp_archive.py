@@ -16,8 +16,8 @@ import torch
 from bridge.formats import dcp_archive
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp_archive import find_tensor, read_value, verify_record, write_tensor, write_value
+from tests.bridge.bits import random_bits, same_bits
 from tests.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
-from tests.bridge.memory import random_bits, same_bits
 
 
 def mapped(path: Path, data: bytes) -> mmap.mmap:

@@ -30,8 +30,8 @@ from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp_pickle import Instance, read_pickle
 from bridge.formats.dcp_pickle_writer import write_pickle
 from bridge.formats.dcp_reader import DcpReader
+from tests.bridge.bits import random_bits, same_bits
 from tests.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
-from tests.bridge.memory import random_bits, same_bits
 from tests.bridge.test_dcp_pickle import PAIR, Evil, nest
 from tests.ranks import RankGroup
 

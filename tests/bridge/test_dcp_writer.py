@@ -28,8 +28,8 @@ from bridge.formats import CheckpointError, dcp_writer, open_checkpoint
 from bridge.formats.base import DTYPES, Box, CheckpointReader, check_coverage
 from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.dcp_writer import DcpWriter, default_chunk_shape
+from tests.bridge.bits import random_bits, same_bits
 from tests.bridge.dcp_files import array_of, numbered, stock_load, stock_load_all, stock_save, tensor_of
-from tests.bridge.memory import random_bits, same_bits
 from tests.ranks import RankGroup
 
 
@@ -452,14 +452,11 @@ import numpy as np
 from bridge.formats.base import Box
 from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.dcp_writer import DcpWriter
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return int(next(line for line in file if line.startswith(field)).split()[1]) * 1024
+from tests.process_memory import status_bytes
 
 path, job, shape = sys.argv[1], sys.argv[2], (int(sys.argv[3]), 16384)
 row = np.arange(shape[1], dtype=np.float32)
-base = status("VmRSS")
+base = status_bytes("VmRSS")
 if job == "write":
     with DcpWriter(path) as writer:
         for box in writer.add_tensor("w", shape, np.dtype("float32")).chunks:
@@ -475,7 +472,7 @@ else:
             columns = row[low[1] : low[1] + sizes[1]]
             for i in (0, sizes[0] // 2, sizes[0] - 1):
                 assert (block[i] == columns + 3 * (low[0] + i)).all()
-print(status("VmHWM") - base)
+print(status_bytes("VmHWM") - base)
 """
 
 

@@ -17,7 +17,7 @@ from bridge.diff import diff
 from bridge.formats.base import Box, check_coverage
 from bridge.mapping import MappingError
 from bridge.ulp import Difference, Tolerance
-from tests.bridge.memory import dcp_arrays, expected_orbax
+from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
 from tests.bridge.test_convert import HYPERPARAMETERS, write
 
 Arrays = dict[str, np.ndarray]

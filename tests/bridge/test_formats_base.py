@@ -265,3 +265,18 @@ def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(ValueError, match="expected a checkpoint format out of dcp, orbax, got 'npz'"):
         create_checkpoint(tmp_path / "checkpoint", "npz")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax"])
+def test_a_writer_committed_inside_its_with_block_is_not_committed_again(tmp_path: Path, format: str) -> None:
+    with create_checkpoint(tmp_path / "checkpoint", format) as writer:
+        writer.add_tensor("w", (2,), np.dtype("float32"))
+        writer.write("w", writer.chunks("w")[0], np.ones(2, np.float32))
+        writer.commit()
+    with open_checkpoint(tmp_path / "checkpoint") as reader:
+        assert reader.read("w").tolist() == [1, 1]
+    for again in (writer.commit, lambda: writer.write("w", writer.chunks("w")[0], np.ones(2, np.float32))):
+        with pytest.raises(CheckpointError, match="it was committed or aborted"):
+            again()
+    with open_checkpoint(tmp_path / "checkpoint") as reader:
+        assert reader.read("w").tolist() == [1, 1]

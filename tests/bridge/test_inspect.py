@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from bridge.formats.base import Box
 from bridge.inspect import inspect
-from tests.bridge.memory import dcp_arrays
+from tests.bridge.decoder_trees import dcp_arrays
 from tests.bridge.test_convert import HYPERPARAMETERS, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

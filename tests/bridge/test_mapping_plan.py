@@ -10,15 +10,9 @@ import pytest
 
 from bridge.formats.base import Box, CheckpointError
 from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
-from tests.bridge.memory import (
-    HEAD_DIM,
-    LAYERS,
-    MemoryReader,
-    dcp_arrays,
-    expected_orbax,
-    random_bits,
-    same_bits,
-)
+from tests.bridge.bits import random_bits, same_bits
+from tests.bridge.decoder_trees import HEAD_DIM, LAYERS, dcp_arrays, expected_orbax
+from tests.bridge.memory_reader import MemoryReader
 
 FLOAT32 = np.dtype(np.float32)
 

@@ -21,6 +21,7 @@ from orbax.checkpoint.experimental import v1
 from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import Box
 from bridge.formats.orbax_reader import OrbaxReader
+from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
     assert_reads,
     assert_same_bits,
@@ -28,7 +29,6 @@ from tests.bridge.orbax_helpers import (
     every_dtype,
     flip_bit,
     ocdbt,
-    random_bits,
     sharded,
     stock_save,
     write,
@@ -42,13 +42,13 @@ def arrays() -> dict[str, Any]:
     """The NumPy twin of `mixed_tree`: the same leaves, all arrays."""
     return {
         "dtypes": every_dtype(),
-        "w": random_bits(F32, (16, 12), 60),
-        "split": {"rows": random_bits(BF16, (24, 5), 61), "columns": random_bits(F32, (6, 8), 62)},
+        "w": random_bits((16, 12), F32, 60),
+        "split": {"rows": random_bits((24, 5), BF16, 61), "columns": random_bits((6, 8), F32, 62)},
         "replicated": np.arange(16, dtype=np.float32),
-        "list": [random_bits(F32, (3, 4, 5), 63), {"x": random_bits(np.dtype(np.int8), (2, 2), 64)}],
-        "a.key/with": {"dots.and/slashes": random_bits(F32, (5,), 65)},
+        "list": [random_bits((3, 4, 5), F32, 63), {"x": random_bits((2, 2), np.dtype(np.int8), 64)}],
+        "a.key/with": {"dots.and/slashes": random_bits((5,), F32, 65)},
         "zeros": np.zeros((3, 3), np.float32),
-        "scalar": random_bits(np.dtype(np.float64), (), 66),
+        "scalar": random_bits((), np.dtype(np.float64), 66),
     }
 
 
@@ -121,7 +121,7 @@ def test_stored_chunks_are_those_of_the_sharding(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("paths")
 def test_our_own_chunks_are_read_by_any_box(tmp_path: Path) -> None:
-    tree = {"m": random_bits(F32, (37, 11), 1), "s": random_bits(BF16, (5, 6, 7, 3), 2), "d": every_dtype()}
+    tree = {"m": random_bits((37, 11), F32, 1), "s": random_bits((5, 6, 7, 3), BF16, 2), "d": every_dtype()}
     write(tmp_path / "c", tree, {"m": (10, 4), "s": (2, 6, 3, 3)})
     assert_reads(tmp_path / "c", tree)
 
@@ -129,7 +129,7 @@ def test_our_own_chunks_are_read_by_any_box(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("use_compression", [True, False])
 def test_shards_of_several_inner_chunks_are_read(tmp_path: Path, use_compression: bool) -> None:
-    value = random_bits(F32, (20, 12), 1)
+    value = random_bits((20, 12), F32, 1)
     stock_save(tmp_path / "c", {"w": value}, use_zarr3=True, use_ocdbt=True)
     inner = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if use_compression:
@@ -158,7 +158,7 @@ def test_shards_of_several_inner_chunks_are_read(tmp_path: Path, use_compression
 def test_arrays_of_other_programs_in_other_byte_and_memory_orders_are_read(
     tmp_path: Path, order: str, dtype: str
 ) -> None:
-    value = random_bits(F32, (20, 12), 1)
+    value = random_bits((20, 12), F32, 1)
     SAVES["files zarr2 raw"](tmp_path / "c", {"w": value})
     shutil.rmtree(tmp_path / "c" / "w")
     metadata = {"shape": [20, 12], "chunks": [9, 8], "dtype": dtype, "order": order, "compressor": None}
@@ -186,7 +186,7 @@ def test_strings_none_and_empty_containers_are_objects(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_steps_is_read_only_when_it_has_one_step(tmp_path: Path) -> None:
-    tree = {"w": random_bits(F32, (4, 3), 1)}
+    tree = {"w": random_bits((4, 3), F32, 1)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:
         manager.save(9, args=ocp.args.StandardSave(tree))
         manager.wait_until_finished()
@@ -203,7 +203,7 @@ def test_a_directory_of_steps_is_read_only_when_it_has_one_step(tmp_path: Path) 
 
 
 def test_several_items_are_listed_rather_than_one_chosen(tmp_path: Path) -> None:
-    tree = {"w": random_bits(F32, (4, 3), 1)}
+    tree = {"w": random_bits((4, 3), F32, 1)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:
         save = ocp.args.StandardSave(tree)
         manager.save(1, args=ocp.args.Composite(params=save, opt_state=save))
@@ -221,7 +221,7 @@ def test_an_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_commit_file_gives_a_warning_only(tmp_path: Path) -> None:
-    tree = {"w": random_bits(F32, (3,), 1)}
+    tree = {"w": random_bits((3,), F32, 1)}
     for layout in ("v0", "v1"):
         write(tmp_path / layout, tree, layout=layout)
         with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def test_a_checkpoint_in_which_stock_orbax_merged_two_leaves_is_refused(tmp_path
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_old_metadata_that_does_not_name_its_store_is_understood(tmp_path: Path, use_ocdbt: bool) -> None:
-    tree = {"w": random_bits(F32, (4, 3), 1)}
+    tree = {"w": random_bits((4, 3), F32, 1)}
     stock_save(tmp_path / "c", tree, use_ocdbt=use_ocdbt, use_zarr3=False)
     file = tmp_path / "c" / "_METADATA"
     data = json.loads(file.read_text())
@@ -265,7 +265,7 @@ def test_old_metadata_that_does_not_name_its_store_is_understood(tmp_path: Path,
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("kind", ["files zarr2", "files zarr3", "ocdbt zarr3", "v0"])
 def test_a_missing_chunk_is_an_error_and_never_zeros(tmp_path: Path, kind: str, zeros: bool) -> None:
-    value = np.zeros((16, 12), np.float32) if zeros else random_bits(F32, (16, 12), 1)
+    value = np.zeros((16, 12), np.float32) if zeros else random_bits((16, 12), F32, 1)
     SAVES[kind](tmp_path / "c", {"w": sharded(value, "a", "b"), "v": value})
     if kind.startswith("files"):
         (tmp_path / "c" / "w" / ("1.2" if kind == "files zarr2" else "c/1/2")).unlink()
@@ -278,7 +278,7 @@ def test_a_missing_chunk_is_an_error_and_never_zeros(tmp_path: Path, kind: str, 
 
 
 def test_a_chunk_that_vanishes_after_opening_is_an_error(tmp_path: Path) -> None:
-    value = random_bits(F32, (16, 12), 1)
+    value = random_bits((16, 12), F32, 1)
     SAVES["files zarr2"](tmp_path / "c", {"w": sharded(value, "a", "b")})
     with OrbaxReader(tmp_path / "c") as reader:
         (tmp_path / "c" / "w" / "1.2").unlink()
@@ -294,7 +294,7 @@ def test_missing_array_metadata_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_the_process_folders_is_an_error(tmp_path: Path) -> None:
-    value = random_bits(F32, (64, 64), 1)
+    value = random_bits((64, 64), F32, 1)
     standard_save(tmp_path / "c", {"w": sharded(value, "a", "b")})
     shutil.rmtree(tmp_path / "c" / "ocdbt.process_0")
     with OrbaxReader(tmp_path / "c") as reader, pytest.raises(CheckpointError, match="'w': cannot read"):
@@ -311,7 +311,7 @@ def test_a_missing_manifest_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("kind", ["files zarr2", "files zarr2 raw", "files zarr3", "files zarr3 raw"])
 def test_a_truncated_chunk_is_an_error(tmp_path: Path, kind: str) -> None:
-    value = random_bits(F32, (16, 12), 1)
+    value = random_bits((16, 12), F32, 1)
     SAVES[kind](tmp_path / "c", {"w": value})
     file = tmp_path / "c" / "w" / ("0.0" if "zarr2" in kind else "c/0/0")
     data = file.read_bytes()
@@ -330,7 +330,7 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
     monkeypatch.setattr("bridge.formats.orbax_reader._IN_FLIGHT", 16)
     monkeypatch.setattr("bridge.formats.orbax_reader._DECODE_RAW", 0)
     monkeypatch.setattr("bridge.formats.orbax_reader._SLAB", 100)
-    value = random_bits(F32, (64, 32), 1)
+    value = random_bits((64, 32), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (32, 32)})
     file, position = data_file(tmp_path / "c", value[32:].tobytes())
     box = Box((33, 2), (2, 5))
@@ -350,7 +350,7 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "d"])
 def test_damaged_index_files_are_one_clear_error_or_harmless(tmp_path: Path, name: str) -> None:
-    tree = {"w": random_bits(F32, (16, 12), 1), "o": {"x": random_bits(F32, (700,), 2)}}
+    tree = {"w": random_bits((16, 12), F32, 1), "o": {"x": random_bits((700,), F32, 2)}}
     write(tmp_path / "c", tree)
     # Of the data files, the smaller: the one without array data, a B-tree node.
     file = (
@@ -485,7 +485,7 @@ def test_reading_refuses_unknown_names_boxes_outside_and_a_closed_reader(tmp_pat
 
 def test_a_result_is_independent_of_later_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.formats.orbax_reader._IN_FLIGHT", 16)
-    value = random_bits(np.dtype(np.int32), (8, 3), 1)
+    value = random_bits((8, 3), np.dtype(np.int32), 1)
     standard_save(tmp_path / "c", {"w": value})
     with OrbaxReader(tmp_path / "c") as reader:
         for box in (Box((0, 0), (8, 3)), Box((2, 0), (3, 3)), Box((2, 1), (3, 1))):
@@ -496,7 +496,7 @@ def test_a_result_is_independent_of_later_reads(tmp_path: Path, monkeypatch: pyt
 
 def test_threads_may_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.formats.orbax_reader._IN_FLIGHT", 16)
-    tree = {str(i): random_bits(F32, (40, 30), i) for i in range(6)}
+    tree = {str(i): random_bits((40, 30), F32, i) for i in range(6)}
     write(tmp_path / "c", tree, dict.fromkeys(tree, (17, 30)))
     errors: list[BaseException] = []
     with OrbaxReader(tmp_path / "c") as reader:
@@ -529,7 +529,7 @@ def test_opening_detects_every_stock_layout_as_orbax(tmp_path: Path) -> None:
 
 def test_checkpoints_merged_from_several_writers_are_read(tmp_path: Path) -> None:
     """Several processes write a B-tree each, which the first merges: data stays in ocdbt.process_N."""
-    value = random_bits(F32, (40, 64), 1)
+    value = random_bits((40, 64), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (10, 64)})
     context = ts.Context()
 

@@ -23,6 +23,7 @@ from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
 from bridge.formats.base import Box, check_coverage
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_writer import OrbaxWriter
+from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
     STOCK_RESTORES,
     assert_reads,
@@ -32,7 +33,6 @@ from tests.bridge.orbax_helpers import (
     every_dtype,
     flip_bit,
     ocdbt,
-    random_bits,
     stock_restore_v0,
     write,
 )
@@ -52,12 +52,12 @@ def awkward_tree() -> dict[str, object]:
             "vector": np.zeros(0, F32),
         },
         "zeros": np.zeros((9, 9), F32),
-        "vector": random_bits(F32, (1003,), 50),
-        "matrix": random_bits(F32, (37, 11), 51),
-        "stack": random_bits(BF16, (5, 6, 7), 52),
-        "conv": random_bits(F32, (3, 2, 5, 4), 53),
-        "list": [random_bits(F32, (3,), 54), {"x": random_bits(F32, (2,), 55)}],
-        "a.key/with": {"dots.and/slashes": random_bits(F32, (4,), 56)},
+        "vector": random_bits((1003,), F32, 50),
+        "matrix": random_bits((37, 11), F32, 51),
+        "stack": random_bits((5, 6, 7), BF16, 52),
+        "conv": random_bits((3, 2, 5, 4), F32, 53),
+        "list": [random_bits((3,), F32, 54), {"x": random_bits((2,), F32, 55)}],
+        "a.key/with": {"dots.and/slashes": random_bits((4,), F32, 56)},
     }
 
 
@@ -90,7 +90,7 @@ def test_our_reader_reads_what_our_writer_wrote(tmp_path: Path, layout: str) -> 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("api", ["v0", "v1"])
 def test_stock_orbax_restores_onto_any_number_of_devices(tmp_path: Path, devices: int, api: str) -> None:
-    tree = {"w": random_bits(F32, (24, 48), 1), "b": random_bits(F32, (24,), 2), "s": random_bits(F32, (), 3)}
+    tree = {"w": random_bits((24, 48), F32, 1), "b": random_bits((24,), F32, 2), "s": random_bits((), F32, 3)}
     write(tmp_path / "c", tree, {"w": (7, 48), "b": (5,)})
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     specs = {"w": PartitionSpec(None, "x"), "b": PartitionSpec("x"), "s": PartitionSpec()}
@@ -109,7 +109,7 @@ def test_stock_orbax_restores_onto_any_number_of_devices(tmp_path: Path, devices
 
 
 def test_checkpoint_manager_lists_and_restores_a_step_written_in_v1_layout(tmp_path: Path) -> None:
-    tree = {"w": random_bits(F32, (5, 3), 1)}
+    tree = {"w": random_bits((5, 3), F32, 1)}
     write(tmp_path / "3", tree, layout="v1")
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [3]
@@ -135,7 +135,7 @@ def test_chunks_cover_each_tensor_once_and_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_written_array_may_be_changed_or_in_any_memory_order(tmp_path: Path) -> None:
-    expected = random_bits(F32, (20, 30), 1)
+    expected = random_bits((20, 30), F32, 1)
     with OrbaxWriter(tmp_path / "c") as writer:
         name = writer.add_tensor("w", (20, 30), F32, (10, 30)).name
         for box in writer.chunks(name):
@@ -156,7 +156,7 @@ def test_objects_come_back_with_their_types_and_paths(tmp_path: Path) -> None:
         ("none",): None,
         ("deep",): deep(64),
     }
-    tree = {"w": random_bits(F32, (3,), 1)}
+    tree = {"w": random_bits((3,), F32, 1)}
     with OrbaxWriter(tmp_path / "c") as writer:
         writer.write("w", writer.add_tensor("w", (3,), F32).chunks[0], tree["w"])
         for path, value in objects.items():
@@ -216,7 +216,7 @@ def test_an_empty_key_is_refused(tmp_path: Path, path: tuple[str, ...] | str) ->
 
 
 def test_lists_with_a_gap_become_dicts_that_stock_orbax_can_restore(tmp_path: Path) -> None:
-    values = {("l", 0): random_bits(F32, (1,), 1), ("l", 2): random_bits(F32, (2,), 2)}
+    values = {("l", 0): random_bits((1,), F32, 1), ("l", 2): random_bits((2,), F32, 2)}
     with OrbaxWriter(tmp_path / "c") as writer:
         for path, value in values.items():
             info = writer.add_tensor(path, value.shape, value.dtype)
@@ -375,7 +375,7 @@ def test_any_flipped_bit_of_the_data_is_noticed_by_stock_orbax_and_by_us(tmp_pat
 
 
 def test_many_small_tensors_take_few_files(tmp_path: Path) -> None:
-    tree = {"layers": {str(i): random_bits(F32, (256,), i) for i in range(3000)}}
+    tree = {"layers": {str(i): random_bits((256,), F32, i) for i in range(3000)}}
     write(tmp_path / "c", tree)
     # One commit per tensor would be thousands of files, and a minute of syncing.
     assert sum(1 for file in (tmp_path / "c").rglob("*") if file.is_file()) < 30
@@ -386,7 +386,7 @@ def test_many_small_tensors_take_few_files(tmp_path: Path) -> None:
 
 
 def test_a_copied_or_moved_checkpoint_stays_readable(tmp_path: Path) -> None:
-    tree = {"w": random_bits(F32, (40, 30), 1)}
+    tree = {"w": random_bits((40, 30), F32, 1)}
     write(tmp_path / "c", tree)
     shutil.copytree(tmp_path / "c", tmp_path / "copy")
     os.rename(tmp_path / "c", tmp_path / "moved")
@@ -397,7 +397,7 @@ def test_a_copied_or_moved_checkpoint_stays_readable(tmp_path: Path) -> None:
 
 def test_a_path_can_be_written_again_after_removal(tmp_path: Path) -> None:
     for seed in range(3):
-        tree = {"w": random_bits(F32, (10, 3 + seed), seed)}
+        tree = {"w": random_bits((10, 3 + seed), F32, seed)}
         write(tmp_path / "c", tree)
         assert_reads(tmp_path / "c", tree)
         assert_same_tree(stock_restore_v0(tmp_path / "c"), tree)
@@ -406,7 +406,7 @@ def test_a_path_can_be_written_again_after_removal(tmp_path: Path) -> None:
 
 def test_threads_may_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.formats.orbax_writer._TRANSACTION_BYTES", 20_000)
-    tree = {str(i): random_bits(F32, (64, 16), i) for i in range(12)}
+    tree = {str(i): random_bits((64, 16), F32, i) for i in range(12)}
     errors: list[Exception] = []
     with OrbaxWriter(tmp_path / "c") as writer:
         for name in tree:
@@ -444,23 +444,11 @@ assert not {"jax", "torch", "orbax", "orbax.checkpoint"} & set(sys.modules)
 
 
 MEMORY_PROGRAM = """
-import sys, threading, time, numpy as np
+import sys, numpy as np
 from bridge.formats import create_checkpoint, open_checkpoint
+from tests.process_memory import AnonymousPeak
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) >> 10
-
-peak, done = 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, anonymous())
-
-before = anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-try:
+with AnonymousPeak() as peak:
     rng = np.random.default_rng(0)
     block = rng.integers(0, 2**32, 1 << 23, np.uint32)  # 32 MiB, of which every chunk takes a part
     shapes = [(4096, 8192), (25_000_000,), (3, 1000, 9000), (2, 11_000_000), (501, 77_777)]
@@ -474,10 +462,7 @@ try:
             for box in info.chunks:
                 assert np.array_equal(reader.read(index, box).reshape(-1), block[: box.numel])
         total = sum(info.nbytes for info in reader.tensors.values()) >> 20
-finally:
-    done.set()
-    watcher.join()
-print(total, peak - before)
+print(total, peak.above >> 20)
 """
 
 

@@ -425,13 +425,14 @@ def test_float64_weights_stay_float64(tmp_path: Path) -> None:
 
 
 MEMORY_PROGRAM = """
-import sys, threading
+import sys
 from jax_impl import simulate_devices
 simulate_devices(4)
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax_impl import data_parallel_mesh, init_state, load_checkpoint, main_weight_adamw, plan_sharding, save_checkpoint
 from jax_impl import shard_weights
+from tests.process_memory import AnonymousPeak
 
 class Block(nnx.Module):
     def __init__(self):
@@ -442,16 +443,6 @@ class Big(nnx.Module):
     def __init__(self):
         self.layers = nnx.List([Block() for _ in range(4)])
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) >> 10
-
-peak, done = 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, anonymous())
-
 plan = plan_sharding(nnx.eval_shape(Big), data_parallel_mesh(4))
 rng = np.random.default_rng(0)
 optimizer = main_weight_adamw(1e-3)
@@ -459,22 +450,17 @@ weights = {path: rng.random(info.shape, np.float32) for path, info in plan.param
 state = jax.block_until_ready(init_state(plan, shard_weights(plan, weights), optimizer))
 sums = {path: value.sum() for path, value in weights.items()}
 del weights
-before = anonymous()
-threading.Thread(target=watch).start()
-try:
+with AnonymousPeak() as saving:
     save_checkpoint(sys.argv[1], plan, state)
-    saving, size = peak - before, sum(x.nbytes for x in jax.tree.leaves(state)) >> 20
-    del state
-    before, peak = anonymous(), 0
+size = sum(x.nbytes for x in jax.tree.leaves(state))
+del state
+with AnonymousPeak() as loading:
     state = load_checkpoint(sys.argv[1], plan, optimizer).state
-    loading = peak - before - size
-finally:
-    done.set()
 for unit, buffer in state.weights.items():
     for piece in plan.local_pieces(unit, buffer):
         sums[piece.path] -= piece.values.sum()
 assert all(abs(rest) < 100 for rest in sums.values()), sums
-print(size, saving, loading)
+print(size >> 20, saving.above >> 20, (loading.above - size) >> 20)
 """
 
 

@@ -39,21 +39,23 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 State = dict[str, np.ndarray]
 
 
+ZOO: dict[str, tuple[int, ...]] = {
+    "scale": (),
+    "shift": (7,),
+    "matrix": (7, 5),
+    "stack": (3, 4, 5),
+    "kernel": (2, 3, 2, 3),
+    "hollow": (3, 0, 2),
+}
+
+
 class Zoo(nn.Module):
     """Parameters of every awkward shape, all used: ``[B, 5] -> [B]``."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(seed)
-        shapes = {
-            "scale": (),
-            "shift": (7,),
-            "matrix": (7, 5),
-            "stack": (3, 4, 5),
-            "kernel": (2, 3, 2, 3),
-            "hollow": (3, 0, 2),
-        }
-        for name, shape in shapes.items():
+        for name, shape in ZOO.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=random)))
         self.register_buffer("seen", torch.tensor(seed))
 

@@ -13,22 +13,14 @@ from tests.torch_impl import checkpoint_jobs as jobs
 from torch_impl.layout import plan_layout, row_boxes
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
-ZOO = {
-    "scale": (),
-    "shift": (7,),
-    "matrix": (7, 5),
-    "stack": (3, 4, 5),
-    "kernel": (2, 3, 2, 3),
-    "hollow": (3, 0, 2),
-}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_stored_chunks_are_the_row_boxes_of_the_layout_and_none_for_empty_shards(ranks, tmp_path, world):
-    layout = plan_layout(ZOO, world)
+    layout = plan_layout(jobs.ZOO, world)
     for strategy in SHARDED:
         chunks = ranks.run(world, jobs.stored_rows, "zoo", strategy, str(tmp_path / strategy))[0]
-        for name, shape in ZOO.items():
+        for name, shape in jobs.ZOO.items():
             bounds = layout.row_bounds(name)
             boxes = [box for k in range(world) for box in row_boxes(shape, bounds[k], bounds[k + 1])]
             expected = sorted((*box.offsets, *box.sizes) for box in boxes) or [(0, 0, 0, *shape)]
@@ -43,7 +35,7 @@ def test_stored_chunks_are_the_row_boxes_of_the_layout_and_none_for_empty_shards
         assert any(len(boxes) > world for boxes in chunks.values()), (
             "expected several boxes of a stack on a rank"
         )
-        assert any(a == b for name in ZOO for a, b in pairwise(layout.row_bounds(name))), (
+        assert any(a == b for name in jobs.ZOO for a, b in pairwise(layout.row_bounds(name))), (
             "expected empty shards"
         )
 

@@ -166,35 +166,45 @@ def refused() -> None:
         lambda: tensor[0],
         lambda: tensor[:, 1],
         lambda: tensor.sum(0),
-        lambda: tensor.norm(dim=1),
         lambda: tensor.max(0),
         lambda: tensor @ full.t(),
-        lambda: tensor + full,
-        lambda: tensor + full[0],
-        lambda: tensor + elsewhere,
-        lambda: tensor.clone().copy_(elsewhere),
-        lambda: tensor.clone().copy_(full[:3]),
         lambda: torch.cat([tensor, tensor]),
         lambda: tensor.clone().normal_(),
         lambda: torch.rand_like(tensor),
         lambda: torch.dropout(tensor, 0.5, True),
         lambda: tensor.sort(),
         lambda: tensor.cumsum(0),
-        lambda: tensor.tolist(),
         lambda: tensor.argmax(),
         lambda: stack.flatten(),
         lambda: stack.transpose(0, 1),
+        lambda: torch.nn.functional.linear(full, tensor),
+    ):
+        with pytest.raises(
+            RuntimeError, match="only element-wise operators and reductions of the whole tensor"
+        ):
+            attempt()
+    for attempt in (
+        lambda: tensor + full,
+        lambda: tensor + full[0],
+        lambda: tensor + elsewhere,
+        lambda: tensor.clone().copy_(elsewhere),
         lambda: torch._foreach_add([tensor, tensor], [tensor, elsewhere]),
         lambda: torch.add(tensor, tensor, out=elsewhere.clone()),
         lambda: torch.add(tensor, tensor, out=full.clone()),
-        lambda: torch.nn.functional.linear(full, tensor),
-        lambda: tensor.redistribute(placements=[Shard(0)]),
-        lambda: partial + 1,
-        lambda: partial.sum(),
-        lambda: partial.full_tensor(),
-        lambda: partial.norm(),
     ):
-        with pytest.raises((RuntimeError, NotImplementedError)):
+        with pytest.raises(RuntimeError, match="expected tensors of one shape and placement"):
+            attempt()
+    for attempt in (lambda: partial + 1, lambda: partial.sum(), lambda: partial.norm()):
+        with pytest.raises(RuntimeError, match="accumulated without reducing it over the ranks"):
+            attempt()
+    for attempt, message in (
+        (lambda: tensor.norm(dim=1), "expected a norm of the whole tensor"),
+        (lambda: tensor.clone().copy_(full[:3]), r"expected a tensor of shape \(7, 3\), got \(3, 3\)"),
+        (lambda: tensor.tolist(), "not supported for tensor subclasses"),
+        (lambda: tensor.redistribute(placements=[Shard(0)]), r"expected placements=\[Replicate\(\)\]"),
+        (lambda: partial.full_tensor(), "expected a sharded or replicated tensor"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
             attempt()
     assert torch.equal(tensor.full_tensor(), full)
     with pytest.raises(TypeError, match="cannot pickle a sharded tensor"):

@@ -1,68 +1,12 @@
-"""A checkpoint reader over arrays in memory, and the two trees of a small decoder, made without the mapping."""
+"""The DCP and the Orbax tree of a small decoder as arrays, made without the mapping."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, TensorInfo, TreePath
-
-
-class MemoryReader:
-    """A ``CheckpointReader``. ``largest_read`` is the number of elements of the largest region read so far."""
-
-    def __init__(
-        self,
-        format: str,
-        arrays: Mapping[str, np.ndarray],
-        objects: Mapping[TreePath, object] | None = None,
-    ) -> None:
-        self.format = format
-        self.path = Path("memory")
-        self.arrays = dict(arrays)
-        separator = "." if format == "dcp" else "/"
-        self.tensors = {
-            name: TensorInfo(name, _path(name, format), array.shape, array.dtype, (Box.whole(array.shape),))
-            for name, array in arrays.items()
-        }
-        self.object_paths = {separator.join(map(str, path)): path for path in objects or {}}
-        self.objects = {separator.join(map(str, path)): value for path, value in (objects or {}).items()}
-        self.largest_read = 0
-        self.reads = 0
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        box = Box.whole(self.tensors[name].shape) if box is None else box
-        assert box.inside(self.tensors[name].shape)
-        self.largest_read = max(self.largest_read, box.numel)
-        self.reads += 1
-        return np.array(self.arrays[name][box.slices()], order="C")
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-def _path(name: str, format: str) -> TreePath:
-    if format == "orbax":
-        return tuple(name.split("/"))
-    if name.startswith("model."):
-        return ("model", name.removeprefix("model."))
-    if name.startswith("optimizer.state."):
-        weight, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
-        return ("optimizer", "state", weight, entry)
-    return tuple(name.split("."))
-
+from tests.bridge.bits import random_bits
 
 D, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FF, VOCAB = 6, 3, 4, 2, 5, 7, 11
 
@@ -86,15 +30,6 @@ def torch_shapes(*, tied: bool = False) -> dict[str, tuple[int, ...]]:
         }
     shapes["norm.weight"] = (D,)
     return shapes if tied else {**shapes, "lm_head.weight": (VOCAB, D)}
-
-
-def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
-    """Random bit patterns: NaNs of many payloads, infinities, denormals and both zeros among them."""
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, size=int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    if dtype == np.bool_:
-        raw &= 1
-    return np.frombuffer(raw.tobytes(), dtype).reshape(shape)
 
 
 def dcp_arrays(*, tied: bool = False, step: int = 40, moments: bool = True) -> dict[str, np.ndarray]:
@@ -154,8 +89,3 @@ def expected_orbax(arrays: Mapping[str, np.ndarray], *, stacked: bool = False) -
             else:
                 result |= {f"{prefix}layers/{i}/{kind}": array for i, array in enumerate(members)}
     return {name: np.asarray(array, order="C") for name, array in result.items()}
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether shape, dtype and every bit agree."""
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

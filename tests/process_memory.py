@@ -1,0 +1,46 @@
+"""The memory of the process that asks, from Linux's /proc; for programs that tests start on their own."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+
+def status_bytes(field: str) -> int:
+    """A field of /proc/self/status in bytes: VmRSS, RssAnon, or VmHWM (the peak of VmRSS).
+
+    Not getrusage, whose maximum starts from that of the process which started this one.
+    """
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith(field)).split()[1]) * 1024
+
+
+class AnonymousPeak:
+    """The largest RssAnon (no file pages) while the block runs, sampled every two milliseconds.
+
+    ``above`` is what the peak so far exceeds the start by, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._peak = status_bytes("RssAnon")
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+
+    @property
+    def above(self) -> int:
+        return self._peak - self._start
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self._peak = max(self._peak, status_bytes("RssAnon"))
+
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._watcher.join()
