@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.console import Console
 import bridge
 from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError, dtype_name
+from bridge.ulp import LARGEST_ULP
 
 app = typer.Typer(
     name="twinshard",
@@ -38,6 +39,8 @@ class TargetFormat(StrEnum):
     dcp = "dcp"
     orbax = "orbax"
 
+
+_SIZE_DIGITS = 18
 
 SHOWN = 20
 """Rows of a listing that may be long and matters only in part."""
@@ -92,7 +95,7 @@ def convert(
         f"{human_bytes(report.bytes)} in {report.seconds:.1f} s ({rate})",
     )
     if report.dropped:
-        print_line(out, f"dropped {len(report.dropped)}: {', '.join(report.dropped[:SHOWN])}")
+        print_line(out, f"dropped {len(report.dropped)}: {_some(report.dropped)}")
 
 
 @app.command()
@@ -103,7 +106,9 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint directory that A is compared with.")],
     mapping: MappingOption = None,
     axis: AxisOption = None,
-    max_ulp: Annotated[int, typer.Option(min=0, help="Allowed distance in units in the last place.")] = 0,
+    max_ulp: Annotated[
+        int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
+    ] = 0,
     rtol: Annotated[float, typer.Option(min=0.0, help="Or allowed relative difference.")] = 0.0,
     all_: Annotated[bool, typer.Option("--all", help="List every tensor, equal ones too.")] = False,
     json: JsonOption = False,
@@ -144,12 +149,13 @@ def diff(
             print_line(out, f"... and {len(listed) - len(rows)} more (--all lists them)")
     for title, names in (("only in A", report.missing), ("only in B", report.extra)):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            print_line(out, f"{title}: {', '.join(names[:SHOWN])}{more}")
+            print_line(out, f"{title}: {_some(names)}")
     for name, text in report.mismatched:
         print_line(out, f"{name}: {text}")
     for name, left, right in report.objects:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")
+    for name, reason in report.unreadable:
+        print_line(out, f"{name} cannot be compared: {reason}")
     verdict = "within" if report.within else "beyond"
     found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
     rtol_text = f" or rtol {rtol:g}" if rtol else ""
@@ -277,6 +283,11 @@ def _errors(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
 def _progress_console() -> Console:
     return Console(stderr=True)
 
@@ -287,8 +298,8 @@ def _axes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
     axes = {}
     for option in options or []:
         name, equals, size = option.partition("=")
-        if not (name and equals and size.isdecimal()):
-            raise typer.BadParameter(f"expected --axis NAME=SIZE such as d=64, got {option!r}")
+        if not (name and equals and size.isdecimal() and len(size) <= _SIZE_DIGITS):
+            raise typer.BadParameter(f"expected --axis NAME=SIZE such as d=64, got {option[:80]!r}")
         axes[name] = int(size)
     return axes
 

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 PLAIN_SECONDS = 10.0
 """In a pipe, progress is a line at most this often."""
@@ -37,12 +38,12 @@ def plain_json(value: object) -> Any:
 
 def print_json(console: Console, value: object) -> None:
     """One JSON document, indented, whatever the terminal's width."""
-    console.print(json.dumps(plain_json(value), indent=1), markup=False, highlight=False, soft_wrap=True)
+    console.out(json.dumps(plain_json(value), indent=1), highlight=False)
 
 
 def print_line(console: Console, text: str = "") -> None:
-    """A line of text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """A line of text as it is, but for characters that would control the terminal: those are shown escaped."""
+    console.out(_printable(text), highlight=False)
 
 
 def print_table(
@@ -50,19 +51,16 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     left: int = 1,
-    title: str | None = None,
 ) -> None:
     """Rows under headings; the first ``left`` columns are aligned left. No name is ever cut."""
     if console.is_terminal:
-        table = Table(title=title, title_justify="left")
+        table = Table()
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number < left else "right", overflow="fold")
         for row in rows:
-            table.add_row(*map(_escaped, row))
+            table.add_row(*(Text(_printable(cell)) for cell in row))
         console.print(table)
         return
-    if title:
-        print_line(console, title)
     widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
     for row in (columns, *rows):
         cells = (
@@ -95,7 +93,9 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
         )
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=None, tensor="")
-            yield lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name)
+            yield lambda done, total, name: bar.update(
+                task, completed=done, total=total, tensor=_printable(name)
+            )
         return
     last = time.monotonic()
 
@@ -108,5 +108,6 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
     yield line
 
 
-def _escaped(cell: str) -> str:
-    return cell.replace("[", "\\[")
+def _printable(text: str) -> str:
+    """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

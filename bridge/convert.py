@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,7 @@ from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
-from bridge.regions import group_boxes
-
-Progress = Callable[[int, int, str], None]
-"""Called as ``progress(bytes done, bytes in all, name of the tensor just written)``."""
+from bridge.regions import Progress, group_boxes
 
 
 @dataclass(frozen=True)

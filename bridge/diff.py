@@ -7,22 +7,19 @@ written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
-from bridge.regions import group_boxes, split_box
+from bridge.regions import Progress, group_boxes, split_box
 from bridge.ulp import Difference, Tolerance, compare
-
-Progress = Callable[[int, int, str], None]
-"""Called as ``progress(bytes done, bytes in all, name of the tensor just compared)``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class DiffReport:
     """The comparison of two checkpoints; all names are those of ``b``.
 
     missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
-    objects: (name, value in a, value in b) of values that are not tensors and that both have, differently.
+    objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
+    and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
     """
 
     a: Path
@@ -51,6 +49,7 @@ class DiffReport:
     extra: tuple[str, ...]
     mismatched: tuple[tuple[str, str], ...]
     objects: tuple[tuple[str, object, object], ...]
+    unreadable: tuple[tuple[str, str], ...]
 
     @property
     def total(self) -> Difference:
@@ -64,8 +63,9 @@ class DiffReport:
 
     @property
     def within(self) -> bool:
-        """Whether both hold the same tensors, every element within the tolerance, and no object differs."""
-        return not (self.total.beyond or self.missing or self.extra or self.mismatched or self.objects)
+        """Whether both hold the same tensors, every element within the tolerance, and all common objects agree."""
+        differs = self.missing or self.extra or self.mismatched or self.objects or self.unreadable
+        return not (self.total.beyond or differs)
 
 
 def diff(
@@ -106,7 +106,7 @@ def diff(
             tuple(name for name in plan.tensors if name not in infos),
             tuple(name for name in infos if name not in plan.tensors),
             tuple(mismatched.items()),
-            _objects(reader_a, plan, reader_b),
+            *_objects(reader_a, plan, reader_b),
         )
 
 
@@ -138,19 +138,26 @@ def _compare(
 
 def _objects(
     reader_a: CheckpointReader, plan: Plan, reader_b: CheckpointReader
-) -> tuple[tuple[str, object, object], ...]:
-    pairs = (
-        (name, reader_a.objects[old], reader_b.objects[name])
-        for name, (_, old) in plan.objects.items()
-        if name in reader_b.objects
-    )
-    return tuple(pair for pair in pairs if _as_lists(pair[1]) != _as_lists(pair[2]))
+) -> tuple[tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...]]:
+    """What differs among the objects that both have, and which of them cannot be read."""
+    different, unreadable = [], []
+    for name, (_, old) in plan.objects.items():
+        if name not in reader_b.objects:
+            continue
+        try:
+            pair = reader_a.objects[old], reader_b.objects[name]
+        except CheckpointError as error:
+            unreadable.append((name, str(error)))
+            continue
+        if not _same(*pair):
+            different.append((name, *pair))
+    return tuple(different), tuple(unreadable)
 
 
-def _as_lists(value: object) -> object:
-    """``value`` with tuples as lists: whether a pair is one or the other is no difference in training."""
-    if isinstance(value, tuple | list):
-        return [_as_lists(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return value
+def _same(a: object, b: object) -> bool:
+    """Equal in type and value; NaN equals itself, and a tuple a list: that is no difference in training."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    return type(a) is type(b) and (a == b or (a != a and b != b))

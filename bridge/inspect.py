@@ -47,7 +47,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
         tensors = tuple(reader.tensors.values())
         members: dict[str, list[TensorInfo]] = {}
         for tensor in tensors:
-            members.setdefault(str(tensor.path[0]) if tensor.path else tensor.name, []).append(tensor)
+            members.setdefault(str(tensor.path[0]), []).append(tensor)
         groups = tuple(
             Group(name, len(group), sum(t.numel for t in group), sum(t.nbytes for t in group))
             for name, group in members.items()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from bridge.formats.base import Box
+
+Progress = Callable[[int, int, str], None]
+"""Called as ``progress(bytes done, bytes in all, name of the tensor just done)``."""
 
 REGION_BYTES = 32 << 20
 """Elements of a tensor handled at a time, in bytes. With the source region behind it, twice that is in memory."""

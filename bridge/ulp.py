@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+LARGEST_ULP = 2**64 - 1
+"""The largest distance that two 64-bit numbers can have."""
+
 _SLICE = 1 << 18
 """Differing elements examined at a time: what is computed about them takes some 100 bytes each."""
 
@@ -31,9 +34,9 @@ class Tolerance:
     rtol: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.max_ulp < 0 or not self.rtol >= 0:
+        if not 0 <= self.max_ulp <= LARGEST_ULP or not self.rtol >= 0:
             raise ValueError(
-                f"expected tolerances of 0 or more, got max_ulp={self.max_ulp}, rtol={self.rtol}"
+                f"expected tolerances of 0 or more, max_ulp below 2**64, got max_ulp={self.max_ulp}, rtol={self.rtol}"
             )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bridge.formats.atomic import is_temporary
 from bridge.formats.base import (
     DTYPES,
     Box,
@@ -27,6 +26,7 @@ from bridge.formats.base import (
     dtype_from_name,
     dtype_name,
 )
+from bridge.formats.orbax_item import is_unfinished
 
 __all__ = [
     "DTYPES",
@@ -59,7 +59,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         raise FileNotFoundError(f"expected a checkpoint directory at {directory}, found nothing there")
     if not directory.is_dir():
         raise NotADirectoryError(f"expected a checkpoint directory at {directory}, found a file")
-    if is_temporary(Path(os.path.abspath(directory))) or ".orbax-checkpoint-tmp" in directory.name:
+    if is_unfinished(Path(os.path.abspath(directory))):
         raise CheckpointError(
             f"{directory} is a checkpoint that was never finished (its writer stopped half-way): "
             "use an earlier one and remove this directory"

@@ -24,7 +24,7 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.search(path.name) is not None
 
 
-class Transaction(ABC):
+class CommitOrAbort(ABC):
     """What appears whole on `commit()`, and never after `abort()`.
 
     As a context manager: commits on a clean exit unless it has ended already, aborts on an exception.
@@ -55,7 +55,7 @@ class Transaction(ABC):
             self.commit()
 
 
-class AtomicDirectory(Transaction):
+class AtomicDirectory(CommitOrAbort):
     """Write into `temporary`, then `commit()` to make it `path`, or `abort()` to leave no trace.
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at

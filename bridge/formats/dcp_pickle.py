@@ -308,7 +308,7 @@ def plain_value(value: object, what: str) -> object:
             return node
         if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
             return node
-        if isinstance(node, str) and kind is str and _is_unicode(node):
+        if isinstance(node, str) and kind is str and is_unicode(node):
             return node
         if isinstance(node, list) and kind is list:
             return [copy(item, depth + 1) for item in node]
@@ -328,7 +328,7 @@ def plain_value(value: object, what: str) -> object:
     return copy(value, 0)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

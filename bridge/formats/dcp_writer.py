@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -10,16 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.atomic import AtomicDirectory, Transaction
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name
+from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
 from bridge.formats.dcp_archive import write_tensor, write_value
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
+from bridge.formats.dcp_pickle import is_unicode
 
 CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
 
 
-class DcpWriter(Transaction):
+class DcpWriter(CommitOrAbort):
     """A new DCP checkpoint at `path`; see `CheckpointWriter`. FileExistsError when `path` exists.
 
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
@@ -50,18 +50,20 @@ class DcpWriter(Transaction):
         chunk_shape: stored block size per axis (at least 1; clipped to the shape), default at most 32 MiB.
         CheckpointError for a repeated name, an empty path, or a dtype PyTorch lacks.
         """
+        self._require_open()
         name, tree_path = _name(path)
         shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
-        try:
-            dtype_name(dtype)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
         block = default_chunk_shape(shape, dtype) if chunk_shape is None else tuple(chunk_shape)
         if len(block) != len(shape) or any(n < 1 for n in block):
             raise ValueError(
                 f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {block}"
             )
-        info = TensorInfo(name, tree_path, shape, dtype, _grid(shape, block))
+        try:
+            dtype_name(dtype)
+            chunks = grid_of_chunks(shape, block)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+        info = TensorInfo(name, tree_path, shape, dtype, chunks)
         with self._lock:
             self._refuse_repeated(name)
             self._tensors[name] = info
@@ -172,17 +174,11 @@ def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...
     return tuple(block)
 
 
-def _grid(shape: Sequence[int], block: Sequence[int]) -> tuple[Box, ...]:
-    """Blocks covering the shape, in row-major order; those at the upper ends are smaller."""
-    starts = [range(0, n, b) for n, b in zip(shape, block, strict=True)]
-    return tuple(
-        Box(offsets, tuple(min(b, n - o) for o, b, n in zip(offsets, block, shape, strict=True)))
-        for offsets in itertools.product(*starts)
-    )
-
-
 def _name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
     parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
     if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
         raise CheckpointError(f"expected a name or a path of str and list positions, got {parts}")
-    return ".".join(map(str, parts)), parts
+    name = ".".join(map(str, parts))
+    if not is_unicode(name):
+        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    return name, parts

@@ -29,8 +29,8 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.atomic import AtomicDirectory, Transaction
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name
+from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax_tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
@@ -46,7 +46,7 @@ _HANDLERS = {
 }
 
 
-class OrbaxWriter(Transaction):
+class OrbaxWriter(CommitOrAbort):
     """A new Orbax checkpoint; see `CheckpointWriter`. Writing is thread-safe.
 
     Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
@@ -105,10 +105,14 @@ class OrbaxWriter(Transaction):
         array = ArrayLayout(
             storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True
         )
+        try:
+            boxes = grid_of_chunks(shape, chunk)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
         with self._lock:
             self._claims.add(leaf)
             self._layouts[name] = array
-            self._infos[name] = TensorInfo(name, leaf, shape, dtype, tuple(box for _, box in array.chunks()))
+            self._infos[name] = TensorInfo(name, leaf, shape, dtype, boxes)
             self._unwritten[name] = set(self._infos[name].chunks)
         return self._infos[name]
 

@@ -6,8 +6,9 @@ so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -50,16 +51,15 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a checkpoint of format ``format`` will hold. ``objects`` maps names there to (tree path, name in source)."""
+    """What a checkpoint will hold. ``objects`` maps names there to (tree path, name in source)."""
 
-    format: Format
     tensors: Mapping[str, PlannedTensor]
     objects: Mapping[str, tuple[TreePath, str]]
     dropped: tuple[str, ...] = ()
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", sum(tensor.nbytes for tensor in self.tensors.values()))
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def make_plan(reader: CheckpointReader, to: Format, mapping: MappingTable | None = None) -> Plan:
@@ -69,7 +69,7 @@ def make_plan(reader: CheckpointReader, to: Format, mapping: MappingTable | None
     be optimizer or train state, or be listed as dropped. Raises CheckpointError (MappingError) with the names that
     do not fit, and when a mapping is given between checkpoints of the same format.
     """
-    source = _format_of(reader)
+    source = cast(Format, reader.format)
     if mapping is None:
         names = {
             name: name if source == to else _join(info.path, to) for name, info in reader.tensors.items()
@@ -91,8 +91,10 @@ class _Planner:
     def __init__(self, reader: CheckpointReader, source: Format, to: Format, mapping: MappingTable) -> None:
         self.reader, self.source, self.to, self.mapping = reader, source, to, mapping
         self.side = trees.SIDES[source]
-        self.dropped = tuple(name for name in reader.tensors if mapping.drops(name))
-        self.tensors = {name: info for name, info in reader.tensors.items() if name not in set(self.dropped)}
+        self.dropped = tuple(name for name in (*reader.tensors, *reader.object_paths) if mapping.drops(name))
+        left = set(self.dropped)
+        self.tensors = {name: info for name, info in reader.tensors.items() if name not in left}
+        self.object_paths = {name: path for name, path in reader.object_paths.items() if name not in left}
 
     def plan(self) -> Plan:
         sections: dict[str, dict[str, TensorInfo]] = {section.title: {} for section in trees.SECTIONS}
@@ -128,6 +130,7 @@ class _Planner:
         outputs = {
             section.title: list(self._outputs(sections[section.title], axes)) for section in trees.SECTIONS
         }
+        self._require_whole_states(sections, steps)
         for section in trees.SECTIONS:
             planned += [
                 PlannedTensor(section.name_of(weight, self.to), section.path_of(weight, self.to), view)
@@ -135,10 +138,30 @@ class _Planner:
             ]
         with_moments = dict.fromkeys(weight for s in trees.MOMENTS for weight, _ in outputs[s.title])
         planned += self._steps(steps, list(with_moments))
-        paths = {n: p for n, p in self.reader.object_paths.items() if not self.mapping.drops(n)}
+        paths = self.object_paths
         if self.to == "dcp":
             paths = {name: trees.object_path(path) for name, path in paths.items()}
         return _collect(self.reader, self.to, planned, paths, self.dropped)
+
+    def _require_whole_states(
+        self, sections: Mapping[str, Mapping[str, TensorInfo]], steps: Mapping[str, str]
+    ) -> None:
+        """Adam's state of a weight is both moments and, in DCP, a step: a part alone could not be written there."""
+        per_weight: dict[trees.Section, Iterable[str]] = {s: sections[s.title] for s in trees.MOMENTS}
+        if self.source == "dcp":
+            per_weight[trees.STEP] = steps
+        weights = dict.fromkeys(weight for members in per_weight.values() for weight in members)
+        missing = [
+            section.name_of(weight, self.source)
+            for weight in weights
+            for section, members in per_weight.items()
+            if weight not in members
+        ]
+        if missing:
+            raise MappingError(
+                f"expected the whole optimizer state of each weight in {self.reader.path}, but "
+                f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+            )
 
     def _rules_of(self, weight: str) -> list[Rule]:
         return [
@@ -247,18 +270,16 @@ def _collect(
         if tensor.name in tensors:
             raise CheckpointError(f"two tensors of {reader.path} would both be named {tensor.name} in {to}")
         tensors[tensor.name] = tensor
-    objects = {_join(path, to): (path, name) for name, path in object_paths.items()}
-    return Plan(to, tensors, objects, dropped)
+    objects: dict[str, tuple[TreePath, str]] = {}
+    for name, path in object_paths.items():
+        if (joined := _join(path, to)) in objects:
+            raise CheckpointError(f"two objects of {reader.path} would both be named {joined} in {to}")
+        objects[joined] = (path, name)
+    return Plan(tensors, objects, dropped)
 
 
 def _train(info: TensorInfo, to: Format) -> PlannedTensor:
     return PlannedTensor(_join(info.path, to), info.path, identity(info.name, info.shape, info.dtype))
-
-
-def _format_of(reader: CheckpointReader) -> Format:
-    if reader.format not in ("dcp", "orbax"):
-        raise CheckpointError(f"expected a dcp or orbax checkpoint, got {reader.format} at {reader.path}")
-    return cast(Format, reader.format)
 
 
 def _join(path: TreePath, to: Format) -> str:

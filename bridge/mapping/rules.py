@@ -150,6 +150,18 @@ class MappingTable:
     axes: Mapping[str, int | str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        entries = [entry for rule in self.rules for entry in (*rule.torch, *rule.jax)]
+        known = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+        unknown = sorted(
+            set(self.axes) - known - {value for value in self.axes.values() if isinstance(value, str)}
+        )
+        if unknown:
+            raise MappingError(
+                f"expected sizes for axes of mapping {self.name} ({', '.join(sorted(known)) or 'it has none'}), "
+                f"got {', '.join(unknown)}"
+            )
+
     def drops(self, name: str) -> bool:
         """Whether the tensor or object of this full name may be left behind."""
         return any(_drop_regex(pattern).fullmatch(name) for pattern in self.drop)
@@ -220,7 +232,7 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
     """A mapping from TOML text; ``origin`` names it in errors. Raises MappingError."""
     try:
         table = tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
     _only_keys(table, {"name", "description", "drop", "axes", "rule"}, f"mapping {origin}")
     rules = table.get("rule", [])
@@ -260,6 +272,8 @@ def _parse_rule(rule: object, number: int, origin: str) -> Rule:
         return Rule(torch, jax, rule.get("optional", False))
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
+    except RecursionError:
+        raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
 
 
 def _only_keys(table: Mapping[str, object], allowed: set[str], where: str) -> None:

@@ -302,3 +302,44 @@ def test_json_has_no_numbers_outside_the_standard() -> None:
 )
 def test_sizes_are_decimal_with_three_digits(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_names_and_values_are_printed_as_they_are_and_never_control_the_terminal(tmp_path: Path) -> None:
+    names = {
+        "w:smile:x": np.zeros(2, np.float32),
+        "w[bold]y": np.ones(2, np.float32),
+        "w\x1b[2Jz": np.ones(1),
+    }
+    write(tmp_path / "c", "dcp", names, {("note",): "at :100: \x1b]0;owned"})
+    listed = json.loads(call("inspect", tmp_path / "c", "--json").stdout)
+    assert [t["name"] for t in listed["tensors"]] == list(names)
+    assert listed["objects"] == {"note": "at :100: \x1b]0;owned"}
+    text = call("inspect", tmp_path / "c").stdout
+    assert "w:smile:x" in text
+    assert "w[bold]y" in text
+    assert "w\\x1b[2Jz" in text
+    assert "at :100:" in text
+    assert "\x1b" not in text
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
+    print_table(terminal, ("name",), [["w[bold]x:smile:"], ["a\x1b[2J"], ["lone \udc80"]])
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+    assert "w[bold]x:smile:" in shown
+    assert "a\\x1b[2J" in shown
+    assert "lone \\udc80" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("diff", "{dcp}", "{dcp}", "--max-ulp", str(10**30)),
+        ("convert", "{dcp}", "{new}", "--mapping", "decoder", "--axis", "d=" + "9" * 5000),
+        ("convert", "{dcp}", "{new}", "--mapping", "decoder", "--axis", "headdim=7"),
+    ],
+)
+def test_numbers_and_axes_beyond_reason_are_one_message(
+    tmp_path: Path, dcp: Path, arguments: tuple[str]
+) -> None:
+    done = command(*(a.format(dcp=dcp, new=tmp_path / "new") for a in arguments))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "new").exists()

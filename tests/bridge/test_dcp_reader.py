@@ -174,6 +174,7 @@ def test_several_threads_may_read_while_few_files_stay_open(
     with DcpReader(tmp_path / "c") as reader, ThreadPoolExecutor(4) as pool:
         for name, array in zip(names, pool.map(reader.read, names), strict=True):
             assert same_bits(array, array_of(sharded_full()[name]))
+        assert len(reader._files._maps) == 1
 
 
 def test_a_checkpoint_of_one_file_per_tensor_is_read_whole(tmp_path: Path) -> None:

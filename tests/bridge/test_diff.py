@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bridge.diff as diff_module
 from bridge import regions
 from bridge.convert import convert
 from bridge.diff import diff
 from bridge.formats.base import Box, check_coverage
 from bridge.mapping import MappingError
 from bridge.ulp import Difference, Tolerance
+from tests.bridge.dcp_files import stock_save
 from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
 from tests.bridge.test_convert import HYPERPARAMETERS, write
 
@@ -160,8 +164,17 @@ def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
     b[-1, -1] += 1
     write(tmp_path / "a", "dcp", {"w": a}, {})
     write(tmp_path / "b", "orbax", {"w": b}, {})
+    compared = []
+    compare = diff_module.compare
+
+    def recorded(left: np.ndarray, right: np.ndarray, tolerance: Tolerance) -> Difference:
+        compared.append(left.nbytes)
+        return compare(left, right, tolerance)
+
+    monkeypatch.setattr(diff_module, "compare", recorded)
     total = diff(tmp_path / "a", tmp_path / "b").total
     assert (total.elements, total.differing) == (33 * 70, 1)
+    assert max(compared) <= 256
 
 
 @given(st.data(), st.lists(st.integers(1, 6), max_size=4), st.integers(1, 64))
@@ -200,3 +213,29 @@ def test_only_boxes_that_fill_a_box_together_are_joined() -> None:
         (below, [below]),
     ]
     assert [joint for joint, _ in regions.group_boxes([left, below, right], 1, 100)] == [left, below, right]
+
+
+def test_objects_are_compared_by_type_and_value_and_nan_equals_itself(tmp_path: Path) -> None:
+    same = {("o", "nan"): math.nan, ("o", "nested"): {"x": [1, (math.nan, None)]}, ("o", "pair"): (1, 2)}
+    w = {"w": np.zeros(2, np.float32)}
+    write(tmp_path / "a", "dcp", w, same | {("o", "true"): True, ("o", "one"): 1, ("o", "missing"): 0})
+    write(
+        tmp_path / "b",
+        "orbax",
+        w,
+        same | {("o", "pair"): [1, 2], ("o", "true"): 1.0, ("o", "one"): 1.0},
+    )
+    assert diff(tmp_path / "a", tmp_path / "a").within
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert not report.within
+    assert report.objects == (("o/true", True, 1.0), ("o/one", 1, 1.0))
+
+
+def test_an_object_that_cannot_be_read_is_listed_beside_the_tensors(tmp_path: Path) -> None:
+    stock_save({"w": torch.zeros(3), "extra": b"raw"}, tmp_path / "a")
+    report = diff(tmp_path / "a", tmp_path / "a")
+    assert [name for name, _ in report.unreadable] == ["extra"]
+    assert "extra" in report.unreadable[0][1]
+    assert len(report.tensors) == 1
+    assert report.max_ulp == 0
+    assert not report.within

@@ -280,3 +280,37 @@ def test_a_writer_committed_inside_its_with_block_is_not_committed_again(tmp_pat
             again()
     with open_checkpoint(tmp_path / "checkpoint") as reader:
         assert reader.read("w").tolist() == [1, 1]
+
+
+def test_parents_made_for_a_checkpoint_are_synced_into_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with AtomicDirectory(tmp_path / "new" / "deep" / "c"):
+        monkeypatch.setattr(os, "fsync", spy)
+    root = os.path.realpath(tmp_path)
+    assert {root, f"{root}/new", f"{root}/new/deep"} <= set(synced)
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax"])
+def test_a_shape_of_more_chunks_than_can_be_listed_is_refused(tmp_path: Path, format: str) -> None:
+    writer = create_checkpoint(tmp_path / "c", format)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'w': expected at most 1048576 chunks, got \d+ of shape"
+    ):
+        writer.add_tensor("w", (2**55,), np.dtype("float32"))
+    assert writer.add_tensor("hollow", (2**55, 0), np.dtype("float32")).chunks == ()
+    writer.abort()
+
+
+def test_a_name_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    writer = create_checkpoint(tmp_path / "c", "dcp")
+    with pytest.raises(CheckpointError, match="expected a name of Unicode characters"):
+        writer.add_object(("a", "lone \udc80"), 1)
+    writer.abort()

@@ -336,3 +336,47 @@ def test_scalars_stack_into_a_vector_and_come_apart_again() -> None:
     dcp, orbax = MemoryReader("dcp", arrays), MemoryReader("orbax", expected)
     assert_same(contents(make_plan(dcp, "orbax", rules), dcp), expected)
     assert_same(contents(make_plan(orbax, "dcp", rules), orbax), arrays)
+
+
+def test_two_objects_that_would_share_a_name_are_refused() -> None:
+    reader = MemoryReader("dcp", {"w": np.zeros(2)}, {("x", "y"): 1, ("x/y",): 2})
+    with pytest.raises(CheckpointError, match="two objects of memory would both be named x/y in orbax"):
+        make_plan(reader, "orbax")
+
+
+@pytest.mark.parametrize("entry", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("every", [False, True])
+def test_a_part_of_the_optimizer_state_alone_is_refused(entry: str, every: bool) -> None:
+    lost = [name for name in dcp_arrays() if name.endswith("." + entry)]
+    arrays = {
+        name: array for name, array in dcp_arrays().items() if name not in (lost if every else lost[3:4])
+    }
+    with pytest.raises(MappingError, match="expected the whole optimizer state of each weight") as caught:
+        make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
+    assert lost[3] in str(caught.value)
+
+
+def test_one_moment_of_a_weight_alone_is_refused_from_orbax_too() -> None:
+    arrays = expected_orbax(dcp_arrays())
+    del arrays["opt_state/nu/norm/scale"]
+    with pytest.raises(MappingError, match=r"but opt_state/nu/norm/scale is missing"):
+        make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
+
+
+def test_dropped_objects_are_reported_like_dropped_tensors() -> None:
+    mapping = parse_mapping('drop = ["opt.*", "b"]\n[[rule]]\ntorch = "w"\njax = "v"', "test")
+    arrays = {"model.w": np.zeros(2), "b": np.zeros(1)}
+    plan = make_plan(MemoryReader("dcp", arrays, {("opt", "lr"): 1, ("kept",): 2}), "orbax", mapping)
+    assert plan.dropped == ("b", "opt.lr")
+    assert list(plan.objects) == ["kept"]
+
+
+def test_what_a_later_tensor_settles_serves_an_earlier_one() -> None:
+    mapping = parse_mapping(
+        '[axes]\nk = "d"\n[[rule]]\ntorch = "w : (h d + k)"\njax = ["a : (h d)", "b : k"]', "test"
+    )
+    a, b = np.arange(12.0), np.arange(3.0) + 20
+    plan = make_plan(MemoryReader("orbax", {"params/a": a, "params/b": b}), "dcp", mapping)
+    reader = MemoryReader("orbax", {"params/a": a, "params/b": b})
+    found = plan.tensors["model.w"].read(reader, Box.whole((15,)))
+    assert found.tolist() == [*a, *b]

@@ -165,3 +165,20 @@ def test_a_mapping_file_loads_by_its_path(tmp_path: Path) -> None:
         True,
         False,
     ]
+
+
+def test_sizes_of_axes_that_no_rule_has_are_refused() -> None:
+    rule = '[[rule]]\ntorch = "w : (h d)"\njax = "v : h d"'
+    with pytest.raises(MappingError, match=r"expected sizes for axes of mapping test \(d, h\), got head"):
+        parse_mapping(f"[axes]\nhead = 3\n{rule}", "test")
+    with pytest.raises(MappingError, match=r"\(d, h\), got headdim"):
+        parse_mapping(rule, "test").with_axes({"headdim": 7})
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['[[rule]]\ntorch = "w : ' + "(" * 3000 + "h" + ")" * 3000 + '"\njax = "v : h"', "drop = " + "[" * 5000],
+)
+def test_a_mapping_nested_beyond_reason_is_refused(content: str) -> None:
+    with pytest.raises(MappingError, match="mapping test"):
+        parse_mapping(content, "test")

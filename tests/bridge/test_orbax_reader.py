@@ -18,9 +18,10 @@ import pytest
 import tensorstore as ts
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.formats import CheckpointError, open_checkpoint, orbax_reader
 from bridge.formats.base import Box
 from bridge.formats.orbax_reader import OrbaxReader
+from bridge.formats.orbax_writer import OrbaxWriter
 from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
     assert_reads,
@@ -554,3 +555,39 @@ def test_checkpoints_merged_from_several_writers_are_read(tmp_path: Path) -> Non
 
     asyncio.run(split())
     assert_reads(tmp_path / "c", {"w": value})
+
+
+def test_chunks_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = random_bits((64, 6), F32, 3)
+    with OrbaxWriter(tmp_path / "c") as writer:
+        name = writer.add_tensor("w", array.shape, F32, (2, 6)).name
+        for box in writer.chunks(name):
+            writer.write(name, box, array[box.slices()])
+    monkeypatch.setattr(orbax_reader, "_IN_FLIGHT", 5 * 2 * 6 * 4)
+    flying: list[int] = [0, 0]
+
+    class Read:
+        def __init__(self, read: Any) -> None:
+            self.read = read
+            flying[0] += 1
+            flying[1] = max(flying)
+
+        def result(self) -> Any:
+            flying[0] -= 1
+            return self.read.result()
+
+    class Spied:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getitem__(self, index: Any) -> Spied:
+            return Spied(self.store[index])
+
+        def read(self) -> Read:
+            return Read(self.store.read())
+
+    with OrbaxReader(tmp_path / "c") as reader:
+        store = reader._array
+        monkeypatch.setattr(reader, "_array", lambda name: Spied(store(name)))
+        assert_same_bits(reader.read("w"), array)
+    assert flying == [0, 5]

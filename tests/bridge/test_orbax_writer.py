@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint, orbax_writer
 from bridge.formats.base import Box, check_coverage
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_writer import OrbaxWriter
@@ -34,6 +35,7 @@ from tests.bridge.orbax_helpers import (
     flip_bit,
     ocdbt,
     stock_restore_v0,
+    stock_save,
     write,
 )
 
@@ -473,3 +475,27 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
     print(f"wrote and read {total} MiB with {extra} MiB of extra memory")
     assert total > 550
     assert extra < 250
+
+
+def test_a_transaction_holds_a_bounded_number_of_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_writer, "_TRANSACTION_ARRAYS", 2)
+    with OrbaxWriter(tmp_path / "c") as writer:
+        for k in range(7):
+            name = writer.add_tensor(f"w{k}", (3,), F32).name
+            writer.write(name, writer.chunks(name)[0], np.full(3, k, np.float32))
+            assert len(writer._arrays) <= 2
+    with OrbaxReader(tmp_path / "c") as reader:
+        assert [reader.read(f"w{k}").tolist() for k in range(7)] == [[k] * 3 for k in range(7)]
+
+
+def test_the_metadata_says_what_stock_orbax_says(tmp_path: Path) -> None:
+    tree = {"w": np.ones((2, 3), np.float32)}
+    stock_save(tmp_path / "stock", tree)
+    write(tmp_path / "ours", tree)
+    stock, ours = (json.loads((tmp_path / one / "_METADATA").read_text()) for one in ("stock", "ours"))
+    assert ours.keys() == stock.keys()
+    assert {key: ours[key] for key in ours if key != "tree_metadata"} == {
+        key: value for key, value in stock.items() if key != "tree_metadata"
+    } | {"use_zarr3": True}
