@@ -31,6 +31,15 @@ class FSDPModule:
 
     _unit: Unit
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        open_calls = self._unit.open_calls
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
+        except BaseException:
+            # Not a forward hook: those are not called for a KeyboardInterrupt.
+            self._unit.interrupted(open_calls)
+            raise
+
     def unshard(self, async_op: bool = False) -> None:
         """Gather this unit's compute weights now and show them as its parameters until ``reshard``. Collective."""
         if async_op:

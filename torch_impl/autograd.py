@@ -7,7 +7,7 @@ garbage collector.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,36 +26,42 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any, Any, bool]:
-    """Arrange a call of ``done`` in backward once the gradients of all these inputs are complete.
+def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any, Any, Callable[[], bool]]:
+    """Arrange a call of ``done`` in backward once the gradients of these inputs are complete.
 
-    Returns the inputs, replaced by views where they require gradient, and whether there is any such input. ``done`` is
-    not called when some of them take no part in the backward.
+    Returns the inputs, replaced by views where they require gradient, and ``expect``, to be called when the backward
+    reaches the module: it finds the inputs that take part in this backward and returns whether any does. Only those are
+    waited for, and without ``expect`` there is no call of ``done``.
     """
     missing: set[int] = set()
-    watched: list[int] = []
+    nodes: list[Any] = []
 
+    # The nodes hold the hooks: a hook that held the nodes would keep a dropped graph alive.
     def hook_for(index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            missing.discard(index)
-            if not missing:
-                missing.update(watched)  # a retained graph may run again
-                done()
+            if index in missing:
+                missing.discard(index)
+                if not missing:
+                    done()
 
         return hook
 
     def watch(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return leaf
-        watched.append(len(watched))
         # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
         view = leaf.view_as(leaf)
-        view.register_hook(hook_for(watched[-1]))
+        view.register_hook(hook_for(len(nodes)))
+        nodes.append(view.grad_fn)
         return view
 
+    def expect() -> bool:
+        missing.clear()
+        missing.update(k for k, node in enumerate(nodes) if torch._C._will_engine_execute_node(node))
+        return bool(missing)
+
     args, kwargs = map_leaves((args, kwargs), watch)
-    missing.update(watched)
-    return args, kwargs, bool(watched)
+    return args, kwargs, expect
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
@@ -92,6 +98,20 @@ def watch_outputs(output: Any, start: Callable[[], None]) -> bool:
             hooked = True
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
     return hooked or all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
+    """Put copies in place of the tensors of ``output`` whose memory is one of ``storages`` (addresses).
+
+    Also returns whether such tensors are left, in objects that cannot be rebuilt.
+    """
+
+    def aliases(leaf: Any) -> bool:
+        has_memory = isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf)
+        return has_memory and leaf.untyped_storage().data_ptr() in storages
+
+    output = map_leaves(output, lambda leaf: leaf.clone() if aliases(leaf) else leaf)
+    return output, any(map(aliases, _leaves(output)))
 
 
 def map_floating(tree: Any, dtype: torch.dtype) -> Any:

@@ -31,9 +31,10 @@ from torch.optim import Optimizer
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
 from bridge.formats.atomic import AtomicDirectory
 from torch_impl.agreement import agree, rank
-from torch_impl.dcp_planner import LayoutSavePlanner, Piece, SharedDirectoryWriter, pieces_of
+from torch_impl.dtensor import local_boxes, local_pieces
 from torch_impl.dtensor_ops import count_write
 from torch_impl.hyperparameters import GroupUpdate, plan_group_updates
+from torch_impl.shared_directory import SharedDirectoryWriter
 from torch_impl.training_state import (
     drop_state,
     is_stateless,
@@ -90,7 +91,7 @@ def save_checkpoint(
 
 
 def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
-    planner = LayoutSavePlanner({key: pieces_of(tensor) for key, tensor in named_tensors(tree)})
+    planner = dcp.DefaultSavePlanner()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -175,9 +176,9 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     _check_names(reader, live, optimizer is not None)
     _check_tensors(reader, live)
     copies = [
-        (piece.view, _read(reader, name, piece))
+        (view, _read(reader, name, box, view))
         for name, tensor in live.items()
-        for piece in pieces_of(tensor)
+        for box, view in _held_boxes(tensor)
     ]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
@@ -218,8 +219,15 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
         )
 
 
-def _read(reader: CheckpointReader, name: str, piece: Piece) -> torch.Tensor:
-    array = reader.read(name, Box(*piece.box))
+def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
+    if isinstance(tensor, DTensor):
+        return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
+    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+
+
+def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:
+    array = reader.read(name, box)
     # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
-    return flat.view(piece.view.dtype).view(piece.box.sizes)
+    return flat.view(like.dtype).view(box.sizes)

@@ -1,4 +1,4 @@
-"""The three collectives of the runtime, each on a contiguous 1-D tensor over one process group.
+"""The three collectives of the runtime, each on a contiguous tensor over one process group.
 
 Everything that training communicates goes through here, so that calls can be counted, and so that one place knows the
 two names torch has had for them.
@@ -24,6 +24,8 @@ def reduce_scatter(shard: torch.Tensor, values: torch.Tensor, group: dist.Proces
     _scatter(shard, values, op=dist.ReduceOp.SUM, group=group)
 
 
-def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``values`` over the ranks, in place."""
-    dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+def all_reduce(
+    values: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Combine ``values`` over the ranks, in place."""
+    dist.all_reduce(values, op=op, group=group)

@@ -74,7 +74,9 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> RowDTensor:
-        return wrap_like(ctx.origin, grads[0])
+        # Fused optimizers read memory order, and an in-place change must not reach another parameter's gradient;
+        # autograd hands out expanded and shared tensors.
+        return wrap_like(ctx.origin, grads[0].clone(memory_format=torch.contiguous_format))
 
 
 class RowDTensor(DTensor):
@@ -248,7 +250,12 @@ def row_range_of(tensor: torch.Tensor, rank: int | None = None) -> tuple[int, in
 
 
 def local_boxes(tensor: torch.Tensor, rank: int | None = None) -> tuple[Box, ...]:
-    """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows."""
+    """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
+
+    A tensor without elements is one empty box on every rank: without any it would vanish from a checkpoint.
+    """
+    if tensor.numel() == 0:
+        return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
     return row_boxes(tuple(tensor.shape), *row_range_of(tensor, rank))
 
 

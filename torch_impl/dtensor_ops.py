@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_impl import dtensor
+from torch_impl import collectives, dtensor
 
 _aten = torch.ops.aten
 
-_SAME_TENSOR = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+_SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
 _LIKE = {
     _aten.clone.default,
     _aten._to_copy.default,
@@ -36,7 +36,13 @@ _LIKE = {
     _aten.fill_.Tensor,
     _aten.copy_.default,
 }
-_RIGHT_ON_PARTIAL = {_aten.zero_.default, _aten.zeros_like.default, _aten.clone.default}
+_RIGHT_ON_PARTIAL = {
+    _aten.zero_.default,
+    _aten._foreach_zero_.default,
+    _aten.zeros_like.default,
+    _aten.clone.default,
+}
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,26 +177,45 @@ def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
 
 
+def _max_over_ranks(values: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Largest of the ranks' values, NaN where any rank's is: backends differ in what their MAX does with NaN."""
+    nan = values.isnan()
+    both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
+    collectives.all_reduce(both, mesh.get_group(), dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, float("nan"))
+
+
 def _norms(func: Any, tensors: list[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Norms of whole tensors with one all-reduce for all that are sharded over the same mesh."""
     # The norm of no elements is not defined for every order; a zero leaves the result of all ranks unchanged.
     locals_ = [t if (t := _local(tensor)).numel() else t.new_zeros(1) for tensor in tensors]
-    norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in locals_]
+    norms = [
+        torch.linalg.vector_norm(
+            local, order, dtype=_summed_in(local, dtype) if _is_sharded(tensor) else dtype
+        )
+        for tensor, local in zip(tensors, locals_, strict=True)
+    ]
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if _is_sharded(t)}
     for mesh in meshes.values():
         where = [i for i, t in enumerate(tensors) if _is_sharded(t) and t.device_mesh is mesh]
-        values = torch.stack([norms[i] for i in where])
+        # Powers and roots in float64 leave one rounding, that of the result.
+        values = torch.stack([norms[i].double() for i in where])
         if order == float("inf"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group())
+            values = _max_over_ranks(values, mesh)
         elif order > 0:
             values = values**order
-            dist.all_reduce(values, group=mesh.get_group())
+            collectives.all_reduce(values, mesh.get_group())
             values = values ** (1 / order)
         else:
             raise RuntimeError(f"{func}: expected a positive order on a sharded tensor, got {order}")
         for i, value in zip(where, values.unbind(), strict=True):
-            norms[i] = value
+            norms[i] = value.to((dtype or locals_[i].dtype).to_real())
     return norms
+
+
+def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """``dtype`` for a rank's part of a result, float32 for half precision: what is combined must not be rounded."""
+    return torch.float32 if (dtype or local.dtype) in _HALF else dtype
 
 
 def _vector_norm(
@@ -205,36 +230,43 @@ def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = No
     return _norms(func, tensors, ord, dtype)
 
 
-def _reduced(tensor: Any, value: torch.Tensor, op: Any) -> torch.Tensor:
+def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:
+    local = _local(tensor)
+    value = local.sum(dtype=_summed_in(local, dtype))
     if _is_sharded(tensor):
-        dist.all_reduce(value, op, group=tensor.device_mesh.get_group())
-    return value
+        collectives.all_reduce(value, tensor.device_mesh.get_group())
+    value = value / count if count != 1 else value
+    wanted = dtype or local.dtype
+    return value.to(wanted) if wanted in _HALF else value
 
 
 def _sum(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _reduced(tensor, _local(tensor).sum(dtype=dtype), dist.ReduceOp.SUM)
+    return _total(tensor, dtype, 1)
 
 
 def _mean(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _sum(func, tensor, dtype=dtype) / tensor.numel()
+    return _total(tensor, dtype, tensor.numel())
 
 
-def _extremum(
-    op: Any, pick: Callable[[torch.Tensor], torch.Tensor], neutral: float
-) -> Callable[..., torch.Tensor]:
+def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
+    """``pick`` is the largest (``sign`` 1) or the smallest (-1) of a tensor."""
+
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
         local = _local(tensor)
         if not local.dtype.is_floating_point:
             raise RuntimeError(f"{func}: expected a floating-point tensor, got {local.dtype}")
-        value = pick(local) if local.numel() else local.new_full((), neutral)
-        return _reduced(tensor, value, op)
+        value = pick(local) if local.numel() else local.new_full((), -sign * float("inf"))
+        return sign * _max_over_ranks(sign * value, tensor.device_mesh) if _is_sharded(tensor) else value
 
     return reduce
 
 
 def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
-        return _reduced(tensor, pick(_local(tensor)).to(torch.int32), op).bool()
+        value = pick(_local(tensor)).to(torch.int32)
+        if _is_sharded(tensor):
+            collectives.all_reduce(value, tensor.device_mesh.get_group(), op)
+        return value.bool()
 
     return reduce
 
@@ -244,8 +276,8 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_norm.Scalar: _foreach_norm,
     _aten.sum.default: _sum,
     _aten.mean.default: _mean,
-    _aten.max.default: _extremum(dist.ReduceOp.MAX, torch.max, float("-inf")),
-    _aten.min.default: _extremum(dist.ReduceOp.MIN, torch.min, float("inf")),
+    _aten.max.default: _extremum(torch.max, 1),
+    _aten.min.default: _extremum(torch.min, -1),
     _aten.any.default: _truth(dist.ReduceOp.MAX, torch.any),
     _aten.all.default: _truth(dist.ReduceOp.MIN, torch.all),
 }

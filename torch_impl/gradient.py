@@ -50,8 +50,9 @@ class GroupGradient:
                 param.grad_dtype = dtypes.grad
 
     @property
-    def live_bytes(self) -> int:
-        return 0 if self._whole is None else self._whole.flat.untyped_storage().nbytes()
+    def collecting(self) -> list[torch.Tensor]:
+        """The buffer of a backward that is under way; it may hold the sums of earlier microbatches too."""
+        return [] if self._whole is None else [self._whole.flat]
 
     def add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
         """Take the unsharded gradient of parameter ``index``. ``keep``: it will be kept, not reduced."""
@@ -77,7 +78,11 @@ class GroupGradient:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was collected in a backward that did not finish."""
+        """Forget what was collected in a backward that did not finish.
+
+        Gradients are added to the sums of earlier microbatches in place: if those are kept, what arrived in the
+        unfinished backward stays in them until ``zero_grad``.
+        """
         self._whole, self._views, self._untouched = None, [], set()
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -85,31 +90,45 @@ class GroupGradient:
 
     def _start(self, dtype: torch.dtype) -> None:
         device = local_of(self._params[0]).device
-        kept = self._kept_storage()
-        if kept is None:
-            self._whole = FlatBuffer(self._layout, dtype, device, None)
-            self._untouched = set(range(len(self._names)))
-        else:
-            flat = torch.empty(0, dtype=self._dtypes.grad, device=device)
-            flat.set_(kept, 0, (self._layout.padded_size,), (1,))
-            self._whole = FlatBuffer(self._layout, dtype, device, None, flat)
+        kept = self._kept()
+        flat = self._flat_of(kept)
+        if kept:
+            dtype = self._dtypes.grad
+        self._whole = FlatBuffer(self._layout, dtype, device, None, flat)
         self._views = [self._whole.view(name) for name in self._names]
-        if kept is not None:
-            for view, param in zip(self._views, self._params, strict=True):
-                if param.grad is None:  # dropped by hand
-                    view.zero_()
+        self._untouched = set(range(len(self._names))) - set(kept)
+        if flat is None:
+            for index, local in kept.items():
+                self._views[index].copy_(local)
+        else:
+            for index in self._untouched:
+                self._views[index].zero_()
 
-    def _kept_storage(self) -> torch.UntypedStorage | None:
-        for param in self._params:
-            if isinstance(param.grad, RowDTensor) and _is_partial(param.grad) and param.grad.numel():
-                return local_of(param.grad).untyped_storage()
-        return None
+    def _kept(self) -> dict[int, torch.Tensor]:
+        """The unreduced sums of earlier microbatches, by parameter."""
+        grads = [param.grad for param in self._params]
+        return {
+            index: local_of(grad)
+            for index, grad in enumerate(grads)
+            if isinstance(grad, RowDTensor) and _is_partial(grad)
+        }
+
+    def _flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """The flat buffer whose views these sums are; None if they are not, since a program may set ``.grad``."""
+        filled = [(index, local) for index, local in kept.items() if local.numel()]
+        if not filled:
+            return None
+        storage = filled[0][1].untyped_storage()
+        size, dtype = self._layout.padded_size, self._dtypes.grad
+        for index, local in filled:
+            placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
+            if placed != (storage.data_ptr(), self._layout.slot(self._names[index]).offset, True):
+                return None
+        if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
+            return None
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
 
     def _keep(self, whole: FlatBuffer) -> None:
-        if whole.flat.dtype != self._dtypes.grad:
-            whole = FlatBuffer(
-                self._layout, self._dtypes.grad, whole.flat.device, None, whole.flat.to(self._dtypes.grad)
-            )
         for name, param in self._trainable():
             view = whole.view(name)
             if param.grad is not None and not _is_partial(param.grad):

@@ -133,18 +133,11 @@ class ParameterGroup:
                     )
 
     def _main_parameter(self, one: OwnedParameter) -> nn.Parameter:
-        local, source = self.main.view(one.name), one.param.detach()
-        bounds = None
-        if self.main.rank is not None:
-            bounds = self.layout.row_bounds(one.name)
-            r0, r1 = bounds[self.main.rank], bounds[self.main.rank + 1]
-            source = source.reshape(-1, *local.shape[1:])[r0:r1] if r1 > r0 else local
-        with torch.no_grad():
-            local.copy_(source)
+        bounds = None if self.main.rank is None else self.layout.row_bounds(one.name)
         shape = self.layout.slot(one.name).shape
-        return nn.Parameter(
-            make_dtensor(local, self.mesh, shape, bounds), requires_grad=one.param.requires_grad
-        )
+        tensor = make_dtensor(self.main.view(one.name), self.mesh, shape, bounds)
+        tensor.copy_(one.param.detach())
+        return nn.Parameter(tensor, requires_grad=one.param.requires_grad)
 
 
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:

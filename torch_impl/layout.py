@@ -39,7 +39,7 @@ __all__ = ["GRANULARITIES", "Box", "Layout", "Slot", "plan_layout", "row_boxes",
 
 GRANULARITIES = ("row", "block", "tensor")
 
-_MAX_TRIES, _MAX_DRAWN_SHARDS = 64, 16
+_MAX_TRIES = 64
 
 
 @dataclass(frozen=True)

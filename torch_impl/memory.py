@@ -47,7 +47,7 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         if group.compute is not group.main:
             compute += group.compute.flat.untyped_storage().nbytes()
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
-        gradients += _storage_bytes(held) + (group.gradient.live_bytes if not held else 0)
+        gradients += _storage_bytes(held + group.gradient.collecting)
         if optimizer is not None:
             moments += _storage_bytes(
                 local_of(value)

@@ -7,19 +7,21 @@ No order is asserted: a unit may run forward several times before backward, run 
 inside another unit's backward (recompute), or be left behind by an exception. Whatever a backward leaves open is closed
 by a callback at its end, and what an exception left open is dropped at the next forward.
 
-Ranks agree on collectives as long as they call the same units in the same order: gradients are reduced when the
-gradients of the unit's inputs are complete, or at the end of backward for a unit that was called more than once; not
-when its own last gradient arrives, since ranks may use different parameters of a unit. A group (one dtype of a unit)
-none of whose parameters got a gradient does not reduce, so a program must not leave a group without any
-gradient on some ranks only.
+Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode:
+gradients are reduced when the gradients of those of the unit's inputs are complete that take part in the backward, or
+at its end if none does, or for a unit that was called more than once or whose outputs are hidden in objects; not when
+its own last gradient arrives, since ranks may use different parameters of a unit. A group (one dtype of a unit) none of
+whose parameters got a gradient does not reduce, so a program must not leave a group without any gradient on some ranks
+only.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,10 +31,11 @@ from torch_impl.group import ParameterGroup
 from torch_impl.precision import MixedPrecisionPolicy
 
 
-class _Call:
-    """One forward call; ``watched``: the gradients of its inputs will tell when its backward is done."""
+class _Call(NamedTuple):
+    """One forward call; ``expect``: see ``autograd.watch_inputs``."""
 
-    watched = False
+    number: int
+    expect: Callable[[], bool] | None
 
 
 class Unit:
@@ -49,7 +52,8 @@ class Unit:
         self._registered_unsharded = False
         self._calls: list[_Call] = []
         self._backwards: dict[int, weakref.ref[Any]] = {}
-        self._open_calls: set[_Call] = set()
+        self._open_calls: set[int] = set()
+        self._numbers = itertools.count()
         self._forwards = 0
         for group in self.groups:
             group.on_gradient(self._gradient_arrived)
@@ -58,7 +62,7 @@ class Unit:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
         self._show(unsharded=False)
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward, always_call=True)
+        module.register_forward_hook(self._post_forward)
         module.register_state_dict_pre_hook(self._show_sharded)
         module.register_load_state_dict_pre_hook(self._show_sharded)
 
@@ -96,36 +100,59 @@ class Unit:
         # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
-        call = _Call()
-        self._calls.append(call)
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
+        number, expect = next(self._numbers), None
         if torch.is_grad_enabled():
-            done = _weakly(self._call_done, call)
-            args, kwargs, call.watched = autograd.watch_inputs(args, kwargs, done)
+            done = _weakly(self._call_done, number)
+            args, kwargs, expect = autograd.watch_inputs(args, kwargs, done)
+        self._calls.append(_Call(number, expect))
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Also called, with None as output, when forward raised."""
-        if not self._calls:
-            return output
         call = self._calls.pop()
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
+        output = self._copy_weights_in(output, module)
         seen = True
         if torch.is_grad_enabled():
             seen = autograd.watch_outputs(output, _weakly(self._backward_started, call))
+        self._leave_forward(seen)
+        return output
+
+    def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
+        """Weights that a module returns must outlive the memory that a reshard frees."""
+        freed = [group.compute.flat for group in self.groups if group.strategy.shard_parameters]
+        storages = {flat.untyped_storage().data_ptr() for flat in freed if flat.numel()}
+        output, left = autograd.copy_aliases(output, storages) if storages else (output, False)
+        if left:
+            raise RuntimeError(
+                f"{type(module).__name__}: an output shares memory with the sharded parameters, inside an object that "
+                "is no tuple, list or dict; return a clone() of it"
+            )
+        return output
+
+    @property
+    def open_calls(self) -> int:
+        """How many forwards of the module are running."""
+        return len(self._calls)
+
+    def interrupted(self, open_calls: int) -> None:
+        """Drop what a forward left open that raised; ``open_calls`` were running before it."""
+        del self._calls[open_calls:]
+        self._leave_forward(seen=True)
+
+    def _leave_forward(self, seen: bool) -> None:
         if not self._calls and not self._backwards:
             if self.reshard_after_forward and seen:
                 self.reshard()
             else:
                 self._show(unsharded=False)
-        return output
 
     def _backward_started(self, call: _Call) -> None:
         self._enter_backward()
-        if call.watched:
-            self._open_calls.add(call)
+        if call.expect is not None and call.number not in self._open_calls and call.expect():
+            self._open_calls.add(call.number)
         self.unshard(refresh=False)
 
     def _enter_backward(self) -> None:
@@ -150,8 +177,8 @@ class Unit:
     def _keeps_gradient(self, group: ParameterGroup) -> bool:
         return not self.requires_gradient_sync or not (self.last_backward or group.strategy.shard_gradients)
 
-    def _call_done(self, call: _Call) -> None:
-        self._open_calls.discard(call)
+    def _call_done(self, number: int) -> None:
+        self._open_calls.discard(number)
         if self._open_calls or not self._backwards:
             return
         # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.

@@ -158,6 +158,14 @@ def test_the_checkpoint_of_another_model_is_refused_with_the_names_that_differ(r
         assert "another model?" in text
 
 
-def test_a_sharded_tensor_without_a_table_entry_is_not_guessed(ranks, tmp_path):
-    for text in ranks.run(2, jobs.planner_without_entry, str(tmp_path / "a")):
-        assert "expected an entry in the planner's table of row boxes" in text
+@pytest.mark.parametrize("strategy", jobs.STRATEGIES)
+def test_stock_save_and_load_keep_tensors_without_elements(ranks, tmp_path, strategy):
+    for world in (1, 3):
+        path = str(tmp_path / f"{world}")
+        assert ranks.run(world, jobs.plain_round_trip, strategy, path) == [[(0, 0, 0, 3, 0, 2)]] * world
+
+
+@pytest.mark.parametrize("strategy", jobs.STRATEGIES)
+def test_a_save_finds_its_rows_without_communicating_tensors(ranks, tmp_path, strategy):
+    counts = ranks.run(3, jobs.collectives_of_a_save, strategy, str(tmp_path / "a"))
+    assert counts == [{"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}] * 3

@@ -228,7 +228,11 @@ def optimizers() -> None:
         (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
         (torch.optim.RMSprop, {"lr": 0.1}),
         (torch.optim.Adagrad, {"lr": 0.1}),
-        (torch.optim.Lion if hasattr(torch.optim, "Lion") else torch.optim.Adamax, {"lr": 0.1}),
+        (torch.optim.Adamax, {"lr": 0.1}),
+        (torch.optim.NAdam, {"lr": 0.1}),
+        (torch.optim.RAdam, {"lr": 0.1}),
+        (torch.optim.Adadelta, {"lr": 0.1}),
+        (torch.optim.ASGD, {"lr": 0.1}),
     ):
         for how in ({"foreach": False}, {"foreach": True}, {"fused": True}):
             if "fused" in how and kind not in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):
@@ -262,6 +266,71 @@ def test_element_wise_torch_optimizers_and_gradient_clipping_work(ranks: RankGro
     ranks.run(3, optimizers)
 
 
+def half_precision(dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    # Sums of squares and sums leave the range of float16, and bfloat16 cannot count to 900.
+    for full in (torch.full((900,), 200.0), torch.arange(900.0) / 2 + 1, torch.full((900,), 1.0)):
+        full = full.to(dtype)
+        tensor = cut(full, (0, 300, 300, 900), mesh)
+        for order in (1.0, 2.0, 3.0, float("inf")):
+            torch.testing.assert_close(
+                torch.linalg.vector_norm(tensor, order), torch.linalg.vector_norm(full, order), rtol=0, atol=0
+            )
+            assert torch.equal(torch._foreach_norm([tensor], order)[0], torch._foreach_norm([full], order)[0])
+        for result, want in (
+            (tensor.sum(), full.sum()),
+            (tensor.mean(), full.mean()),
+            (tensor.sum(dtype=torch.float32), full.sum(dtype=torch.float32)),
+            (tensor.max(), full.max()),
+            (tensor.min(), full.min()),
+        ):
+            assert result.dtype == want.dtype
+            assert torch.equal(result, want), (result, want)
+    sharded, plain = nn.Parameter(torch.zeros_like(tensor)), nn.Parameter(torch.zeros_like(full))
+    sharded.grad, plain.grad = tensor * 200, full * 200
+    clipped = nn.utils.clip_grad_norm_([sharded], 1.0)
+    assert torch.equal(clipped, nn.utils.clip_grad_norm_([plain], 1.0))
+    assert torch.equal(whole(sharded.grad), plain.grad)
+    assert plain.grad.count_nonzero() == 900
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reductions_of_half_precision_round_once_as_those_of_a_whole_tensor(
+    ranks: RankGroup, dtype: torch.dtype
+) -> None:
+    ranks.run(3, half_precision, dtype)
+
+
+def not_a_number(dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    for row in (0, 1, 2, 6):
+        full = values((7, 3)).to(dtype)
+        full[row, 1] = float("nan")
+        tensor = cut(full, (0, 1, 2, 7), mesh)
+        param = nn.Parameter(torch.zeros_like(tensor))
+        for result in (
+            tensor.max(),
+            tensor.min(),
+            tensor.norm(),
+            torch.linalg.vector_norm(tensor, float("inf")),
+            torch._foreach_norm([tensor], float("inf"))[0],
+        ):
+            assert result.isnan(), row
+            assert result.dtype == dtype
+        for order in (2.0, float("inf")):
+            param.grad = tensor.clone()
+            assert nn.utils.clip_grad_norm_([param], 1.0, norm_type=order).isnan(), (row, order)
+            assert whole(param.grad).isnan().all()
+            param.grad = tensor.clone()
+            with pytest.raises(RuntimeError, match="non-finite"):
+                nn.utils.clip_grad_norm_([param], 1.0, norm_type=order, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_on_any_rank_is_the_result_on_all(ranks: RankGroup, dtype: torch.dtype) -> None:
+    ranks.run(3, not_a_number, dtype)
+
+
 def local_gradient() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for full, tensor in all_cuts(mesh):
@@ -269,6 +338,36 @@ def local_gradient() -> None:
         (param.to_local() ** 2).sum().backward()
         assert type(param.grad) is RowDTensor
         torch.testing.assert_close(whole(param.grad), 2 * full)
+
+
+def expanded_and_shared_local_gradients() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    for kind, options in (
+        (torch_impl.MainWeightAdamW, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.SGD, {"fused": True}),
+    ):
+        full = values((300, 7))
+        plain, sharded = nn.Parameter(full.clone()), nn.Parameter(cut(full, (0, 100, 100, 300), mesh))
+        # The gradient of a sum is one number with strides of zero.
+        (plain.sum() * 3).backward()
+        (sharded.to_local().sum() * 3).backward()
+        reference = torch.optim.AdamW if kind is torch_impl.MainWeightAdamW else kind
+        reference([plain], lr=0.1, weight_decay=0.0, **options).step()
+        kind([sharded], lr=0.1, weight_decay=0.0, **options).step()
+        assert torch.equal(whole(sharded.grad), torch.full_like(full, 3.0))
+        torch.testing.assert_close(whole(sharded), plain.detach(), rtol=1e-6, atol=1e-7)
+    # Autograd hands the one gradient of a sum of two tensors to both.
+    first, second = (nn.Parameter(cut(full, (0, 100, 100, 300), mesh)) for _ in range(2))
+    (first.to_local() + second.to_local()).square().sum().backward()
+    before = whole(first.grad)
+    second.grad.zero_()
+    assert torch.equal(whole(first.grad), before)
+
+
+def test_expanded_and_shared_gradients_of_local_rows_become_the_parameters_own(ranks: RankGroup) -> None:
+    ranks.run(3, expanded_and_shared_local_gradients)
 
 
 def test_gradients_flow_back_through_to_local(ranks: RankGroup) -> None:
@@ -315,4 +414,3 @@ def test_placements_compare_by_their_bounds() -> None:
     assert RowShard((0, 1, 3)) != Shard(0)
     assert len({RowShard((0, 1)), RowShard((0, 1))}) == 1
     assert pickle.loads(pickle.dumps(RowShard((0, 1, 3)))) == RowShard((0, 1, 3))
-    assert torch_impl.dtensor.RowShard is RowShard

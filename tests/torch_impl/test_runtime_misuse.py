@@ -195,6 +195,79 @@ def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(ranks: Rank
     ranks.run(2, unreduced_gradients, strategy)
 
 
+def zeroed_by_an_optimizer(strategy: str, options: dict[str, bool]) -> None:
+    model, reference = sharded_toy(strategy=strategy), Toy()
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(0, world, 1)
+    model.set_requires_gradient_sync(False)
+    mse(model, tokens[rank], targets[rank]).backward()
+    optimizer.zero_grad(set_to_none=False)
+    mse(model, tokens[rank], targets[rank]).backward()
+    model.set_requires_gradient_sync(True)
+    mse(model, tokens[rank], targets[rank]).backward()
+    mse(reference, tokens, targets).backward()
+    for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), 2 * want.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_optimizer_can_zero_unreduced_gradients(ranks: RankGroup, strategy: str) -> None:
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        ranks.run(2, zeroed_by_an_optimizer, strategy, options)
+
+
+class Sums(nn.Module):
+    """Two parameters whose gradients are this rank's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a * x).sum() + (self.b * x[:2]).sum()
+
+
+def replace_unreduced_gradients(module: nn.Module, how: str) -> None:
+    if how == "copied":
+        module.a.grad = module.a.grad.clone()
+    elif how == "all copied":
+        for param in module.parameters():
+            param.grad = param.grad.clone()
+    elif how == "zeroed":
+        module.a.grad = torch.zeros_like(module.a.grad)
+    elif how == "reduced":
+        module.b.grad = torch.zeros_like(module.b)
+    elif how == "dropped":
+        module.b.grad = None
+
+
+def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
+    model, reference = torch_impl.fully_shard(Sums(), strategy=strategy), Sums()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.randn(3, world, 4, generator=torch.Generator().manual_seed(3))
+    for microbatch, mine in enumerate(inputs[:, rank]):
+        model.set_requires_gradient_sync(microbatch == 2)
+        model(mine).backward()
+        if microbatch == 0:
+            replace_unreduced_gradients(model, how)
+    for microbatch in range(3):
+        for part in inputs[microbatch]:
+            (reference(part) / world).backward()
+        if microbatch == 0:
+            replace_unreduced_gradients(reference, how)
+    for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), want.grad)
+
+
+@pytest.mark.parametrize("how", ["copied", "all copied", "zeroed", "reduced", "dropped"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unreduced_gradients_may_be_copied_replaced_or_dropped(
+    ranks: RankGroup, strategy: str, how: str
+) -> None:
+    ranks.run(3, unreduced_gradients_set_by_hand, strategy, how)
+
+
 def no_sync_that_raises() -> None:
     model = sharded_toy(strategy="optim")
     with pytest.raises(KeyError), model.no_sync():

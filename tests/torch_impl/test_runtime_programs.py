@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_impl
 from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted
+from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted, whole
 
 WORLD = 2
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -109,6 +112,201 @@ def different_calls(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_may_use_different_parameters_in_each_call_of_a_unit(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, different_calls, strategy)
+
+
+class Join(nn.Module):
+    """Uses those of its inputs that ``used`` names; the gradient of ``y`` is complete before the others."""
+
+    used: tuple[int, ...] = (0, 1, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        output = torch.tanh(self.linear(x + more[0] if 2 in self.used else x))
+        return output + y if 1 in self.used else output
+
+
+class Skips(nn.Module):
+    """Every join also gets the first activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 5)
+        self.joins = nn.ModuleList(Join() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.embed(x)
+        x = first
+        for join in self.joins:
+            x = join(x, first * 2, more=[first * 3])
+        return x
+
+
+USED = {0: ((0, 1, 2), (0, 2), (0, 1, 2)), 1: ((0,), (0, 1, 2), (0, 1)), 2: ((0, 1), (0,), (0, 2))}
+
+
+def different_inputs(strategy: str) -> None:
+    model, reference = seeded(Skips), seeded(Skips)
+    for join, used in zip(model.joins, USED[dist.get_rank()], strict=True):
+        torch_impl.fully_shard(join, strategy=strategy)
+        join.used = used
+    torch_impl.fully_shard(model, strategy=strategy)
+    inputs = rank_inputs()
+    for _ in range(2):
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        for rank, part in enumerate(inputs):
+            for join, used in zip(reference.joins, USED[rank], strict=True):
+                join.used = used
+            (reference(part).square().mean() / len(inputs)).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_use_different_inputs_of_a_unit(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(3, different_inputs, strategy, timeout=60)
+
+
+def dropped_graph() -> None:
+    unit = torch_impl.fully_shard(seeded(Join))
+    leaf = torch.ones(2, 5, requires_grad=True)
+    unit(leaf, leaf, [leaf]).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        activation, held = leaf * 2, Join()
+        activation.register_hook(lambda _, held=held: None)
+        graph = weakref.ref(held)
+        output = unit(activation, activation, [activation])
+        del activation, held
+        assert output.requires_grad
+        assert graph() is not None
+        del output
+        assert graph() is None
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_graph_frees_its_activations_without_the_garbage_collector(ranks: RankGroup) -> None:
+    ranks.run(1, dropped_graph)
+
+
+class Stopped(nn.Module):
+    """Stops in its own forward or, inside the first unit, in that of a plain module."""
+
+    stop_in = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 5), Stop())
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first[1].stop = self.stop_in == "submodule"
+        x = self.first(x)
+        if self.stop_in == "root":
+            raise KeyboardInterrupt
+        return self.last(x)
+
+
+class Stop(nn.Module):
+    stop = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stop:
+            raise KeyboardInterrupt
+        return x
+
+
+def keyboard_interrupts(strategy: str, where: str) -> None:
+    model, reference = seeded(Stopped), seeded(Stopped)
+    torch_impl.fully_shard(model.first, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.5)
+    inputs = rank_inputs()
+    for _ in range(2):
+        model.stop_in = where
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs[dist.get_rank()])
+        assert_at_rest(model)
+        model.stop_in = ""
+        model(inputs[dist.get_rank()]).square().mean().mul(100).backward()
+        for part in inputs:
+            (reference(part).square().mean().mul(100) / len(inputs)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0))
+        assert_same_gradients(model, reference)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+        for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(param), want.detach())
+
+
+@pytest.mark.parametrize("where", ["submodule", "root"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(
+    ranks: RankGroup, strategy: str, where: str
+) -> None:
+    ranks.run(WORLD, keyboard_interrupts, strategy, where)
+
+
+class Positions(nn.Module):
+    """Returns its parameter itself, a view of it, or views in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
+
+    def forward(self, kind: str) -> object:
+        outputs: dict[str, object] = {
+            "whole": self.table,
+            "view": self.table[1:3],
+            "detached": self.table.detach(),
+            "nested": {"rows": [self.table[:2], self.table.sum()]},
+            "opaque": Wrapped(self.table[:2]),
+        }
+        return outputs[kind]
+
+
+@dataclass
+class Wrapped:
+    rows: torch.Tensor
+
+
+def returned_weights(strategy: str, keep: bool) -> None:
+    model = torch_impl.fully_shard(Positions(), strategy=strategy, reshard_after_forward=not keep)
+    table = torch.arange(20.0).view(4, 5)
+    scale = dist.get_rank() + 1.0
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+    for kind, rows in (("whole", slice(0, 4)), ("view", slice(1, 3)), ("nested", slice(0, 2))):
+        output = model(kind)
+        found = output["rows"][0] if kind == "nested" else output
+        assert torch.equal(found, table[rows])
+        (found * scale).sum().backward()
+        expected = torch.zeros(4, 5)
+        expected[rows] = mean
+        assert torch.equal(whole(model.table.grad), expected)
+        model.zero_grad()
+        assert_at_rest(model)
+        assert torch.equal(found, table[rows])
+    with torch.no_grad():
+        for kind in ("whole", "detached"):
+            found = model(kind)
+            assert torch.equal(found, table)
+    if strategy == "optim_grads_params":
+        with pytest.raises(RuntimeError, match="FSDPPositions: an output shares memory with the sharded"):
+            model("opaque")
+        model("whole")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_may_return_its_weights(ranks: RankGroup, strategy: str, keep: bool) -> None:
+    ranks.run(WORLD, returned_weights, strategy, keep)
 
 
 class Segments(nn.Module):

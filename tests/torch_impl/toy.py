@@ -107,7 +107,7 @@ def assert_at_rest(model: nn.Module) -> None:
         if isinstance(module, torch_impl.FSDPModule):
             assert not module._unit._backwards
             for group in module._unit.groups:
-                assert group.gradient.live_bytes == 0
+                assert group.gradient.collecting == []
                 if group.strategy.shard_parameters:
                     assert group.compute.flat.untyped_storage().nbytes() == 0
 
