@@ -10,8 +10,9 @@
 Nothing is gathered: a device's shard is cut into boxes of parameters. A chunk of the file may need boxes of several
 devices; it is put together as they come by. Loading reads for each device the boxes it owns.
 
-Optimizer states are saved by structure: every dict with exactly one flat buffer a unit becomes one array a parameter
+Optimizer states are saved by structure: every dict of flat buffers by unit becomes one array a parameter
 (``opt_state/mu/<path>``), everything else a leaf (``opt_state/count``); of an optax chain, ``opt_state/0/mu/<path>``.
+Units that ``optax.masked`` leaves out have no arrays.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def save_checkpoint(
         RuntimeError: several processes (``jax.distributed``); each would hold only some of the rows.
     """
     _require_one_process()
-    _check_units(plan, state.weights, "weights")
+    _check_weights(plan, state.weights)
     leaves = dict(_train_leaves(train or {}, ()))
     buffers: dict[str, Buffers] = {"params": state.weights}
-    for name, value in _optimizer_entries(plan, state.opt_state):
+    for name, value in _optimizer_entries(plan, state.opt_state).items():
         if isinstance(value, dict):
             buffers[name] = value
         else:
@@ -124,7 +125,9 @@ def load_checkpoint(
     opt_state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes)
     with OrbaxReader(path) as reader:
         _check_tensors(reader, _expected(plan, shapes, opt_state), with_optimizer=optimizer is not None)
-        weights = _read_buffers(reader, plan, "params", shapes)
+        weights = {
+            unit: _read_buffer(reader, plan, "params", unit, shape.dtype) for unit, shape in shapes.items()
+        }
         state = TrainState(weights, _read_optimizer(reader, plan, opt_state))
         return LoadedCheckpoint(
             state,
@@ -159,9 +162,11 @@ class _ChunkAssembly:
 
 
 def _write_buffers(writer: CheckpointWriter, plan: ShardingPlan, name: str, buffers: Buffers) -> None:
-    """Write one array a parameter, from one device's shard after another."""
+    """Write one array a parameter of the given units, from one device's shard after another."""
     assemblies = {}
     for path, param in plan.parameters.items():
+        if param.unit not in buffers:
+            continue
         dtype = np.dtype(buffers[param.unit].dtype)
         info = writer.add_tensor((*name.split("/"), *path.split("/")), param.shape, dtype)
         assemblies[path] = _ChunkAssembly(writer, info)
@@ -174,61 +179,61 @@ def _write_buffers(writer: CheckpointWriter, plan: ShardingPlan, name: str, buff
             assemblies[piece.path].add(Box(piece.offsets, piece.sizes), piece.values)
 
 
-def _read_buffers(
-    reader: CheckpointReader, plan: ShardingPlan, name: str, like: Mapping[str, Any]
-) -> Buffers:
+def _read_buffer(
+    reader: CheckpointReader, plan: ShardingPlan, name: str, unit: str, dtype: np.dtype
+) -> jax.Array:
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
         return reader.read(f"{name}/{path}", Box(offsets, sizes))
 
     # Waiting frees the host's copy of one buffer before the next is read.
-    return {
-        unit: jax.block_until_ready(plan.build_buffer(unit, read, np.dtype(shape.dtype)))
-        for unit, shape in like.items()
-    }
+    return jax.block_until_ready(plan.build_buffer(unit, read, dtype))
 
 
 def _read_optimizer(reader: CheckpointReader, plan: ShardingPlan, opt_state: Any) -> Any:
     """Arrays in the place of the abstract ones of ``opt_state``."""
-    treedef = jax.tree.structure(opt_state, is_leaf=lambda node: _is_buffers(plan, node))
-    return jax.tree.unflatten(
-        treedef,
-        [
-            _read_buffers(reader, plan, name, value)
-            if isinstance(value, dict)
-            else jax.device_put(reader.read(name), plan.replicated)
-            for name, value in _optimizer_entries(plan, opt_state)
-        ],
-    )
+
+    def read(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        located = plan.locate_buffer(keys, leaf)
+        if located is None:
+            return jax.device_put(reader.read("/".join(_parts(keys))), plan.replicated)
+        unit, rest = located
+        return _read_buffer(reader, plan, "/".join(_parts(rest)), unit, leaf.dtype)
+
+    return jax.tree.map_with_path(read, opt_state)
 
 
-def _optimizer_entries(plan: ShardingPlan, opt_state: Any) -> Iterator[tuple[str, Any]]:
-    """(name, buffers by unit or a single array) of an optimizer state, abstract or not, in the order of its tree."""
-    entries, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda node: _is_buffers(plan, node))
-    for keys, value in entries:
-        name = "/".join(["opt_state", *(jax.tree_util.keystr((key,), simple=True) for key in keys)])
-        if isinstance(value, dict):
-            _check_units(plan, value, name)
-        elif value.shape != () or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+def _optimizer_entries(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
+    """Buffers by unit, or a single array, by name, of an optimizer state, abstract or not."""
+    entries: dict[str, Any] = {}
+    for keys, leaf in jax.tree.leaves_with_path(opt_state):
+        located = plan.locate_buffer(keys, leaf)
+        parts = _parts(keys if located is None else located[1])
+        name = "/".join(parts)
+        if located is not None:
+            entries.setdefault(name, {})[located[0]] = leaf
+        elif leaf.shape == () and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts):
+            entries[name] = leaf
+        else:
             raise ValueError(
-                f"optimizer state {name!r}: expected one flat buffer a unit or a single number, got {value.dtype} of "
-                f"shape {value.shape}"
+                f"optimizer state {name!r}: expected one flat buffer a unit or a single named number, got {leaf.dtype} "
+                f"of shape {leaf.shape}"
             )
-        yield name, value
+    return entries
 
 
-def _is_buffers(plan: ShardingPlan, node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == plan.units.keys()
+def _parts(keys: tuple[Any, ...]) -> list[str]:
+    return ["opt_state", *(jax.tree_util.keystr((key,), simple=True) for key in keys)]
 
 
-def _check_units(plan: ShardingPlan, buffers: Mapping[str, Any], name: str) -> None:
-    if buffers.keys() != plan.units.keys():
+def _check_weights(plan: ShardingPlan, weights: Buffers) -> None:
+    if weights.keys() != plan.units.keys():
         raise ValueError(
-            f"{name}: expected one buffer for each of units {list(plan.units)}, got {list(buffers)}"
+            f"weights: expected one buffer for each of units {list(plan.units)}, got {list(weights)}"
         )
     for unit, unit_plan in plan.units.items():
-        found, expected = tuple(buffers[unit].shape), (unit_plan.layout.padded_size,)
+        found, expected = tuple(weights[unit].shape), (unit_plan.layout.padded_size,)
         if found != expected:
-            raise ValueError(f"{name}: buffer of unit {unit!r}: expected shape {expected}, got {found}")
+            raise ValueError(f"weights: buffer of unit {unit!r}: expected shape {expected}, got {found}")
 
 
 class _Kind(NamedTuple):
@@ -239,9 +244,11 @@ class _Kind(NamedTuple):
 def _expected(plan: ShardingPlan, weights: Mapping[str, Any], opt_state: Any) -> dict[str, _Kind]:
     """Shape and dtype of every array that a checkpoint of this plan and optimizer has, besides ``train``."""
     expected = {}
-    for name, value in [("params", weights), *_optimizer_entries(plan, opt_state)]:
+    for name, value in {"params": weights, **_optimizer_entries(plan, opt_state)}.items():
         if isinstance(value, Mapping):
             for path, param in plan.parameters.items():
+                if param.unit not in value:
+                    continue
                 expected[f"{name}/{path}"] = _Kind(param.shape, np.dtype(value[param.unit].dtype))
         else:
             expected[name] = _Kind(tuple(value.shape), np.dtype(value.dtype))

@@ -10,7 +10,7 @@ import jax
 
 
 class Collective(NamedTuple):
-    """``kind``: JAX's primitive name (``all_gather``, ``reduce_scatter``, ``psum``); ``size``: full elements."""
+    """``kind``: JAX's primitive name, such as ``all_gather``, ``reduce_scatter``, ``psum``; ``size``: full elements."""
 
     kind: str
     dtype: str
@@ -19,12 +19,14 @@ class Collective(NamedTuple):
 
 _KINDS = {
     "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "psum": "psum",
-    "all_to_all": "all_to_all",
-    "ppermute": "ppermute",
     "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "pmax": "pmax",
+    "pmin": "pmin",
+    "ppermute": "ppermute",
+    "psum": "psum",
     "psum_invariant": "psum",
+    "reduce_scatter": "reduce_scatter",
 }
 
 
@@ -32,28 +34,35 @@ def count_collectives(function: Any, *args: Any) -> Counter[Collective]:
     """How often each collective runs in one call of ``function``; loops with a fixed length are multiplied out.
 
     ``args`` may be ``jax.ShapeDtypeStruct``s. Code that XLA later removes as unused is counted. Raises ``ValueError``
-    for a collective in a loop of unknown length.
+    for a collective in a loop of unknown length, and for branches of a ``cond`` whose collectives differ.
     """
+    return _counted(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _counted(jaxpr: Any) -> Counter[Collective]:
     found: Counter[Collective] = Counter()
-    _count(jax.make_jaxpr(function)(*args).jaxpr, 1, found)
-    return found
-
-
-def _count(jaxpr: Any, times: int, found: Counter[Collective]) -> None:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _KINDS:
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 size = max(operand.aval.size, result.aval.size)
-                found[Collective(_KINDS[name], result.aval.dtype.name, size)] += times
-        inside: Counter[Collective] = Counter()
-        for inner in _inner_jaxprs(equation.params):
-            _count(inner, times * (equation.params["length"] if name == "scan" else 1), inside)
-        if inside and name == "while":
+                found[Collective(_KINDS[name], result.aval.dtype.name, size)] += 1
+        inside = [_counted(inner) for inner in _inner_jaxprs(equation.params)]
+        if name == "while" and any(inside):
             raise ValueError(
                 "expected collectives outside while loops, whose length is unknown before they run"
             )
-        found.update(inside)
+        if name == "cond":
+            if any(branch != inside[0] for branch in inside):
+                raise ValueError(
+                    "expected the same collectives in every branch of a cond, which of them runs being unknown, got "
+                    f"{[dict(branch) for branch in inside]}"
+                )
+            inside = inside[:1]
+        times = equation.params["length"] if name == "scan" else 1
+        for counts in inside:
+            found.update({collective: times * count for collective, count in counts.items()})
+    return found
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:

@@ -55,11 +55,11 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
 
     def add(tree: Any, kind: dict[jax.Device, int]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            unit = _unit_of(plan, path, leaf)
+            located = plan.locate_buffer(path, leaf)
             for shard in leaf.addressable_shards:
                 stored = shard.data.nbytes
-                real = stored if unit is None else _real_elements(plan, unit, shard) * leaf.dtype.itemsize
-                (other if unit is None else kind)[shard.device] += real
+                real = _real_elements(plan, located[0], shard) * leaf.dtype.itemsize if located else stored
+                (kind if located else other)[shard.device] += real
                 padding[shard.device] += stored - real
 
     add(state.weights, main)
@@ -67,13 +67,6 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
     return MemoryReport(
         tuple(DeviceMemory(str(d), main[d], moments[d], padding[d], other[d]) for d in devices)
     )
-
-
-def _unit_of(plan: ShardingPlan, path: Any, leaf: jax.Array) -> str | None:
-    """The unit whose buffer ``leaf`` is: optimizer states keep the weights' dictionary keys."""
-    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    known = keys and keys[-1] in plan.units
-    return keys[-1] if known and leaf.shape == (plan.units[keys[-1]].layout.padded_size,) else None
 
 
 def _real_elements(plan: ShardingPlan, unit: str, shard: jax.Shard) -> int:

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import numpy as np
+from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh
 
 AXIS = "dp"
@@ -19,21 +20,34 @@ _SIMULATOR_FLAGS = (
 
 
 def simulate_devices(count: int) -> None:
-    """Make JAX show ``count`` CPU devices; call before anything else uses JAX.
+    """Make JAX show ``count`` CPU devices; call before anything that touches ``jax.devices()``.
 
-    Sets ``XLA_FLAGS`` and JAX's platform. Raises ``ValueError`` when JAX already runs with fewer.
+    Sets ``XLA_FLAGS`` and JAX's platform. XLA reads its flags once, so this raises ``ValueError`` when JAX already
+    runs without them or with fewer CPU devices; no setting is changed then.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
-    ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
-    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not _overrides(ours, f)]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
-    jax.config.update("jax_platforms", "cpu")
-    if len(jax.devices()) < count:
+    given = os.environ.get("XLA_FLAGS", "").split()
+    missing: list[str] = []
+    if _backend_runs():
+        missing = [flag for flag in _SIMULATOR_FLAGS if flag not in given]
+    else:
+        ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
+        kept = [flag for flag in given if not _overrides(ours, flag)]
+        os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
+        jax.config.update("jax_platforms", "cpu")
+    found = sum(device.platform == "cpu" for device in jax.devices())
+    if missing or found < count:
+        without = f" and without {' '.join(missing)}" if missing else ""
         raise ValueError(
-            f"expected JAX not to be in use before {count} devices are simulated, but it already runs with "
-            f"{len(jax.devices())}: call simulate_devices first"
+            f"expected JAX not to be in use before {count} devices are simulated, but it already runs with {found} CPU "
+            f"devices{without}: call simulate_devices before anything that touches jax.devices()"
         )
+
+
+def _backend_runs() -> bool:
+    # JAX has no public way to ask this that does not start the backend.
+    return bool(xla_bridge.backends_are_initialized())
 
 
 def _overrides(ours: tuple[str, ...], flag: str) -> bool:

@@ -29,7 +29,8 @@ class UnitModule:
     """A unit's own structure, without values.
 
     ``path``: module path in the model, ``""`` for the root. ``parameters``: paths in the model of the parameters it
-    owns, sorted; ``shapes`` and ``dtypes`` belong to them. ``inner``: the units right inside it, path -> key within.
+    owns, sorted as in ``parameter_leaves``; ``shapes`` and ``dtypes`` belong to them. ``inner``: the units right inside
+    it, path -> key within.
     """
 
     path: str
@@ -49,8 +50,9 @@ class UnitModule:
 
 
 def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
-    """``{path: value}`` of every parameter, paths like ``layers/0/mlp/up/kernel``, sorted by path.
+    """``{path: value}`` of every parameter, paths like ``layers/0/mlp/up/kernel``.
 
+    Sorted part by part, list indices as numbers: ``layers/2`` comes before ``layers/10``.
     Raises ``ValueError`` when the model has other variables (batch statistics, random state), which are not supported.
     """
     variables = nnx.to_flat_state(nnx.state(model))

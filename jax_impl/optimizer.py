@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,17 +36,13 @@ class MainWeightTransformation(optax.GradientTransformation):
     """An optax transformation that can also return the new weights themselves.
 
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
-    more, which is invisible to training but not to a comparison of bits. ``hyperparameters`` are plain numbers.
+    more, which is invisible to training but not to a comparison of bits.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
-    hyperparameters: Mapping[str, float]
 
     def __new__(
-        cls,
-        init: Callable[[Any], Any],
-        apply: Callable[[Any, Any, Any], tuple[Any, Any]],
-        hyperparameters: Mapping[str, float],
+        cls, init: Callable[[Any], Any], apply: Callable[[Any, Any, Any], tuple[Any, Any]]
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
@@ -59,7 +54,6 @@ class MainWeightTransformation(optax.GradientTransformation):
 
         self = super().__new__(cls, init, update)
         self.apply = apply
-        self.hyperparameters = MappingProxyType(dict(hyperparameters))
         return self
 
 
@@ -117,7 +111,7 @@ def main_weight_adamw(
         )
         return new_weights, AdamWState(count, mu, nu)
 
-    return MainWeightTransformation(init, apply, hyperparameters)
+    return MainWeightTransformation(init, apply)
 
 
 def _adamw(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,6 +89,18 @@ class ShardingPlan:
         if unit not in self.units:
             raise ValueError(f"expected a unit among {list(self.units)}, got {unit!r}")
         return self.units[unit]
+
+    def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
+        """The unit whose buffer ``leaf`` at the tree path ``path`` is, and the path without that unit's key.
+
+        None for what is no buffer. Weights are a dictionary by unit, and optimizer states keep its keys.
+        """
+        places = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
+        if not places or (unit := path[places[-1]].key) not in self.units:
+            return None
+        if leaf.shape != (self.units[unit].layout.padded_size,):
+            return None
+        return unit, (*path[: places[-1]], *path[places[-1] + 1 :])
 
     def local_pieces(self, unit: str, buffer: jax.Array) -> Iterator[Piece]:
         """The pieces of a unit's parameters that this process holds in ``buffer``, a device at a time.

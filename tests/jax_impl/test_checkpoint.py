@@ -27,6 +27,8 @@ from jax_impl import (
     init_state,
     load_checkpoint,
     main_weight_adamw,
+    make_train_step,
+    memory_report,
     plan_sharding,
     save_checkpoint,
     shard_weights,
@@ -34,7 +36,7 @@ from jax_impl import (
 )
 from jax_impl.module_tree import parameter_leaves
 from tests.jax_impl import checkpoint_runs as runs
-from tests.jax_impl.tiny import CONFIG, decoder
+from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
 TRAIN = {
     "step": 3,
@@ -313,6 +315,7 @@ OPTIMIZERS = {
     "clipped schedule": optax.chain(
         optax.clip(1.0), optax.lion(1e-3), optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 9))
     ),
+    "masked": optax.masked(optax.adam(1e-2), {"layers/0": True, "": False}),
     "injected": optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.01),
 }
 
@@ -337,13 +340,45 @@ def test_any_optimizer_made_of_flat_buffers_and_numbers_is_kept(tmp_path: Path, 
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_units_that_a_mask_leaves_out_have_no_moments_anywhere(tmp_path: Path, strategy: str) -> None:
+    plan, optimizer = runs.plan_of(2, strategy), OPTIMIZERS["masked"]
+    state = init_state(plan, shard_weights(plan, parameter_leaves(runs.model())), optimizer)
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding == (plan.sharding if leaf.ndim else plan.replicated)
+    state, _ = make_train_step(plan, loss, optimizer)(state, tokens(2))
+    masked_in = [path for path, info in plan.parameters.items() if info.unit == "layers/0"]
+    numel = sum(int(np.prod(plan.parameters[path].shape)) for path in masked_in)
+    shards = 1 if strategy == "no_shard" else 2
+    assert sum(device.moments for device in memory_report(plan, state).devices) == 2 * 4 * numel * 2 // shards
+    save_checkpoint(tmp_path / "c", plan, state)
+    with open_checkpoint(tmp_path / "c") as reader:
+        saved = {name.removeprefix("opt_state/inner_state/0/") for name in reader.tensors if "opt" in name}
+        assert saved == {"count", *(f"{kind}/{path}" for kind in ("mu", "nu") for path in masked_in)}
+    loaded = load_checkpoint(tmp_path / "c", plan, optimizer).state
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert found.sharding == expected.sharding
+        np.testing.assert_array_equal(found, expected)
+
+
+def _steps_of_each_unit() -> optax.GradientTransformation:
+    return optax.GradientTransformation(
+        lambda weights: {"steps": dict.fromkeys(weights, jnp.int32(0))}, lambda g, state, _: (g, state)
+    )
+
+
 def _window_of_losses() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda _: {"window": jnp.zeros(5)}, lambda g, state, _: (g, state))
 
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(_window_of_losses, "window"), (lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)), "rng_key")],
+    [
+        (_window_of_losses, "window"),
+        (_steps_of_each_unit, "steps/"),
+        (lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)), "rng_key"),
+    ],
 )
 def test_an_optimizer_with_other_arrays_is_refused_by_name(tmp_path: Path, make: Any, name: str) -> None:
     plan = runs.plan_of(2)

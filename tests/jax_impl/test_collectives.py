@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.extend
@@ -91,6 +92,58 @@ def test_no_two_collectives_of_a_step_can_run_at_once(strategy, units):
     (mapped,) = jax.make_jaxpr(make_gradients(plan, loss))(weights, batch).eqns
     assert mapped.primitive.name == "shard_map"
     assert unordered_collectives(mapped.params["jaxpr"]) == []
+
+
+def counted_on_two_devices(function, check_vma=False):
+    spec = jax.sharding.PartitionSpec("dp")
+    mapped = jax.shard_map(
+        function, mesh=data_parallel_mesh(2), in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
+    return count_collectives(mapped, jnp.ones(8, np.float32))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(
+    ("function", "kind", "size"),
+    [
+        (partial(jax.lax.all_gather, axis_name="dp", tiled=True), "all_gather", 8),
+        (partial(jax.lax.psum_scatter, axis_name="dp", tiled=True), "reduce_scatter", 4),
+        (partial(jax.lax.psum, axis_name="dp"), "psum", 4),
+        (partial(jax.lax.pmax, axis_name="dp"), "pmax", 4),
+        (partial(jax.lax.pmin, axis_name="dp"), "pmin", 4),
+        (partial(jax.lax.ppermute, axis_name="dp", perm=[(0, 1), (1, 0)]), "ppermute", 4),
+        (
+            partial(jax.lax.all_to_all, axis_name="dp", split_axis=0, concat_axis=0, tiled=True),
+            "all_to_all",
+            4,
+        ),
+    ],
+)
+def test_every_kind_of_collective_is_counted(function, kind, size, check_vma):
+    found = counted_on_two_devices(lambda x: x + function(x).sum(), check_vma)
+    assert found == Counter({Collective(kind, "float32", size): 1})
+
+
+def test_of_the_branches_of_a_cond_one_is_counted():
+    def branches(x):
+        return jax.lax.cond(
+            x[0] > 0, lambda y: jax.lax.psum(y, "dp"), lambda y: jax.lax.psum(2 * y, "dp") + 1, x
+        )
+
+    def looped(x):
+        return jax.lax.scan(lambda y, _: (branches(y), None), x, length=3)[0]
+
+    once = Counter({Collective("psum", "float32", 4): 1})
+    assert counted_on_two_devices(branches) == once
+    assert counted_on_two_devices(looped) == once + once + once
+
+
+def test_branches_with_other_collectives_are_refused():
+    def branches(x):
+        return jax.lax.cond(x[0] > 0, lambda y: jax.lax.psum(y, "dp"), lambda y: y, x)
+
+    with pytest.raises(ValueError, match="same collectives in every branch of a cond"):
+        counted_on_two_devices(branches)
 
 
 def test_a_collective_in_a_loop_of_unknown_length_is_refused():

@@ -49,6 +49,21 @@ def test_devices_cannot_be_simulated_once_jax_runs_with_fewer(monkeypatch):
         simulate_devices(64)
 
 
+def test_devices_cannot_be_simulated_once_jax_runs_without_the_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    with pytest.raises(ValueError, match=r"without .*cse_barrier_expander .*touches jax.devices\(\)"):
+        simulate_devices(2)
+    with pytest.warns(RuntimeWarning, match="simulate_devices"):
+        checked_mesh(data_parallel_mesh(2))
+
+
+def test_devices_that_run_with_the_flags_already_are_kept(monkeypatch):
+    before = os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", before)
+    simulate_devices(2)
+    assert os.environ["XLA_FLAGS"] == before
+
+
 def in_fresh_process(code):
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.run(
@@ -59,6 +74,61 @@ def in_fresh_process(code):
         timeout=240,
         check=False,
     )
+
+
+def test_whether_the_backend_runs_is_known_without_starting_it():
+    result = in_fresh_process(
+        """
+        import jax
+        import jax_impl
+        from jax_impl.mesh import _backend_runs
+        assert not _backend_runs()
+        assert not _backend_runs()
+        jax.devices()
+        assert _backend_runs()
+        """
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_the_flags_of_simulate_devices_keep_the_meaning_of_the_strategy():
+    result = in_fresh_process(
+        """
+        from jax_impl import *
+        simulate_devices(4)
+        import jax
+        from flax import nnx
+        from jax_impl.models import Decoder
+        from tests.jax_impl.test_memory import LAYERED
+        from tests.jax_impl.tiny import loss, tokens
+        plan, weights = fully_shard(Decoder(LAYERED, rngs=nnx.Rngs(0)), data_parallel_mesh(4))
+        batch = shard_batch(plan, tokens(4, length=3))
+        compiled = jax.jit(make_gradients(plan, loss)).lower(weights, batch).compile()
+        text = compiled.as_text()
+        print(len(plan.units), text.count(" all-gather(") + text.count(" all-gather-start("))
+        largest = max(4 * unit.layout.padded_size for unit in plan.units.values())
+        print(largest, compiled.memory_analysis().temp_size_in_bytes)
+        """
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    units, gathers, largest, temporary = map(int, result.stdout.split())
+    assert gathers == 2 * units
+    # One unit's weights and gradient at a time. The default schedule keeps a part of the next ones too.
+    assert temporary < 2 * largest
+
+
+def test_the_tests_run_under_the_flags_of_simulate_devices():
+    # conftest repeats them, as it must not import JAX where only PyTorch is installed.
+    result = in_fresh_process(
+        """
+        import os
+        from jax_impl import simulate_devices
+        simulate_devices(8)
+        print(os.environ["XLA_FLAGS"])
+        """
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert sorted(result.stdout.split()) == sorted(os.environ["XLA_FLAGS"].split())
 
 
 def test_twenty_steps_on_eight_simulated_devices_neither_hang_nor_abort():

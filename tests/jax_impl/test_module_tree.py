@@ -21,6 +21,17 @@ def owned(units):
     return {path: unit.parameters for path, unit in units.items()}
 
 
+def test_paths_are_sorted_with_list_indices_as_numbers():
+    class Many(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Param(jnp.zeros(1)) for _ in range(11)])
+            self.named = nnx.Dict({name: nnx.Param(jnp.zeros(1)) for name in ("9", "10")})
+
+    expected = [*(f"layers/{index}" for index in range(11)), "named/10", "named/9"]
+    assert list(parameter_leaves(Many())) == expected
+    assert list(split_units(Many(), [])[""].parameters) == expected
+
+
 def test_each_layer_is_a_unit_and_the_root_owns_the_rest():
     units = split_units(decoder(), ["layers/*"])
     assert list(units) == ["layers/0", "layers/1", ""]

@@ -122,6 +122,26 @@ def test_any_optax_transformation_can_be_the_optimizer():
         np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6)
 
 
+class Weighted(nnx.Module):
+    """Its mean over rows has the mean of the rows as gradient."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(512))
+
+    def __call__(self, x):
+        return x @ self.weight[...]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_means_over_ranks_are_divided_not_multiplied_by_a_rounded_reciprocal(strategy):
+    plan, weights = fully_shard(Weighted(), data_parallel_mesh(3), strategy=strategy, units=[])
+    batch = np.zeros((3, 512), np.float32)
+    batch[0] = np.random.default_rng(0).normal(size=512)
+    step = make_train_step(plan, lambda model, x: jnp.mean(model(x)), optax.sgd(1.0))
+    _, gradients = step.gradients(weights, batch)
+    np.testing.assert_array_equal(unshard(plan, gradients)["weight"], batch[0] / np.float32(3))
+
+
 def test_state_stays_sharded_as_it_was_and_padding_stays_zero():
     optimizer = main_weight_adamw(1e-2, weight_decay=0.1)
     plan, weights = fully_shard(decoder(), data_parallel_mesh(4))
