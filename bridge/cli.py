@@ -324,6 +324,8 @@ def main() -> None:
     """Entry point of the `twinshard` command."""
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        signal.signal(signal.SIGHUP, _terminate)
     app()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from bridge.parity.corpus import VOCABULARY
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
+# The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
+LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
 
 
@@ -33,7 +36,10 @@ def _whole(where: str, value: object, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder both frameworks build; sizes in elements. Same fields as the runtimes' ``DecoderConfig``."""
+    """The decoder both frameworks build; sizes in elements.
+
+    The fields of the runtimes' ``DecoderConfig`` but ``norm_eps``, which keeps its default.
+    """
 
     vocab_size: int
     d_model: int
@@ -72,7 +78,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _whole("[data] seed", self.seed, 0)
-        _require(self.seed < 2**64, "[data] seed", "less than 2**64", self.seed)
+        # A checkpoint holds it as a signed integer of 64 bits.
+        _require(self.seed < 2**63, "[data] seed", "less than 2**63", self.seed)
         _whole("[data] batch", self.batch)
         _whole("[data] length", self.length)
 
@@ -91,12 +98,14 @@ class OptimizerConfig:
         pair = isinstance(betas, (list, tuple)) and len(betas) == 2
         in_range = pair and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
         _require(in_range, "[optimizer] betas", "two numbers in [0, 1)", betas)
+        _require(
+            max(betas) <= LARGEST_BETA, "[optimizer] betas", f"two numbers up to {LARGEST_BETA:.7f}", betas
+        )
         object.__setattr__(self, "betas", tuple(betas))
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            _require(
-                isinstance(value, (int, float)) and value >= 0, f"[optimizer] {name}", "a number >= 0", value
-            )
+            finite = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
+            _require(finite, f"[optimizer] {name}", "a finite number >= 0", value)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""One JAX leg of a relay: load, shard, train, save. One process; simulated devices where there is no accelerator."""
+"""One JAX leg of a relay: load, shard, train, save. One process.
+
+Its devices are simulated where ``JAX_PLATFORMS`` is unset or ``cpu``; set it to run on an accelerator's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ from jax_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 def run(job: Job) -> None:
     leg = job.leg
-    # Set JAX_PLATFORMS to run on an accelerator's devices instead.
     if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
         simulate_devices(leg.ranks)
     corpus = Corpus.of_standard_library()

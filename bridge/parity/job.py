@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ import numpy as np
 
 from bridge.parity.config import DataConfig, Leg, ModelConfig, OptimizerConfig
 from bridge.parity.corpus import Corpus
+from bridge.parity.lifetime import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -133,4 +135,5 @@ def main(run: Callable[[Job], None], rank: int = 0) -> None:
     """Entry point of a leg's process: ``argv[1]`` is the job file. An error goes to the error file and to stderr."""
     job = Job.read(sys.argv[1])
     with _reported_errors(job.folder, rank):
+        end_with_parent(signal.SIGKILL)
         run(job)

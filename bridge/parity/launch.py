@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bridge.parity.job import Job, read_metrics
+from bridge.parity.lifetime import naming_parent
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
-STOP_SECONDS = 20.0
+# torchrun itself gives its workers 30 s before it kills them.
+STOP_SECONDS = 45.0
 
 
 class LegError(RuntimeError):
@@ -29,14 +31,14 @@ def command(job: Job, reference: str | None = None) -> list[str]:
     if job.leg.framework == "jax":
         return [sys.executable, "-m", "bridge.parity.jax_leg", file]
     ranks = str(job.leg.ranks)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    return [*launcher, "-m", "bridge.parity.torch_leg", file]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [sys.executable, "-m", "bridge.parity.lifetime", *torchrun, "-m", "bridge.parity.torch_leg", file]
 
 
 def environment(job: Job, reference: str | None = None) -> dict[str, str]:
     """The leg's environment, with the machine's cores shared out over its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env = dict(os.environ)
+    env = {**os.environ, **naming_parent()}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
@@ -72,7 +74,10 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the leg and its ranks; torchrun's workers have sessions of their own, so torchrun must pass the signal on."""
+    """End the leg and its ranks; torchrun's workers have sessions of their own, so torchrun must pass the signal on.
+
+    Where torchrun is gone already, its workers end by themselves: see ``lifetime``.
+    """
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)

@@ -88,8 +88,10 @@ class RelayReport:
         """What the relay promises and this run broke; empty when all held.
 
         State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
-        reference at every step, and its largest distance from float64 within ``CLOSENESS`` times that reference's.
-        From the first bfloat16 leg on it must stay within ``BF16_TOLERANCE`` of the fp32 reference.
+        reference at every step, and its largest distance from float64 over that reference's must lie between
+        ``1 / CLOSENESS`` and ``CLOSENESS``: equally close either way, as a relay much closer to float64 than fp32 is
+        did not compute in fp32. From the first bfloat16 leg on it must stay within ``BF16_TOLERANCE`` of the fp32
+        reference. The references must differ from each other, or one was not computed in its precision.
         """
         found = [
             f"hop to leg {n}: expected the same {leg.hop.tensors} tensors to the bit on both sides, got "
@@ -97,6 +99,8 @@ class RelayReport:
             for n, leg in enumerate(self.legs, 1)
             if leg.hop is not None and not (leg.hop.same and leg.hop.max_ulp == 0)
         ]
+        if not any(self.differences("fp32_fp64")):
+            found.append("references: expected float64 losses that differ from the fp32 ones, got the same")
         differences = self.differences("relay_fp32")
         low = [leg.first_step for leg in self.legs if leg.precision != "float32"]
         split = min(low, default=len(differences))

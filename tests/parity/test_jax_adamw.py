@@ -9,6 +9,7 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bridge.ulp import Tolerance, compare
 from jax_impl import data_parallel_mesh, main_weight_adamw
 
 STEPS = 100
@@ -37,11 +38,6 @@ def run(size, dtype, decay, devices):
     return [np.asarray(x) for x in (weights, state.mu, state.nu)], [x.numpy() for x in expected]
 
 
-def ulps(found, expected):
-    integer = np.int64 if found.dtype == np.float64 else np.int32
-    return np.abs(found.view(integer).astype(np.int64) - expected.view(integer).astype(np.int64))
-
-
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_float32_weights_and_moments_equal_torchs_fused_adamw_bit_for_bit(decay, devices):
@@ -64,4 +60,4 @@ def test_only_the_elements_after_the_last_whole_vector_differ_by_a_few_ulp():
     for ours, theirs in zip(found, expected, strict=True):
         differing = np.flatnonzero(ours != theirs)
         assert all(differing >= WITH_A_TAIL // 8 * 8)
-        assert ulps(ours, theirs).max() <= 5
+        assert compare(ours, theirs, Tolerance()).max_ulp <= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bridge.parity.config import BUILT_IN, ConfigError, RelayConfig
+from bridge.parity.config import BUILT_IN, LARGEST_BETA, ConfigError, RelayConfig
+from jax_impl import main_weight_adamw
 
 
 def quick() -> dict[str, Any]:
@@ -67,7 +69,18 @@ def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
         (("model", "vocab_size"), 100, r"vocab_size: expected at least 257, got 100"),
         (("model", "head_dim"), 5, r"head_dim: expected an even number, got 5"),
         (("model", "n_heads"), 3, r"n_heads: expected a multiple of n_kv_heads = 2, got 3"),
-        (("data", "seed"), 10**23, r"seed: expected less than 2\*\*64"),
+        (
+            ("optimizer", "betas"),
+            [0.9, 0.99999999],
+            r"betas: expected two numbers up to 0.9999907, got \[0.9, ",
+        ),
+        (("optimizer", "betas"), [math.nan, 0.9], r"betas: expected two numbers in \[0, 1\), got \[nan"),
+        (("optimizer", "lr"), math.inf, r"lr: expected a finite number >= 0, got inf"),
+        pytest.param(("optimizer", "lr"), 10**400, r"lr: expected a finite number >= 0", id="huge"),
+        (("optimizer", "eps"), math.inf, r"eps: expected a finite number >= 0, got inf"),
+        (("optimizer", "weight_decay"), math.nan, r"weight_decay: expected a finite number >= 0, got nan"),
+        (("data", "seed"), 10**23, r"seed: expected less than 2\*\*63"),
+        (("data", "seed"), 2**63, r"seed: expected less than 2\*\*63, got 9223372036854775808"),
         (("leg",), [], r"at least one \[\[leg\]\]"),
     ],
 )
@@ -81,6 +94,15 @@ def test_a_wrong_value_is_refused_with_place_expected_and_got(
     inner[path[-1]] = value
     with pytest.raises(ConfigError, match=message):
         RelayConfig.of(table)
+
+
+def test_the_largest_beta_is_that_of_the_jax_optimizer() -> None:
+    table = quick()
+    table["optimizer"]["betas"] = [LARGEST_BETA, LARGEST_BETA]
+    assert RelayConfig.of(table).optimizer.betas == (LARGEST_BETA, LARGEST_BETA)
+    main_weight_adamw(1e-3, LARGEST_BETA, LARGEST_BETA)
+    with pytest.raises(ValueError, match="whose powers vanish"):
+        main_weight_adamw(1e-3, b2=LARGEST_BETA + 1e-11)
 
 
 def test_missing_keys_and_tables_are_named() -> None:

@@ -46,6 +46,15 @@ def test_one_rounding_of_the_loss_is_not_held_against_a_relay() -> None:
     assert report(worst=9e-8, fp32_error=1e-8).failures() == []
 
 
+@pytest.mark.parametrize(("worst", "fp32_error"), [(5.8e-7, 3e-7), (-5.8e-7, 9e-7)])
+def test_a_relay_nearly_three_times_as_far_or_as_close_is_within_its_promises(
+    worst: float, fp32_error: float
+) -> None:
+    measured = report(worst=worst, fp32_error=fp32_error)
+    assert measured.closeness == pytest.approx(2.93 if worst > 0 else 1 / 2.8, rel=0.01)
+    assert measured.failures() == []
+
+
 def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
     mixed = report(worst=1e-3)
     legs = (*mixed.legs[:3], replace(mixed.legs[3], precision="bfloat16"))
@@ -64,6 +73,9 @@ def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
         (report(same=False), "got 0 ULP but other tensors"),
         (report(worst=2e-5), "loss: expected within 1e-05 of the fp32 reference, got 2.00e-05"),
         (report(worst=9e-7, fp32_error=2e-7), "distance to float64: expected within a factor of 3"),
+        (report(worst=-9e-7, fp32_error=9e-7), "distance to float64: expected within a factor of 3, got 0.1"),
+        (report(fp32_error=0.0), "references: expected float64 losses that differ from the fp32 ones"),
+        (report(fp32_error=0.0, precision="bfloat16"), "references: expected float64 losses that differ"),
     ],
 )
 def test_each_broken_promise_is_named(broken: RelayReport, message: str) -> None:
