@@ -301,6 +301,20 @@ def test_reductions_of_half_precision_round_once_as_those_of_a_whole_tensor(
     ranks.run(3, half_precision, dtype)
 
 
+def norms_of_ranks() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(50):
+        full = torch.randn(3, generator=generator)
+        for order in (2.0, 3.0):
+            want = (full.abs().double() ** order).sum() ** (1 / order)
+            assert torch.linalg.vector_norm(cut(full, (0, 1, 2, 3), mesh), order) == want.float()
+
+
+def test_the_norms_of_ranks_are_combined_with_one_rounding(ranks: RankGroup) -> None:
+    ranks.run(3, norms_of_ranks)
+
+
 def not_a_number(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (3,))
     for row in (0, 1, 2, 6):

@@ -220,12 +220,15 @@ def test_every_optimizer_can_zero_unreduced_gradients(ranks: RankGroup, strategy
 class Sums(nn.Module):
     """Two parameters whose gradients are this rank's inputs."""
 
+    uses_b = True
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.a * x).sum() + (self.b * x[:2]).sum()
+        used = (self.a * x).sum()
+        return used + (self.b * x[:2]).sum() if self.uses_b else used
 
 
 def replace_unreduced_gradients(module: nn.Module, how: str) -> None:
@@ -236,10 +239,13 @@ def replace_unreduced_gradients(module: nn.Module, how: str) -> None:
             param.grad = param.grad.clone()
     elif how == "zeroed":
         module.a.grad = torch.zeros_like(module.a.grad)
+    elif how == "last zeroed":
+        module.b.grad = torch.zeros_like(module.b.grad)
     elif how == "reduced":
         module.b.grad = torch.zeros_like(module.b)
-    elif how == "dropped":
+    elif how.startswith("dropped"):
         module.b.grad = None
+        module.uses_b = how == "dropped"
 
 
 def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
@@ -257,10 +263,13 @@ def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
         if microbatch == 0:
             replace_unreduced_gradients(reference, how)
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(param.grad), want.grad)
+        expected = torch.zeros_like(want) if want.grad is None else want.grad
+        torch.testing.assert_close(whole(param.grad), expected)
 
 
-@pytest.mark.parametrize("how", ["copied", "all copied", "zeroed", "reduced", "dropped"])
+@pytest.mark.parametrize(
+    "how", ["copied", "all copied", "zeroed", "last zeroed", "reduced", "dropped", "dropped and unused"]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unreduced_gradients_may_be_copied_replaced_or_dropped(
     ranks: RankGroup, strategy: str, how: str
