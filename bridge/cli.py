@@ -316,6 +316,9 @@ def _show_warning(
 
 
 def _terminate(signal_number: int, _: object) -> None:
+    # A terminal that closes may say so twice, and nothing may interrupt the way out.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # As an exception, so that a half-written destination is removed on the way out.
     raise SystemExit(128 + signal_number)
 

@@ -240,6 +240,8 @@ def run(*arguments):
     try:
         time.sleep(60)
     finally:
+        print("cleaning", flush=True)
+        time.sleep(1)
         print("cleaned up", flush=True)
 bridge.parity.relay.run = run
 if sys.argv[1] == "nohup":
@@ -252,9 +254,9 @@ bridge.cli.main()
 @pytest.mark.parametrize(
     ("start", "signals", "status"),
     [
-        ("plain", [signal.SIGHUP], 128 + signal.SIGHUP),
-        ("plain", [signal.SIGTERM], 128 + signal.SIGTERM),
-        ("nohup", [signal.SIGHUP, signal.SIGTERM], 128 + signal.SIGTERM),
+        ("plain", [signal.SIGHUP, signal.SIGHUP], 128 + signal.SIGHUP),
+        ("plain", [signal.SIGTERM, signal.SIGHUP], 128 + signal.SIGTERM),
+        ("nohup", [signal.SIGTERM, signal.SIGTERM], 128 + signal.SIGTERM),
     ],
 )
 def test_a_relay_whose_terminal_closes_stops_its_leg_unless_told_not_to(
@@ -264,9 +266,13 @@ def test_a_relay_whose_terminal_closes_stops_its_leg_unless_told_not_to(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
         assert relay.stdout is not None
         assert relay.stdout.readline() == "running\n"
-        for number in signals:
-            relay.send_signal(number)
+        if start == "nohup":
+            relay.send_signal(signal.SIGHUP)
             time.sleep(0.5)
+        first, second = signals
+        relay.send_signal(first)
+        assert relay.stdout.readline() == "cleaning\n"
+        relay.send_signal(second)
         assert relay.stdout.read() == "cleaned up\n"
     assert relay.returncode == status
 
