@@ -39,8 +39,9 @@ class TrainState:
 
 def init_state(plan: ShardingPlan, weights: Buffers, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step; moments are born sharded."""
-    shardings = jax.tree.map_with_path(
-        lambda path, leaf: plan.sharding if plan.locate_buffer(path, leaf) else plan.replicated,
+    shapes = {buffer.shape for buffer in weights.values()}
+    shardings = jax.tree.map(
+        lambda leaf: plan.sharding if leaf.shape in shapes else plan.replicated,
         jax.eval_shape(optimizer.init, weights),
     )
     return TrainState(weights, jax.jit(optimizer.init, out_shardings=shardings)(weights))

@@ -142,6 +142,24 @@ def test_means_over_ranks_are_divided_not_multiplied_by_a_rounded_reciprocal(str
     np.testing.assert_array_equal(unshard(plan, gradients)["weight"], batch[0] / np.float32(3))
 
 
+@pytest.mark.parametrize(
+    "arrange",
+    [jax.tree.leaves, lambda weights: {unit: {"momentum": buffer} for unit, buffer in weights.items()}],
+    ids=["list", "nested"],
+)
+def test_moments_are_sharded_wherever_a_transformation_keeps_them(arrange):
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(4))
+    optimizer = optax.GradientTransformation(
+        lambda weights: arrange(jax.tree.map(jnp.zeros_like, weights)),
+        lambda gradients, state, _: (gradients, arrange(gradients)),
+    )
+    state = init_state(plan, weights, optimizer)
+    for _ in range(2):
+        assert jax.tree.leaves(state.opt_state)
+        assert all(leaf.sharding == plan.sharding for leaf in jax.tree.leaves(state.opt_state))
+        state, _ = make_train_step(plan, loss, optimizer)(state, tokens(4))
+
+
 def test_state_stays_sharded_as_it_was_and_padding_stays_zero():
     optimizer = main_weight_adamw(1e-2, weight_decay=0.1)
     plan, weights = fully_shard(decoder(), data_parallel_mesh(4))
