@@ -1,18 +1,22 @@
 """The places where the runtime hooks into autograd. All use of torch's private engine calls is in this module.
 
-Callbacks keep no reference to tensors or graph nodes: a graph that is dropped frees its memory at once, without the
-garbage collector.
+Callbacks hold no tensors, and of the graph only nodes before their own: a graph that is dropped frees its memory at
+once, without the garbage collector.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_STARTS = "twinshard: units whose backward starts here"
 
 
 def current_backward() -> int | None:
@@ -26,42 +30,58 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def watch_inputs(args: Any, kwargs: Any, done: Callable[[], None]) -> tuple[Any, Any, Callable[[], bool]]:
-    """Arrange a call of ``done`` in backward once the gradients of these inputs are complete.
+class WatchedInputs:
+    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``."""
 
-    Returns the inputs, replaced by views where they require gradient, and ``expect``, to be called when the backward
-    reaches the module: it finds the inputs that take part in this backward and returns whether any does. Only those are
-    waited for, and without ``expect`` there is no call of ``done``.
-    """
-    missing: set[int] = set()
-    nodes: list[Any] = []
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+        self._missing: set[int] = set()
+        self._nodes: list[Any] = []
+        self._given: list[torch.Tensor] = []
 
-    # The nodes hold the hooks: a hook that held the nodes would keep a dropped graph alive.
-    def hook_for(index: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            if index in missing:
-                missing.discard(index)
-                if not missing:
-                    done()
+    def watch(self, inputs: Any) -> Any:
+        """The inputs to call the module with: replaced by views where they require gradient."""
+        return map_leaves(inputs, self._watch)
 
-        return hook
-
-    def watch(leaf: Any) -> Any:
+    def _watch(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return leaf
         # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
         view = leaf.view_as(leaf)
-        view.register_hook(hook_for(len(nodes)))
-        nodes.append(view.grad_fn)
+        view.register_hook(partial(_arrived, len(self._nodes), self._missing, self._done))
+        self._nodes.append(view.grad_fn)
+        self._given.append(leaf)
         return view
 
-    def expect() -> bool:
-        missing.clear()
-        missing.update(k for k, node in enumerate(nodes) if torch._C._will_engine_execute_node(node))
-        return bool(missing)
+    def release(self, output: Any) -> Any:
+        """Ends the forward: ``output`` with the inputs themselves in place of views that the module passed on."""
+        given, self._given = self._given, []
+        return map_leaves(
+            output, lambda leaf: given[self._nodes.index(leaf.grad_fn)] if self.passed_on(leaf) else leaf
+        )
 
-    args, kwargs = map_leaves((args, kwargs), watch)
-    return args, kwargs, expect
+    def passed_on(self, leaf: Any) -> bool:
+        """Whether a leaf of the output is a view that ``watch`` made."""
+        return isinstance(leaf, torch.Tensor) and leaf.grad_fn in self._nodes
+
+    def expect(self) -> bool:
+        """To be called when the backward reaches the module: finds the inputs that take part, and whether any does.
+
+        Only those are waited for, and without this there is no call of ``done``.
+        """
+        self._missing.clear()
+        self._missing.update(
+            k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)
+        )
+        return bool(self._missing)
+
+
+# The nodes hold the hooks: a hook that held the nodes would keep a dropped graph alive.
+def _arrived(index: int, missing: set[int], done: Callable[[], None], _: torch.Tensor) -> None:
+    if index in missing:
+        missing.discard(index)
+        if not missing:
+            done()
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
@@ -84,20 +104,38 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def watch_outputs(output: Any, start: Callable[[], None]) -> bool:
+def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None]) -> bool:
     """Arrange calls of ``start`` in backward when gradients reach the outputs, before the module's own backward.
 
-    Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be searched and
-    no tensor that requires gradient was found.
+    Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive through
+    the inputs. Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be
+    searched and no tensor that requires gradient was found.
     """
     leaves = _leaves(output)
     hooked = False
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(lambda _: start())
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
+            _start_first(leaf, start)
             hooked = True
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
     return hooked or all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def _start_first(tensor: torch.Tensor, start: Callable[[], None]) -> None:
+    """Call ``start`` when the gradient arrives, before what was to be called there until now.
+
+    A unit may return an inner unit's output itself, and still comes first in backward, as it does on a rank where
+    something is computed in between.
+    """
+    starts: list[Callable[[], None]] = tensor.grad_fn.metadata.setdefault((_STARTS, tensor.output_nr), [])  # type: ignore[union-attr]  # only called with a node
+    if not starts:
+        tensor.register_hook(partial(_call_all, starts))
+    starts.insert(0, start)
+
+
+def _call_all(functions: list[Callable[[], None]], _: torch.Tensor) -> None:
+    for function in functions:
+        function()
 
 
 def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
@@ -107,11 +145,21 @@ def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
     """
 
     def aliases(leaf: Any) -> bool:
-        has_memory = isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf)
-        return has_memory and leaf.untyped_storage().data_ptr() in storages
+        return isinstance(leaf, torch.Tensor) and not _addresses(leaf).isdisjoint(storages)
 
     output = map_leaves(output, lambda leaf: leaf.clone() if aliases(leaf) else leaf)
     return output, any(map(aliases, _leaves(output)))
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
+    try:
+        return {tensor.untyped_storage().data_ptr()}
+    except RuntimeError:  # sparse layouts; subclasses that show nothing of what they wrap
+        return set()
 
 
 def map_floating(tree: Any, dtype: torch.dtype) -> Any:

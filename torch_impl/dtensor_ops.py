@@ -245,6 +245,9 @@ def _sum(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.T
 
 
 def _mean(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    wanted = dtype or tensor.dtype
+    if not (wanted.is_floating_point or wanted.is_complex):
+        raise RuntimeError(f"{func}: expected a floating-point or complex dtype, got {wanted}")
     return _total(tensor, dtype, tensor.numel())
 
 
@@ -255,6 +258,8 @@ def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callab
         local = _local(tensor)
         if not local.dtype.is_floating_point:
             raise RuntimeError(f"{func}: expected a floating-point tensor, got {local.dtype}")
+        if not tensor.numel():
+            raise RuntimeError(f"{func}: expected a tensor with elements, got shape {tuple(tensor.shape)}")
         value = pick(local) if local.numel() else local.new_full((), -sign * float("inf"))
         return sign * _max_over_ranks(sign * value, tensor.device_mesh) if _is_sharded(tensor) else value
 

@@ -89,10 +89,10 @@ class ParameterGroup:
         """Fill the compute weights if they are freed or, with ``refresh``, older than the main weights. Collective."""
         if self.compute is self.main:
             return
-        version = self.main.flat._version
-        changed = version != self._gathered_version
-        if self.compute.allocated and self._gathered_version is not None and not (refresh and changed):
+        version, gathered = self.main.flat._version, self._gathered_version
+        if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return
+        self._gathered_version = None  # until it has succeeded
         self.compute.allocate()
         with torch.no_grad():
             if self.strategy.shard_optimizer:
@@ -100,7 +100,7 @@ class ParameterGroup:
                 collectives.all_gather(self.compute.flat, shard, self.mesh.get_group())
             else:
                 self.compute.flat.copy_(self.main.flat)
-        if changed:
+        if version != gathered:
             for param in self.unsharded:
                 torch.autograd.graph.increment_version(param)
         self._gathered_version = version

@@ -32,10 +32,10 @@ from torch_impl.precision import MixedPrecisionPolicy
 
 
 class _Call(NamedTuple):
-    """One forward call; ``expect``: see ``autograd.watch_inputs``."""
+    """One forward call, and its inputs where gradients may be computed."""
 
     number: int
-    expect: Callable[[], bool] | None
+    inputs: autograd.WatchedInputs | None
 
 
 class Unit:
@@ -102,11 +102,11 @@ class Unit:
             self._forwards += 1
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
-        number, expect = next(self._numbers), None
+        number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            done = _weakly(self._call_done, number)
-            args, kwargs, expect = autograd.watch_inputs(args, kwargs, done)
-        self._calls.append(_Call(number, expect))
+            inputs = autograd.WatchedInputs(_weakly(self._call_done, number))
+            args, kwargs = inputs.watch((args, kwargs))
+        self._calls.append(_Call(number, inputs))
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -115,8 +115,9 @@ class Unit:
             output = autograd.map_floating(output, self._policy.output_dtype)
         output = self._copy_weights_in(output, module)
         seen = True
-        if torch.is_grad_enabled():
-            seen = autograd.watch_outputs(output, _weakly(self._backward_started, call))
+        if call.inputs is not None:
+            seen = autograd.watch_outputs(output, call.inputs, _weakly(self._backward_started, call))
+            output = call.inputs.release(output)
         self._leave_forward(seen)
         return output
 
@@ -140,7 +141,9 @@ class Unit:
     def interrupted(self, open_calls: int) -> None:
         """Drop what a forward left open that raised; ``open_calls`` were running before it."""
         del self._calls[open_calls:]
-        self._leave_forward(seen=True)
+        # Else it raised before anything was shown, perhaps because someone replaced a parameter.
+        if self._registered_unsharded:
+            self._leave_forward(seen=True)
 
     def _leave_forward(self, seen: bool) -> None:
         if not self._calls and not self._backwards:
@@ -151,7 +154,7 @@ class Unit:
 
     def _backward_started(self, call: _Call) -> None:
         self._enter_backward()
-        if call.expect is not None and call.number not in self._open_calls and call.expect():
+        if call.inputs is not None and call.number not in self._open_calls and call.inputs.expect():
             self._open_calls.add(call.number)
         self.unshard(refresh=False)
 

@@ -154,6 +154,19 @@ def test_elementwise_operators_and_whole_reductions_are_right(ranks: RankGroup) 
     ranks.run(3, operators)
 
 
+def undefined_reductions() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    for full, bounds in ((torch.zeros(0, 3), (0, 0, 0, 0)), (torch.arange(3), (0, 1, 1, 3))):
+        for reduce in (torch.max, torch.min) if full.numel() == 0 else (torch.mean,):
+            for tensor in (full, cut(full, bounds, mesh)):
+                with pytest.raises(RuntimeError):
+                    reduce(tensor)
+
+
+def test_reductions_that_torch_does_not_define_are_refused(ranks: RankGroup) -> None:
+    ranks.run(3, undefined_reductions)
+
+
 def refused() -> None:
     mesh = init_device_mesh("cpu", (3,))
     (full, tensor), (_, stack) = all_cuts(mesh)[0], all_cuts(mesh)[3]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,21 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_impl
 from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted, whole
+from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted, rank_inputs, seeded, whole
+from torch_impl import collectives
 
 WORLD = 2
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
-
-def seeded(build: type[nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        return build()
-
-
-def rank_inputs() -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(5)
-    return [torch.randn(4, 5, generator=random) for _ in range(dist.get_world_size())]
 
 
 class Scores(nn.Module):
@@ -169,30 +156,6 @@ def test_ranks_may_use_different_inputs_of_a_unit(ranks: RankGroup, strategy: st
     ranks.run(3, different_inputs, strategy, timeout=60)
 
 
-def dropped_graph() -> None:
-    unit = torch_impl.fully_shard(seeded(Join))
-    leaf = torch.ones(2, 5, requires_grad=True)
-    unit(leaf, leaf, [leaf]).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
-        activation, held = leaf * 2, Join()
-        activation.register_hook(lambda _, held=held: None)
-        graph = weakref.ref(held)
-        output = unit(activation, activation, [activation])
-        del activation, held
-        assert output.requires_grad
-        assert graph() is not None
-        del output
-        assert graph() is None
-    finally:
-        gc.enable()
-
-
-def test_a_dropped_graph_frees_its_activations_without_the_garbage_collector(ranks: RankGroup) -> None:
-    ranks.run(1, dropped_graph)
-
-
 class Stopped(nn.Module):
     """Stops in its own forward or, inside the first unit, in that of a plain module."""
 
@@ -254,59 +217,29 @@ def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(
     ranks.run(WORLD, keyboard_interrupts, strategy, where)
 
 
-class Positions(nn.Module):
-    """Returns its parameter itself, a view of it, or views in containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
-
-    def forward(self, kind: str) -> object:
-        outputs: dict[str, object] = {
-            "whole": self.table,
-            "view": self.table[1:3],
-            "detached": self.table.detach(),
-            "nested": {"rows": [self.table[:2], self.table.sum()]},
-            "opaque": Wrapped(self.table[:2]),
-        }
-        return outputs[kind]
-
-
-@dataclass
-class Wrapped:
-    rows: torch.Tensor
-
-
-def returned_weights(strategy: str, keep: bool) -> None:
-    model = torch_impl.fully_shard(Positions(), strategy=strategy, reshard_after_forward=not keep)
-    table = torch.arange(20.0).view(4, 5)
-    scale = dist.get_rank() + 1.0
-    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
-    for kind, rows in (("whole", slice(0, 4)), ("view", slice(1, 3)), ("nested", slice(0, 2))):
-        output = model(kind)
-        found = output["rows"][0] if kind == "nested" else output
-        assert torch.equal(found, table[rows])
-        (found * scale).sum().backward()
-        expected = torch.zeros(4, 5)
-        expected[rows] = mean
-        assert torch.equal(whole(model.table.grad), expected)
-        model.zero_grad()
-        assert_at_rest(model)
-        assert torch.equal(found, table[rows])
+def interrupted_gathers() -> None:
+    model = torch_impl.fully_shard(seeded(Segments))
+    mine = rank_inputs()[dist.get_rank()]
     with torch.no_grad():
-        for kind in ("whole", "detached"):
-            found = model(kind)
-            assert torch.equal(found, table)
-    if strategy == "optim_grads_params":
-        with pytest.raises(RuntimeError, match="FSDPPositions: an output shares memory with the sharded"):
-            model("opaque")
-        model("whole")
+        expected = model(mine)
+        gather = collectives._gather
+        try:
+            collectives._gather = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                model(mine)
+        finally:
+            collectives._gather = gather
+        assert all(type(param) is torch_impl.dtensor.RowDTensor for param in model.parameters())
+        torch.testing.assert_close(model(mine), expected)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_may_return_its_weights(ranks: RankGroup, strategy: str, keep: bool) -> None:
-    ranks.run(WORLD, returned_weights, strategy, keep)
+def interrupted(output: torch.Tensor, *_: object, **__: object) -> None:
+    output.fill_(float("nan"))
+    raise KeyboardInterrupt
+
+
+def test_weights_of_an_interrupted_gather_are_not_used(ranks: RankGroup) -> None:
+    ranks.run(WORLD, interrupted_gathers)
 
 
 class Segments(nn.Module):

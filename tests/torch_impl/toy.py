@@ -70,6 +70,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch_impl.full_tensor(tensor).detach()
 
 
+def seeded(build: type[nn.Module]) -> nn.Module:
+    """The same module on every rank and as the reference."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return build()
+
+
+def rank_inputs() -> list[torch.Tensor]:
+    """One input for each rank, of shape (4, 5)."""
+    random = torch.Generator().manual_seed(5)
+    return [torch.randn(4, 5, generator=random) for _ in range(dist.get_world_size())]
+
+
 def assert_same_gradients(
     model: nn.Module, reference: nn.Module, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:

@@ -1,0 +1,262 @@
+"""What a unit returns: computed tensors, its weights, its inputs, an inner unit's outputs, tensor subclasses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
+from torch_impl.dtensor import RowDTensor
+
+WORLD = 2
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+class Positions(nn.Module):
+    """Returns its parameter itself, a view of it, or views in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
+
+    def forward(self, kind: str) -> object:
+        outputs: dict[str, object] = {
+            "whole": self.table,
+            "view": self.table[1:3],
+            "detached": self.table.detach(),
+            "nested": {"rows": [self.table[:2], self.table.sum()]},
+            "opaque": Wrapped(self.table[:2]),
+        }
+        return outputs[kind]
+
+
+@dataclass
+class Wrapped:
+    rows: torch.Tensor
+
+
+def returned_weights(strategy: str, keep: bool) -> None:
+    model = torch_impl.fully_shard(Positions(), strategy=strategy, reshard_after_forward=not keep)
+    table = torch.arange(20.0).view(4, 5)
+    scale = dist.get_rank() + 1.0
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+    for kind, rows in (("whole", slice(0, 4)), ("view", slice(1, 3)), ("nested", slice(0, 2))):
+        output = model(kind)
+        found = output["rows"][0] if kind == "nested" else output
+        assert torch.equal(found, table[rows])
+        (found * scale).sum().backward()
+        expected = torch.zeros(4, 5)
+        expected[rows] = mean
+        assert torch.equal(whole(model.table.grad), expected)
+        model.zero_grad()
+        assert_at_rest(model)
+        assert torch.equal(found, table[rows])
+    with torch.no_grad():
+        for kind in ("whole", "detached"):
+            found = model(kind)
+            assert torch.equal(found, table)
+    if strategy == "optim_grads_params":
+        with pytest.raises(RuntimeError, match="FSDPPositions: an output shares memory with the sharded"):
+            model("opaque")
+        model("whole")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_may_return_its_weights(ranks: RankGroup, strategy: str, keep: bool) -> None:
+    ranks.run(WORLD, returned_weights, strategy, keep)
+
+
+class Wraps(nn.Module):
+    """Returns subclasses of tensors, of its weights or of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
+        self.inner = torch_impl.fully_shard(nn.Linear(5, 3, bias=False))
+
+    def forward(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        if kind == "inner weight":
+            return self.inner.weight
+        if kind == "jagged":
+            return torch.nested.nested_tensor_from_jagged(x @ self.table, torch.tensor([0, 1, 4]))
+        if kind == "sparse":
+            return (x @ self.table.detach()).to_sparse()
+        local = self.table.detach() if kind == "distributed weight" else x.detach()
+        return DTensor.from_local(local, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+
+
+def returned_subclasses(strategy: str) -> None:
+    model = torch_impl.fully_shard(Wraps(), strategy=strategy)
+    x = rank_inputs()[dist.get_rank()][:, :4]
+    table = torch.arange(20.0).view(4, 5)
+    assert isinstance(model("inner weight", x), RowDTensor)
+    jagged = model("jagged", x)
+    torch.testing.assert_close(jagged.values(), x @ table)
+    jagged.values().sum().backward()
+    assert whole(model.table.grad).count_nonzero() == 20
+    torch.testing.assert_close(model("sparse", x).to_dense(), x @ table)
+    assert torch.equal(model("distributed", x).to_local(), x)
+    assert torch.equal(model("distributed weight", x).to_local(), table)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_may_return_tensor_subclasses(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, returned_subclasses, strategy)
+
+
+class Outer(nn.Module):
+    """Returns its inner unit's output itself, or something computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, computes: bool, how: str) -> torch.Tensor:
+        output = self.inner(torch.tanh(self.before(x)))
+        if how == "in place":
+            output.mul_(1.5)
+        return output * 2 if computes else output
+
+
+def passed_on_outputs(strategy: str, how: str) -> None:
+    model, reference = seeded(Outer), seeded(Outer)
+    torch_impl.fully_shard(model.inner, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    inputs = rank_inputs()
+    for _ in range(2):
+        # The odd ranks return the inner unit's output, the others do not.
+        outputs = [
+            (one, x, rank % 2 == 0, how) for one in (model, reference) for rank, x in enumerate(inputs)
+        ]
+        one, *args = outputs[dist.get_rank()]
+        one(*args).square().mean().backward()
+        for one, *args in outputs[len(inputs) :]:
+            (one(*args).square().mean() / len(inputs)).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("how", ["as it is", "in place"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_may_return_an_inner_units_output_on_some_ranks(
+    ranks: RankGroup, strategy: str, how: str
+) -> None:
+    ranks.run(3, passed_on_outputs, strategy, how)
+
+
+class Residual(nn.Module):
+    """Returns its input beside what it computed, alone or in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, how: str) -> object:
+        if how == "in place":
+            x.add_(1.0)
+        output = torch.tanh(self.linear(x))
+        return {"tuple": (output, x), "in place": (output, x), "list": [x, output]}[how]
+
+
+def passed_on_inputs(strategy: str) -> None:
+    model, reference = seeded(Residual), seeded(Residual)
+    torch_impl.fully_shard(model, strategy=strategy)
+    inputs = rank_inputs()
+
+    def backward(module: nn.Module, x: torch.Tensor, how: str, scale: float) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        passed = x * 3
+        outputs = module(passed, how)
+        if how != "in place":
+            assert any(output is passed for output in outputs)
+        (sum(output.square().mean() for output in outputs) * scale).backward()
+        return x.grad
+
+    for how in ("tuple", "list", "in place"):
+        found = backward(model, inputs[dist.get_rank()], how, 1.0)
+        expected = [backward(reference, x, how, 1 / len(inputs)) for x in inputs]
+        torch.testing.assert_close(found, expected[dist.get_rank()] * len(inputs))
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_that_a_unit_passes_on_are_the_callers_own(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(WORLD, passed_on_inputs, strategy)
+
+
+class Held:
+    """Lives as long as the graph that it was put into."""
+
+
+def dropped_graphs() -> None:
+    unit, nested = torch_impl.fully_shard(seeded(Residual)), seeded(Outer)
+    torch_impl.fully_shard(nested.inner)
+    torch_impl.fully_shard(nested)
+    programs = {
+        "input passed on": lambda x: unit(x, "list"),
+        "input changed": lambda x: unit(x, "in place"),
+        "output passed on": lambda x: nested(x, False, ""),
+        "output computed": lambda x: nested(x, True, ""),
+    }
+    for name, program in programs.items():
+        program(torch.ones(2, 5))  # what is made once is made now
+        gc.collect()
+        gc.disable()
+        try:
+            for backwards in (False, True):
+                activation, held = torch.ones(2, 5, requires_grad=True) * 2, Held()
+                activation.register_hook(lambda _, held=held: None)
+                graph = weakref.ref(held)
+                outputs = program(activation)
+                del activation, held
+                assert graph() is not None, name
+                if backwards:
+                    torch.cat(
+                        [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+                    ).sum().backward()
+                del outputs
+                assert graph() is None, name
+        finally:
+            gc.enable()
+
+
+class Shift(nn.Module):
+    """Saves nothing for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def input_memory() -> None:
+    unit = torch_impl.fully_shard(Shift())
+    x = torch.ones(2, 5, requires_grad=True) * 2
+    held = weakref.ref(x)
+    output = unit(x)
+    del x
+    assert held() is None
+    output.sum().backward()
+
+
+def test_inputs_that_backward_does_not_need_are_not_kept(ranks: RankGroup) -> None:
+    ranks.run(1, input_memory)
+
+
+def test_a_dropped_graph_frees_its_activations_without_the_garbage_collector(ranks: RankGroup) -> None:
+    ranks.run(1, dropped_graphs)
