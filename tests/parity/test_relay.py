@@ -236,8 +236,8 @@ SLOW_RELAY = """
 import signal, sys, time
 import bridge.cli, bridge.parity.relay
 def run(*arguments):
-    print("running", flush=True)
     try:
+        print("running", flush=True)
         time.sleep(60)
     finally:
         print("cleaning", flush=True)
