@@ -39,6 +39,7 @@ class TrainState:
 
 def init_state(plan: ShardingPlan, weights: Buffers, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step; moments are born sharded."""
+    # By shape alone: a transformation may keep moments under other keys than the weights'.
     shapes = {buffer.shape for buffer in weights.values()}
     shardings = jax.tree.map(
         lambda leaf: plan.sharding if leaf.shape in shapes else plan.replicated,

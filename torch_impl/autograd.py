@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -115,19 +116,20 @@ def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None])
     hooked = False
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
-            _start_first(leaf, start)
+            _start_first(leaf, leaf.grad_fn, start)
             hooked = True
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
     return hooked or all(isinstance(leaf, plain) for leaf in leaves)
 
 
-def _start_first(tensor: torch.Tensor, start: Callable[[], None]) -> None:
-    """Call ``start`` when the gradient arrives, before what was to be called there until now.
+def _start_first(tensor: torch.Tensor, node: Node, start: Callable[[], None]) -> None:
+    """Call ``start`` when the gradient of ``node``'s output arrives, before what was to be called there until now.
 
     A unit may return an inner unit's output itself, and still comes first in backward, as it does on a rank where
     something is computed in between.
     """
-    starts: list[Callable[[], None]] = tensor.grad_fn.metadata.setdefault((_STARTS, tensor.output_nr), [])  # type: ignore[union-attr]  # only called with a node
+    notes: Any = node.metadata  # a dict of the node's own, which torch declares as a method
+    starts: list[Callable[[], None]] = notes.setdefault((_STARTS, tensor.output_nr), [])
     if not starts:
         tensor.register_hook(partial(_call_all, starts))
     starts.insert(0, start)

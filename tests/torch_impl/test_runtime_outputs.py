@@ -137,13 +137,10 @@ def passed_on_outputs(strategy: str, how: str) -> None:
     inputs = rank_inputs()
     for _ in range(2):
         # The odd ranks return the inner unit's output, the others do not.
-        outputs = [
-            (one, x, rank % 2 == 0, how) for one in (model, reference) for rank, x in enumerate(inputs)
-        ]
-        one, *args = outputs[dist.get_rank()]
-        one(*args).square().mean().backward()
-        for one, *args in outputs[len(inputs) :]:
-            (one(*args).square().mean() / len(inputs)).backward()
+        calls = [(x, rank % 2 == 0, how) for rank, x in enumerate(inputs)]
+        model(*calls[dist.get_rank()]).square().mean().backward()
+        for call in calls:
+            (reference(*call).square().mean() / len(inputs)).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
 
@@ -157,7 +154,7 @@ def test_a_unit_may_return_an_inner_units_output_on_some_ranks(
 
 
 class Residual(nn.Module):
-    """Returns its input beside what it computed, alone or in an object."""
+    """Returns its input, which it may change, beside what it computed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(
     ranks.run(WORLD, load_in_place, str(tmp_path / "checkpoint"), strategy)
 
 
+def assert_same_two_steps(
+    model: nn.Module, reference: nn.Module, inputs: list[torch.Tensor], act_as: Callable[[int], None]
+) -> None:
+    """Backward on this rank's input, against a reference that acts as one rank after another."""
+    for _ in range(2):
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        for rank, part in enumerate(inputs):
+            act_as(rank)
+            (reference(part).square().mean() / len(inputs)).backward()
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
 class Branches(nn.Module):
     """``b`` is used in one of the two calls of a step, another one on every rank."""
 
@@ -85,15 +99,12 @@ def different_calls(strategy: str) -> None:
         torch_impl.fully_shard(branch, strategy=strategy)
         branch.rank = dist.get_rank()
     torch_impl.fully_shard(model, strategy=strategy)
-    inputs = rank_inputs()
-    for _ in range(2):
-        model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()
-        for rank, part in enumerate(inputs):
-            for branch in reference.branches:
-                branch.rank = rank
-            (reference(part).square().mean() / len(inputs)).backward()
-        assert_same_gradients(model, reference)
-        assert_at_rest(model)
+
+    def act_as(rank: int) -> None:
+        for branch in reference.branches:
+            branch.rank = rank
+
+    assert_same_two_steps(model, reference, [x.requires_grad_() for x in rank_inputs()], act_as)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -140,15 +151,12 @@ def different_inputs(strategy: str) -> None:
         torch_impl.fully_shard(join, strategy=strategy)
         join.used = used
     torch_impl.fully_shard(model, strategy=strategy)
-    inputs = rank_inputs()
-    for _ in range(2):
-        model(inputs[dist.get_rank()]).square().mean().backward()
-        for rank, part in enumerate(inputs):
-            for join, used in zip(reference.joins, USED[rank], strict=True):
-                join.used = used
-            (reference(part).square().mean() / len(inputs)).backward()
-        assert_same_gradients(model, reference)
-        assert_at_rest(model)
+
+    def act_as(rank: int) -> None:
+        for join, used in zip(reference.joins, USED[rank], strict=True):
+            join.used = used
+
+    assert_same_two_steps(model, reference, rank_inputs(), act_as)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
