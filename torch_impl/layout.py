@@ -1,24 +1,31 @@
-"""Where each parameter of a group sits in its flat buffer, and which rows each rank owns.
+"""Where each parameter of a group sits in its flat buffers, and which rows each rank owns.
 
-A parameter group is stored in one flat buffer cut into ``num_shards`` equal shards of ``shard_size``
-elements; rank k holds elements ``[k * shard_size, (k + 1) * shard_size)``. Every parameter is one contiguous
-range, and a shard boundary never cuts an *atom* of a parameter: a row, a block of rows or the whole tensor.
-So what a rank holds of a parameter is a range of whole rows, uneven by design and possibly empty.
+A parameter group is stored in one to three flat buffers, each cut into ``num_shards`` equal shards; rank k holds
+shard k of every buffer, so all ranks hold equally much. Every parameter is one contiguous range of one buffer, and a
+shard boundary never cuts one of its *units*: a row, a block of rows or the whole tensor. So what a rank holds of a
+parameter is a range of whole rows, uneven by design and possibly empty.
 
-``print(plan_layout({"wq": (7, 9), "wo": (5, 7), "scale": (6,), "head": (3, 11)}, 4))``::
+``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4))``::
 
-    4 shards x 36 elements, 137 real, 5.11 % padding, granularity row
-    rank 0 |ddddddddddddddddddddddddddddddddd...|
-    rank 1 |aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa|
-    rank 2 |aaaaaaaaaaaaaaaaaaaaaaaaaaa..bbbbbbb|
-    rank 3 |bbbbbbbbbbbbbbbbbbbbbbbbbbbbcccccc..|
-    a  wq (7, 9): rows 0:0 0:4 4:7 7:7
-    b  wo (5, 7): rows 0:0 0:0 0:1 1:5
-    c  scale (6,): rows 0:0 0:0 0:0 0:6
-    d  head (3, 11): rows 0:3 3:3 3:3 3:3
+    4 shards x 27 + 24 elements, 198 real, 3.03 % padding
+    rank 0 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|
+    rank 1 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|
+    rank 2 |eeeeeebbbbbbbbbbbbbbbbbbbbb|ccccccaaaaaaaaaaaaaaaaaa|
+    rank 3 |bbbbbbbbbbbbbbbbbbbbb......|aaaaaaaaaaaaaaaaaaaaaaaa|
+    a  wq (7, 6): rows 0:0 0:0 0:3 3:7
+    b  wo (6, 7): rows 0:0 0:0 0:3 3:6
+    c  up (9, 6): rows 0:4 4:8 8:9 9:9
+    d  down (6, 9): rows 0:3 3:6 6:6 6:6
+    e  norm (6,): rows 0:0 0:0 0:6 6:6
 
-(one letter per tensor, ``.`` is padding; ``torch_impl.rows`` says what a row is). A tensor without elements
-occupies nothing. The planner is deterministic, pure Python and uses no framework, so two programs that plan
+(one letter per tensor, ``.`` is padding; ``torch_impl.rows`` says what a row is). In memory the buffers follow each
+other, whole as well as within a rank's shard::
+
+    whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
+    of rank 2                                |buffer 0 | buffer 1|
+
+``packing`` finds the shard size and the offsets of one buffer, ``partition`` chooses the buffers; the README of this
+package has the rules and proofs. All of it is deterministic pure Python without a framework, so two programs that plan
 the same shapes cut alike.
 """
 
@@ -27,123 +34,150 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
 
+from torch_impl.aligned_packing import pack_aligned
 from torch_impl.layout_text import render
+from torch_impl.packing import Kind
+from torch_impl.partition import plan_buffers, total_size
 from torch_impl.rows import Box, row_boxes, rows_of
 
-__all__ = ["GRANULARITIES", "Box", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
+__all__ = ["Box", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
 
-GRANULARITIES = ("row", "block", "tensor")
+Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
+Granularity = str | Mapping[str, str]
 
-_MAX_TRIES = 64
+_KEYS = ("num_shards", "shard_sizes", "slots")
+_SLOT_KEYS = ("block", "buffer", "name", "offset", "shape")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer: elements ``[offset, offset + numel)``, row-major."""
+    """One parameter's place: elements ``[offset, offset + numel)`` of a buffer, row-major.
+
+    Args:
+        name: of the parameter.
+        shape: of the parameter.
+        block: rows that no shard boundary separates: 1, or more for blocks; all rows for whole tensors.
+        buffer: index of the flat buffer.
+        offset: first element in that buffer.
+
+    From the shape follow ``row_size`` (elements of a row), ``num_rows`` and ``numel``. A parameter without elements
+    has block 1, all else 0.
+    """
 
     name: str
     shape: tuple[int, ...]
+    block: int
+    buffer: int
     offset: int
+    row_size: int = field(init=False, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name of a tensor: expected a str, got {self.name!r}")
-        if not isinstance(self.shape, tuple) or not all(_is_size(d) for d in self.shape):
-            raise ValueError(f"shape of {self.name!r}: expected a tuple of ints >= 0, got {self.shape!r}")
-        if not _is_size(self.offset):
-            raise ValueError(f"offset of {self.name!r}: expected an int >= 0, got {self.offset!r}")
-        if self.numel == 0 and self.offset != 0:
-            raise ValueError(f"offset of {self.name!r}, which has no elements: expected 0, got {self.offset}")
+        _check_shape(self.name, self.shape)
+        row_size, num_rows = rows_of(self.shape)
+        # Set once here: there may be a hundred thousand slots, and cached properties take a lock each.
+        object.__setattr__(self, "row_size", row_size)
+        object.__setattr__(self, "num_rows", num_rows)
+        object.__setattr__(self, "numel", row_size * num_rows)
+        if not _is_size(self.buffer) or not _is_size(self.offset):
+            raise ValueError(
+                f"place of {self.name!r}: expected ints >= 0, got buffer {self.buffer!r}, offset {self.offset!r}"
+            )
+        if not _is_size(self.block) or not 1 <= self.block <= max(1, num_rows):
+            raise ValueError(
+                f"block of {self.name!r}: expected 1 to {max(1, num_rows)} rows, got {self.block!r}"
+            )
+        if num_rows == 0 and (self.buffer or self.offset):
+            raise ValueError(
+                f"place of {self.name!r}, which has no elements: expected buffer 0, offset 0, got buffer "
+                f"{self.buffer}, offset {self.offset}"
+            )
 
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def row_size(self) -> int:
-        """Elements of one row; 0 when the parameter has no elements."""
-        return rows_of(self.shape)[0]
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Rows of the parameter; 0 when it has no elements."""
-        return rows_of(self.shape)[1]
+    @property
+    def unit(self) -> int:
+        """Elements that no shard boundary separates; 0 when the parameter has no elements."""
+        return self.block * self.row_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
-    """A checked placement of parameters in ``num_shards`` equal shards of one flat buffer.
+    """A checked placement of parameters in flat buffers of ``num_shards`` equal shards each.
 
     Args:
-        num_shards: ranks the buffer is cut over, >= 1.
-        shard_size: elements of each shard.
-        granularity: what no boundary cuts: "row", "block" (of ``rows`` rows) or "tensor".
-        rows: rows of a block; used by granularity "block" only.
+        num_shards: ranks the buffers are cut over, >= 1.
+        shard_sizes: elements of each shard, by buffer; no buffer is empty.
         slots: one per parameter, in model order.
 
     Raises:
-        ValueError: a field is out of range, slots overlap or leave the buffer, or a boundary cuts an atom.
+        ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a unit.
     """
 
     num_shards: int
-    shard_size: int
-    granularity: str
-    rows: int
+    shard_sizes: tuple[int, ...]
     slots: tuple[Slot, ...]
 
     def __post_init__(self) -> None:
-        _check_options(self.num_shards, self.granularity, self.rows)
-        if not _is_size(self.shard_size):
-            raise ValueError(f"shard_size: expected an int >= 0, got {self.shard_size!r}")
+        _check_num_shards(self.num_shards)
+        if not isinstance(self.shard_sizes, tuple) or not all(map(_is_size, self.shard_sizes)):
+            raise ValueError(f"shard_sizes: expected a tuple of ints >= 1, got {self.shard_sizes!r}")
         if len(self._by_name) != len(self.slots):
             twice = next(s.name for s in self.slots if self._by_name[s.name] is not s)
             raise ValueError(f"tensor names: expected each once, got {twice!r} more than once")
-        self._check_bounds()
+        held: list[list[Slot]] = [[] for _ in self.shard_sizes]
         for slot in self.slots:
-            self._check_cuts(slot)
+            if slot.numel:
+                if slot.buffer >= len(held):
+                    raise ValueError(
+                        f"buffer of {slot.name!r}: expected one of {len(held)}, got {slot.buffer}"
+                    )
+                held[slot.buffer].append(slot)
+        for buffer, (size, slots) in enumerate(zip(self.shard_sizes, held, strict=True)):
+            if not slots:
+                raise ValueError(f"buffer {buffer}: expected parameters in it, got none")
+            self._check_bounds(buffer, size, slots)
+            for slot in slots:
+                _check_cuts(slot, size)
 
-    def _check_bounds(self) -> None:
+    def _check_bounds(self, buffer: int, size: int, slots: list[Slot]) -> None:
         end, before = 0, ""
-        for slot in sorted((s for s in self.slots if s.numel), key=lambda s: s.offset):
+        for slot in sorted(slots, key=lambda s: s.offset):
             if slot.offset < end:
                 raise ValueError(
                     f"offset of {slot.name!r}: expected at least {end}, the end of {before!r}, "
                     f"got {slot.offset}"
                 )
             end, before = slot.offset + slot.numel, slot.name
-        if end > self.padded_size:
+        if end > self.num_shards * size:
             raise ValueError(
-                f"{before!r}: expected to end within the {self.padded_size} elements of the buffer "
-                f"({self.num_shards} shards of {self.shard_size}), got end {end}"
+                f"{before!r}: expected to end within the {self.num_shards * size} elements of buffer {buffer} "
+                f"({self.num_shards} shards of {size}), got end {end}"
             )
-
-    def _check_cuts(self, slot: Slot) -> None:
-        if slot.numel == 0:
-            return
-        size, end = self.shard_size, slot.offset + slot.numel
-        first = (slot.offset // size + 1) * size
-        atom = _atom(slot.shape, self.granularity, self.rows)
-        # All later boundaries are one shard further each, so the first two decide.
-        for boundary in (first, first + size):
-            if boundary < end and (boundary - slot.offset) % atom:
-                raise ValueError(
-                    f"{slot.name!r}: expected shard boundaries at multiples of {atom} elements from its "
-                    f"start (granularity {self.granularity}), got one at {boundary - slot.offset}"
-                )
 
     @cached_property
     def _by_name(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in self.slots}
 
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """Where each buffer starts in a rank's shard."""
+        return (0, *accumulate(self.shard_sizes))
+
+    @property
+    def shard_size(self) -> int:
+        """Elements that a rank holds: a shard of every buffer, padding included."""
+        return self._starts[-1]
+
     @property
     def padded_size(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """Elements of all buffers, padding included."""
         return self.num_shards * self.shard_size
 
     @cached_property
@@ -152,7 +186,7 @@ class Layout:
         return sum(slot.numel for slot in self.slots)
 
     def overhead(self) -> float:
-        """Padding as a fraction of the real elements; 0.0 for an empty buffer."""
+        """Padding as a fraction of the real elements; 0.0 without elements."""
         return self.padded_size / self.numel - 1 if self.numel else 0.0
 
     def slot(self, name: str) -> Slot:
@@ -165,35 +199,46 @@ class Layout:
                 f"tensor name: expected one of the layout ({known}, ...), got {name!r}"
             ) from None
 
+    def start(self, name: str) -> int:
+        """The parameter's first element when all buffers lie whole, one after the other."""
+        slot = self.slot(name)
+        return self.num_shards * self._starts[slot.buffer] + slot.offset
+
+    def shard_start(self, name: str, rank: int) -> int:
+        """The first element, in the shard of ``rank``, of the rows that it owns; meaningless when it owns none."""
+        slot = self.slot(name)
+        first = max(slot.offset - rank * self.shard_sizes[slot.buffer], 0)
+        return self._starts[slot.buffer] + first
+
+    def buffer_slices(self) -> tuple[tuple[slice, slice], ...]:
+        """For each buffer, its elements among all whole buffers, and its shard's among those of a rank."""
+        ends = zip(self._starts, self._starts[1:], strict=False)
+        return tuple((slice(self.num_shards * a, self.num_shards * b), slice(a, b)) for a, b in ends)
+
     def row_bounds(self, name: str) -> tuple[int, ...]:
         """``num_shards + 1`` row indices ``b``: rank k owns rows ``[b[k], b[k+1])`` of the parameter."""
         slot = self.slot(name)
-        if slot.numel == 0:
-            return (0,) * (self.num_shards + 1)
         return tuple(self._rows_before(slot, rank) for rank in range(self.num_shards + 1))
 
     def row_ranges(self, rank: int) -> dict[str, tuple[int, int]]:
         """``{name: (r0, r1)}``, the rows ``[r0, r1)`` of every parameter that a rank owns, in model order."""
         if not 0 <= rank < self.num_shards:
             raise ValueError(f"rank: expected 0 <= rank < {self.num_shards}, got {rank}")
-        return {
-            s.name: (self._rows_before(s, rank), self._rows_before(s, rank + 1)) if s.numel else (0, 0)
-            for s in self.slots
-        }
+        return {s.name: (self._rows_before(s, rank), self._rows_before(s, rank + 1)) for s in self.slots}
 
     def _rows_before(self, slot: Slot, rank: int) -> int:
-        return min(max(rank * self.shard_size - slot.offset, 0), slot.numel) // slot.row_size
+        if not slot.numel:
+            return 0
+        before = rank * self.shard_sizes[slot.buffer] - slot.offset
+        return min(max(before, 0), slot.numel) // slot.row_size
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces; equal layouts give equal text."""
-        slots = [{"name": s.name, "shape": list(s.shape), "offset": s.offset} for s in self.slots]
-        fields = {
-            "num_shards": self.num_shards,
-            "shard_size": self.shard_size,
-            "granularity": self.granularity,
-            "rows": self.rows,
-            "slots": slots,
-        }
+        slots = [
+            {"block": s.block, "buffer": s.buffer, "name": s.name, "offset": s.offset, "shape": s.shape}
+            for s in self.slots
+        ]
+        fields = {"num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
@@ -203,164 +248,165 @@ class Layout:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"layout: expected JSON, got text that fails to parse ({error})") from None
-        _check_keys("layout", fields, ("granularity", "num_shards", "rows", "shard_size", "slots"))
-        if not isinstance(fields["slots"], list):
-            raise ValueError(f"layout slots: expected a list, got {type(fields['slots']).__name__}")
+        _check_keys("layout", fields, _KEYS)
+        for key in ("shard_sizes", "slots"):
+            if not isinstance(fields[key], list):
+                raise ValueError(f"layout {key}: expected a list, got {type(fields[key]).__name__}")
         for slot in fields["slots"]:
-            _check_keys("layout slot", slot, ("name", "offset", "shape"))
+            _check_keys("layout slot", slot, _SLOT_KEYS)
             if not isinstance(slot["shape"], list):
                 raise ValueError(f"shape of {slot['name']!r}: expected a list, got {slot['shape']!r}")
-        slots = tuple(Slot(s["name"], tuple(s["shape"]), s["offset"]) for s in fields["slots"])
-        return Layout(**{**fields, "slots": slots})
+        slots = tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in fields["slots"])
+        return Layout(fields["num_shards"], tuple(fields["shard_sizes"]), slots)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, in hex: equal on two ranks exactly when they cut alike."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.render()
 
     def render(self, width: int = 80) -> str:
-        """The buffer drawn to scale in at most ``width`` columns a shard, then who owns which rows."""
+        """The buffers drawn to scale in about ``width`` columns a rank, then who owns which rows."""
         return render(self, width)
 
 
 def plan_layout(
-    shapes: Mapping[str, tuple[int, ...]], num_shards: int, *, granularity: str = "row", rows: int = 1
+    shapes: Shapes, num_shards: int, *, granularity: Granularity = "row", rows: int = 1, max_buffers: int = 3
 ) -> Layout:
-    """Place parameters in one flat buffer of ``num_shards`` equal shards with little padding.
-
-    When a tensor's atom divides the shard size, any number of boundaries may cross the tensor; one crossed
-    only once merely needs a suitable offset. A shard size that all atoms divide always works; a search upwards
-    from the ideal size then looks for a smaller one, divided by the atoms of tensors longer than two shards.
+    """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
 
     Args:
-        shapes: parameter name -> shape, in model order.
-        num_shards: shards to cut the buffer into, >= 1; may exceed the number of rows.
-        granularity: "row", "block" (never cut blocks of ``rows`` rows) or "tensor".
-        rows: rows of a block.
+        shapes: parameter name -> shape, or pairs of them, in model order.
+        num_shards: shards to cut each buffer into, >= 1; may exceed the number of rows.
+        granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
+            these for which parameter, "row" for those left out.
+        rows: rows of a "block".
+        max_buffers: >= 1; 1 gives one collective's worth of contiguous memory, at the price of more padding.
 
     Raises:
-        ValueError: a negative dimension, an unknown granularity, ``num_shards`` or ``rows`` below 1.
+        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
+            or ``max_buffers`` below 1.
     """
-    _check_options(num_shards, granularity, rows)
-    shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    items = _placing_order([Slot(name, shape, 0) for name, shape in shapes.items()], granularity, rows)
-    shard_size = _smallest_shard(items, num_shards)
-    placed = _place(items, shard_size) if items else ()
-    assert placed is not None, "the search returns only sizes that it placed"
-    offsets = {item.name: offset for item, offset in zip(items, placed, strict=True)}
-    slots = tuple(Slot(name, shape, offsets.get(name, 0)) for name, shape in shapes.items())
-    return Layout(num_shards, shard_size, granularity, rows, slots)
+    _check_num_shards(num_shards)
+    if not _is_size(max_buffers) or max_buffers == 0:
+        raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
+    pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
+    named = [(name, tuple(shape) if isinstance(shape, Sequence) else shape) for name, shape in pairs]
+    block_of = _blocks([name for name, _ in named], granularity, rows)
+    blocks: list[int] = []
+    tensors: list[Kind] = []
+    coarse: list[Kind] = []
+    for name, shape in named:
+        _check_shape(name, shape)
+        row_size, num_rows = rows_of(shape)
+        blocks.append(max(1, min(block_of(name), num_rows)))
+        if num_rows:
+            tensors.append(Kind(row_size * num_rows, blocks[-1] * row_size))
+            coarse.append(_coarse(shape, tensors[-1]))
+    sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
+    found = iter(places)
+    slots = [
+        Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
+        for (name, shape), block in zip(named, blocks, strict=True)
+    ]
+    return Layout(num_shards, sizes, tuple(slots))
 
 
-class _Item(NamedTuple):
-    name: str
-    numel: int
-    atom: int
+def _places(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Shard sizes, and ``(buffer, offset)`` of each tensor."""
+    members: dict[Kind, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        members.setdefault(tensor, []).append(i)
+    kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
+    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers)
+    size = total_size(packings)
+    best = None
+    for candidate in [tensors] if coarse == tensors else [tensors, coarse]:
+        aligned = pack_aligned(candidate, num_shards, size)
+        if aligned is not None:
+            best, size = aligned, aligned[0]
+    if best is not None:
+        return (best[0],), [(0, offset) for offset in best[1]]
+    waiting = {kind: iter(indices) for kind, indices in members.items()}
+    places = [(0, 0)] * len(tensors)
+    for buffer, packing in enumerate(packings):
+        for run in packing.runs:
+            kind = kinds[run.kind]
+            for i in range(run.many):
+                places[next(waiting[kind])] = buffer, run.offset + i * kind.numel
+    return tuple(packing.shard_size for packing in packings), places
 
 
-def _placing_order(slots: Sequence[Slot], granularity: str, rows: int) -> list[_Item]:
-    """Tensors with elements, coarse atoms first: what is hardest to align meets an empty buffer."""
-    items = [_Item(s.name, s.numel, _atom(s.shape, granularity, rows)) for s in slots if s.numel]
-    return sorted(items, key=lambda item: (-item.atom, -item.numel))
+def _coarse(shape: tuple[int, ...], tensor: Kind) -> Kind:
+    """The tensor with slices of dimension 0 for rows, as planners without rows inside a slice see it."""
+    if len(shape) <= 2:
+        return tensor
+    block = tensor.unit // shape[-1]
+    return Kind(tensor.numel, min(block * (tensor.numel // shape[0]), tensor.numel))
 
 
-def _smallest_shard(items: Sequence[_Item], num_shards: int) -> int:
-    total = sum(item.numel for item in items)
-    if total == 0:
-        return 0
-    ideal = -(-total // num_shards)
-    best = _strict_shard(items, num_shards, ideal)
-    kinds = {(item.numel, item.atom) for item in items}
-    size = ideal
-    for _ in range(_MAX_TRIES):
-        pinned = [(numel, atom) for numel, atom in kinds if numel > 2 * size]
-        aligned = _round_up(size, math.lcm(*(atom for _, atom in pinned)))
-        # A tensor that fits in two shards pins nothing: reaching that may take less than the next common multiple.
-        freed = min((_round_up(numel, 2) // 2 for numel, atom in pinned if size % atom), default=aligned)
-        size = min(aligned, freed)
-        if freed < aligned:
-            continue
-        if size >= best:
-            break
-        end = _end(items, _place(items, size))
-        if end is None:
-            size += max(1, size // 64)
-        elif end <= num_shards * size:
-            return size
-        else:
-            size += max(1, -(-(end - num_shards * size) // num_shards))
-    return best
+def _blocks(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int]:
+    """Rows of a block for each parameter; more than any tensor has for whole tensors."""
+    if not _is_size(rows) or rows == 0:
+        raise ValueError(f"rows: expected an int >= 1, got {rows!r}")
+    if not isinstance(granularity, Mapping):
+        block = _block_of(granularity, rows)
+        return lambda _: block
+    unknown = sorted(set(granularity) - set(names))
+    if unknown:
+        raise ValueError(
+            f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
+        )
+    blocks = {name: _block_of(one, rows) for name, one in granularity.items()}
+    return lambda name: blocks.get(name, 1)
 
 
-def _strict_shard(items: Sequence[_Item], num_shards: int, ideal: int) -> int:
-    grid = math.lcm(*(item.atom for item in items))
-    size = _round_up(ideal, grid)
-    while (end := _end(items, _place(items, size))) is None or end > num_shards * size:
-        size += grid
-    return size
+def _block_of(granularity: object, rows: int) -> int:
+    if granularity in ("row", "block", "tensor"):
+        return {"row": 1, "block": rows, "tensor": sys.maxsize}[str(granularity)]
+    match = re.fullmatch(r"block\(([1-9][0-9]*)\)", granularity) if isinstance(granularity, str) else None
+    if match is None:
+        raise ValueError(
+            f"granularity: expected one of row, block, block(n) with n >= 1, tensor, got {granularity!r}"
+        )
+    return int(match[1])
 
 
-def _place(items: Sequence[_Item], size: int) -> list[int] | None:
-    """Offset of each item, one after the other; None when one fits nowhere."""
-    cursor = 0
-    offsets = []
-    for _, numel, atom in items:
-        offset = _earliest(cursor, numel, atom, size)
-        if offset is None:
-            return None
-        offsets.append(offset)
-        cursor = offset + numel
-    return offsets
-
-
-def _end(items: Sequence[_Item], offsets: Sequence[int] | None) -> int | None:
-    return None if offsets is None else offsets[-1] + items[-1].numel
-
-
-def _earliest(cursor: int, numel: int, atom: int, size: int) -> int | None:
-    """A legal offset at or after the cursor for ``numel`` elements whose atoms must stay whole."""
-    boundary = (cursor // size + 1) * size
-    if cursor + numel <= boundary:
-        return cursor
-    if size % atom == 0:
-        return _round_up(cursor, atom)
-    shifted = cursor + (boundary - cursor) % atom  # crosses only this boundary, between two atoms
-    if shifted < boundary and shifted + numel <= boundary + size:
-        return shifted
-    if numel <= size:
-        return boundary
-    shifted = boundary + size % atom  # crosses only the next boundary
-    if shifted < boundary + size and shifted + numel <= boundary + 2 * size:
-        return shifted
-    return None
-
-
-def _atom(shape: Sequence[int], granularity: str, rows: int) -> int:
-    numel = math.prod(shape)
-    if granularity == "tensor":
-        return numel
-    row_size, _ = rows_of(shape)
-    return min(rows * row_size, numel) if granularity == "block" else row_size
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _check_cuts(slot: Slot, size: int) -> None:
+    end = slot.offset + slot.numel
+    first = (slot.offset // size + 1) * size
+    # All later boundaries are one shard further each, so the first two decide.
+    for boundary in (first, first + size):
+        if boundary < end and (boundary - slot.offset) % slot.unit:
+            raise ValueError(
+                f"{slot.name!r}: expected shard boundaries at multiples of {slot.unit} elements from its "
+                f"start (blocks of {slot.block} rows), got one at {boundary - slot.offset}"
+            )
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
-def _check_options(num_shards: object, granularity: object, rows: object) -> None:
+def _check_shape(name: object, shape: object) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"name of a tensor: expected a str, got {name!r}")
+    if isinstance(shape, tuple):
+        for size in shape:
+            if type(size) is not int or size < 0:
+                break
+        else:
+            return
+    raise ValueError(f"shape of {name!r}: expected a tuple of ints >= 0, got {shape!r}")
+
+
+def _check_num_shards(num_shards: object) -> None:
     if not _is_size(num_shards) or num_shards == 0:
         raise ValueError(f"num_shards: expected an int >= 1, got {num_shards!r}")
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity: expected one of {', '.join(GRANULARITIES)}, got {granularity!r}")
-    if not _is_size(rows) or rows == 0:
-        raise ValueError(f"rows: expected an int >= 1, got {rows!r}")
 
 
 def _check_keys(what: str, value: object, keys: tuple[str, ...]) -> None:

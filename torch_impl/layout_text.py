@@ -1,4 +1,4 @@
-"""A layout as text: the flat buffer drawn to scale, one line a shard, then who owns which rows."""
+"""A layout as text: every rank's shards drawn to scale, one line a rank, then who owns which rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ if TYPE_CHECKING:
     from torch_impl.layout import Layout, Slot
 
 _MAX_DRAWN_SHARDS = 16
+_MAX_LISTED_TENSORS = 40
 
 
 def render(layout: Layout, width: int) -> str:
-    """The buffer drawn to scale in at most ``width`` columns a shard, then who owns which rows."""
-    grain = (
-        f"{layout.granularity} of {layout.rows} rows" if layout.granularity == "block" else layout.granularity
-    )
+    """The shards drawn to scale in about ``width`` columns a rank, then who owns which rows."""
+    sizes = " + ".join(map(str, layout.shard_sizes)) or "0"
     lines = [
-        f"{layout.num_shards} shards x {layout.shard_size} elements, {layout.numel} real, "
-        f"{100 * layout.overhead():.2f} % padding, granularity {grain}"
+        f"{layout.num_shards} shards x {sizes} elements, {layout.numel} real, "
+        f"{100 * layout.overhead():.2f} % padding"
     ]
     placed = [s for s in layout.slots if s.numel]
     letters = {s.name: chr(ord("a") + i % 26) for i, s in enumerate(placed)}
@@ -26,27 +25,35 @@ def render(layout: Layout, width: int) -> str:
     lines += [
         "  ..." if k is None else f"rank {k} |{_draw(layout, k, placed, letters, width)}|" for k in drawn
     ]
-    for s in layout.slots:
+    for s in layout.slots[:_MAX_LISTED_TENSORS]:
         if not s.numel:
             lines.append(f"-  {s.name} {s.shape}: no elements")
             continue
         bounds = layout.row_bounds(s.name)
         ranges = " ".join("..." if k is None else f"{bounds[k]}:{bounds[k + 1]}" for k in drawn)
-        lines.append(f"{letters[s.name]}  {s.name} {s.shape}: rows {ranges}")
+        block = f" by {s.block}" if s.block > 1 else ""
+        lines.append(f"{letters[s.name]}  {s.name} {s.shape}: rows{block} {ranges}")
+    if len(layout.slots) > _MAX_LISTED_TENSORS:
+        lines.append(f"   ... and {len(layout.slots) - _MAX_LISTED_TENSORS} more tensors")
     return "\n".join(lines)
 
 
 def _draw(layout: Layout, rank: int, placed: Sequence[Slot], letters: Mapping[str, str], width: int) -> str:
-    columns = min(width, layout.shard_size)
-    line = ["."] * columns
-    start = rank * layout.shard_size
-    for s in placed:
-        first = max(s.offset - start, 0)
-        last = min(s.offset + s.numel - start, layout.shard_size) - 1
-        if first <= last:
-            left, right = first * columns // layout.shard_size, last * columns // layout.shard_size
-            line[left : right + 1] = letters[s.name] * (right + 1 - left)
-    return "".join(line)
+    """One rank's shards, separated by bars."""
+    lines = []
+    scale = min(1.0, width / max(layout.shard_size, 1))
+    for buffer, size in enumerate(layout.shard_sizes):
+        columns = max(1, round(size * scale))
+        line = ["."] * columns
+        start = rank * size
+        for s in placed:
+            first = max(s.offset - start, 0)
+            last = min(s.offset + s.numel - start, size) - 1
+            if s.buffer == buffer and first <= last:
+                left, right = first * columns // size, last * columns // size
+                line[left : right + 1] = letters[s.name] * (right + 1 - left)
+        lines.append("".join(line))
+    return "|".join(lines)
 
 
 def _ends(num_shards: int) -> list[int | None]:

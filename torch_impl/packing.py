@@ -1,0 +1,180 @@
+"""Packing tensors into one buffer of equal shards: which shard sizes are possible, and where each tensor goes.
+
+A tensor of a *kind* ``(numel, unit)`` is one contiguous range, and a shard boundary inside it must lie a multiple of
+``unit`` elements from its start. That leaves three cases for shard size S::
+
+    boundaries inside    none                one                  two or more
+    shards               |..wwww.|.......|   |....www|www....|    |...www|wwwwww|ww....|
+    needs                room                a shifted offset     unit divides S
+
+So a tensor fits somewhere exactly when its unit divides S or its *half*, the larger part of its most even cut, is at
+most S. Sizes for which that holds for every tensor are *admissible*; no other size can work, and on an admissible one
+``earliest`` always finds an offset. The package's README has the rules and the proofs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_MAX_GAPS = 32
+_SMALL_STEPS = 48
+
+
+class Kind(NamedTuple):
+    """Tensors that pack alike: elements, and elements that no boundary may separate (1 <= unit <= numel)."""
+
+    numel: int
+    unit: int
+
+    @property
+    def half(self) -> int:
+        """The larger part of the most even cut between two units; ``numel`` when it is one unit."""
+        units = -(-self.numel // self.unit)
+        left = units // 2 * self.unit
+        return max(left, self.numel - left)
+
+
+class Run(NamedTuple):
+    """``many`` tensors of kind number ``kind``, one right after the other from ``offset``."""
+
+    kind: int
+    offset: int
+    many: int
+
+
+class Packing(NamedTuple):
+    """One buffer: elements of each shard, and its tensors in the order in which they were placed."""
+
+    shard_size: int
+    runs: tuple[Run, ...]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def admissible_steps(kinds: Sequence[Kind]) -> list[tuple[int, int]]:
+    """The admissible sizes of tensors of these kinds, given in order of falling halves, for ``admissible``.
+
+    S is admissible exactly when, for some j, the units of the first j kinds divide it and the halves of the others
+    are at most S. The list has (largest half left out, common multiple of the units before it) for each j that
+    matters.
+    """
+    steps: list[tuple[int, int]] = []
+    multiple = 1
+    for kind in kinds:
+        if multiple % kind.unit:
+            steps.append((kind.half, multiple))
+            multiple = math.lcm(multiple, kind.unit)
+            if multiple > kinds[0].half:
+                return steps  # a size that large is admissible without dividing anything
+    return [*steps, (0, multiple)]
+
+
+def admissible(steps: Sequence[tuple[int, int]], size: int) -> int:
+    """The smallest admissible size that is at least ``size`` (>= 1)."""
+    return min([round_up(max(size, half), multiple) for half, multiple in steps])
+
+
+def earliest(start: int, kind: Kind, size: int) -> int:
+    """The first offset at or after ``start`` where no boundary cuts a unit; ``size`` must be admissible."""
+    numel, unit = kind
+    boundary = (start // size + 1) * size
+    if start + numel <= boundary:
+        return start
+    if size % unit == 0:
+        return round_up(start, unit)
+    shifted = start + (boundary - start) % unit
+    if shifted + numel <= boundary + size:
+        return shifted
+    return boundary if numel <= size else boundary + size % unit
+
+
+def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[Run], int]:
+    """Place ``counts[i]`` tensors of each ``kinds[i]``, in this order, on shards of ``size``; and the end reached.
+
+    Each tensor goes to the first of the 32 largest gaps that takes it at its earliest offset, else to the end, where
+    a range that it must skip becomes a gap.
+    """
+    runs: list[Run] = []
+    gaps: list[tuple[int, int]] = []
+    widest = end = 0
+    for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        if kind.numel <= widest and count:
+            filled: list[tuple[int, int]] = []
+            for start, stop in gaps:
+                if stop - start >= kind.numel:
+                    for offset, many in _fill(start, stop, kind, count, size):
+                        runs.append(Run(index, offset, many))
+                        count -= many
+                        filled.append((start, offset))
+                        start = offset + many * kind.numel
+                filled.append((start, stop))
+            gaps = [gap for gap in filled if gap[0] < gap[1]]
+        for offset, many in _fill(end, None, kind, count, size):
+            runs.append(Run(index, offset, many))
+            if offset > end:
+                gaps.append((end, offset))
+            end = offset + many * kind.numel
+        if len(gaps) > _MAX_GAPS:
+            gaps = sorted(sorted(gaps, key=lambda gap: (gap[0] - gap[1], gap[0]))[:_MAX_GAPS])
+        widest = max((stop - start for start, stop in gaps), default=0)
+    return runs, end
+
+
+def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> Iterator[tuple[int, int]]:
+    """``(offset, how many)`` of up to ``count`` tensors placed one after another in ``[start, stop)``."""
+    numel, unit = kind
+    regular = size % unit == 0 and numel % unit == 0
+    while count:
+        offset = earliest(start, kind, size)
+        many = count
+        if not (regular and offset % unit == 0):
+            many = min(many, max(1, (size - offset % size) // numel))
+        if stop is not None:
+            many = min(many, (stop - offset) // numel)
+            if many <= 0:
+                return
+        yield offset, many
+        count -= many
+        start = offset + many * numel
+
+
+def solve(
+    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, limit: int | None = None
+) -> Packing | None:
+    """A packing of one buffer with small shards: the first size from below that takes everything.
+
+    None when its shards would have ``limit`` elements or more.
+    """
+    total = sum(kind.numel * count for kind, count in zip(kinds, counts, strict=True))
+    ideal = -(-total // num_shards)
+    used = [kind for kind, count in zip(kinds, counts, strict=True) if count]
+    steps = admissible_steps(sorted(used, key=lambda kind: -kind.half))
+    size, tries = admissible(steps, ideal), 0
+    multiple = common_multiple(used, total)
+    aligned = round_up(ideal, multiple)
+    while limit is None or size < limit:
+        runs, end = pack(kinds, counts, size)
+        excess = end - num_shards * size
+        if excess <= 0:
+            return Packing(size, tuple(runs))
+        if size == aligned:
+            aligned += multiple
+        step = max(1, -(-excess // num_shards), size >> 4 if tries >= _SMALL_STEPS else 0)
+        size = min(aligned, admissible(steps, size + step))
+        tries += 1
+    return None
+
+
+def common_multiple(kinds: Sequence[Kind], most: int) -> int:
+    """The least common multiple of all units; ``most``, when that is larger."""
+    multiple = 1
+    for kind in kinds:
+        multiple = math.lcm(multiple, kind.unit)
+        if multiple > most:
+            return most
+    return multiple
