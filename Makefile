@@ -27,6 +27,7 @@ notebooks: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_convert
+	$(BIN)/python -m tests.bench.bench_layout --speed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

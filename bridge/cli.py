@@ -169,22 +169,44 @@ def diff(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint directory.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Checkpoint directory; with --layout also a layout file.")
+    ],
+    layout: Annotated[bool, typer.Option("--layout", help="Draw who holds which rows, to scale.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List what a checkpoint holds.
 
     Tensors with shape, dtype, size and number of stored chunks; totals by group; values that are not tensors.
 
+    With --layout, a drawing to scale instead: of a checkpoint, which chunk stores which rows; of a layout file, the
+    JSON that a planned layout writes, what every rank holds, with dots for padding.
+
     \b
     Example:
       twinshard inspect runs/torch/step_40
+      twinshard inspect layout.json --layout --picture layout.png
     """
+    from bridge.inspect import chunk_lines
     from bridge.inspect import inspect as run
+    from bridge.layout_file import LayoutError
 
-    with _errors():
-        summary = run(path)
+    if picture is not None and not layout:
+        raise typer.BadParameter("expected --layout beside --picture")
     out = Console()
+    with _errors(LayoutError):
+        if layout and not path.is_dir():
+            _inspect_layout_file(out, path, picture, json)
+            return
+        summary = run(path)
+        if picture is not None:
+            from bridge.layout_picture import chunks_figure, save_picture
+
+            save_picture(chunks_figure(summary.tensors), picture)
     if json:
         tensors = [
             {
@@ -202,6 +224,10 @@ def inspect(
     print_line(
         out, f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors, {human_bytes(summary.bytes)}"
     )
+    if layout:
+        for line in chunk_lines(summary.tensors):
+            print_line(out, line)
+        return
     rows = [
         (t.name, dtype_name(t.dtype), str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
         for t in summary.tensors
@@ -255,6 +281,25 @@ def relay(
     if not report.failures() and not json:
         print_line(console, "Every promise of the relay held.")
     raise typer.Exit(1 if report.failures() else 0)
+
+
+def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
+    from bridge.layout_file import layout_lines, layout_numbers, read_layout
+
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected a layout file or checkpoint directory at {path}, found nothing there"
+        )
+    found = read_layout(path)
+    if picture is not None:
+        from bridge.layout_picture import layout_figure, save_picture
+
+        save_picture(layout_figure(found), picture)
+    if json:
+        print_json(out, {"path": path, **layout_numbers(found)})
+        return
+    for line in layout_lines(found):
+        print_line(out, line)
 
 
 def _version(wanted: bool) -> None:

@@ -43,7 +43,7 @@ def print_json(console: Console, value: object) -> None:
 
 def print_line(console: Console, text: str = "") -> None:
     """A line of text as it is, but for characters that would control the terminal: those are shown escaped."""
-    console.out(_printable(text), highlight=False)
+    console.out(printable(text), highlight=False)
 
 
 def print_table(
@@ -58,7 +58,7 @@ def print_table(
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number < left else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_printable(cell)) for cell in row))
+            table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)
         return
     widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
@@ -94,7 +94,7 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=None, tensor="")
             yield lambda done, total, name: bar.update(
-                task, completed=done, total=total, tensor=_printable(name)
+                task, completed=done, total=total, tensor=printable(name)
             )
         return
     last = time.monotonic()
@@ -108,6 +108,6 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
     yield line
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointError, TensorInfo
+from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
+
+MAX_BARS = 16
+_MAX_LISTED_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,86 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
             except CheckpointError as error:
                 unreadable[name] = str(error)
         return Summary(Path(path), reader.format, tensors, groups, objects, unreadable)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The rows of a tensor, first to last, to scale: each cell is the number of the chunk that stores its middle row.
+
+    ``columns``: the range of the last axis that these chunks hold, None when no chunk cuts it. A cell is None when
+    chunks with other ranges of columns hold its row.
+    """
+
+    columns: tuple[int, int] | None
+    cells: tuple[int | None, ...]
+
+
+def chunk_bars(tensor: TensorInfo, width: int) -> tuple[Bar, ...]:
+    """A bar of at most ``width`` cells for each range of columns that chunks hold; none without elements.
+
+    A row is the last axis, from two axes on, and one element of a vector or scalar. Chunks count from 0, those without
+    elements, too.
+    """
+    if not tensor.numel:
+        return ()
+    lead = tensor.shape[:-1] if len(tensor.shape) > 1 else tensor.shape
+    num_rows = math.prod(lead)
+    width = min(width, num_rows)
+    rows = [_index((2 * cell + 1) * num_rows // (2 * width), lead) for cell in range(width)]
+    by_columns: dict[tuple[int, int], list[int]] = {}
+    for number, chunk in enumerate(tensor.chunks):
+        if chunk.numel:
+            columns = (chunk.offsets[-1], chunk.stops[-1]) if len(tensor.shape) > 1 else (0, 1)
+            by_columns.setdefault(columns, []).append(number)
+    bars = []
+    for columns, numbers in sorted(by_columns.items()):
+        cells: list[int | None] = [None] * width
+        for number in numbers:
+            for cell in _held(rows, tensor.chunks[number], len(lead)):
+                cells[cell] = number
+        bars.append(Bar(columns if len(by_columns) > 1 else None, tuple(cells)))
+    return tuple(bars)
+
+
+def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
+    """For each of the first tensors, a bar of its rows with a letter for the chunk that stores them, and the chunks."""
+    lines = []
+    for tensor in tensors[:MAX_DRAWN_TENSORS]:
+        bars = chunk_bars(tensor, width)
+        rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.numel
+        lines.append(f"{tensor.name} {list(tensor.shape)}: {f'rows 0:{rows}' if bars else 'no elements'}")
+        for bar in bars[:MAX_BARS]:
+            where = "" if bar.columns is None else " columns {}:{}".format(*bar.columns)
+            cells = "".join("." if chunk is None else letter(chunk) for chunk in bar.cells)
+            lines.append(f"  |{cells}|{where}")
+        if len(bars) > MAX_BARS:
+            lines.append(f"  ... and {len(bars) - MAX_BARS} more ranges of columns")
+        chunks = [f"{letter(i)}{_slices(chunk)}" for i, chunk in enumerate(tensor.chunks) if chunk.numel]
+        if chunks:
+            more = len(chunks) - _MAX_LISTED_CHUNKS
+            end = f" and {more} more" if more > 0 else ""
+            lines.append(f"  {' '.join(chunks[:_MAX_LISTED_CHUNKS])}{end}")
+    return [*lines, *more_tensors(len(tensors))]
+
+
+def _slices(box: Box) -> str:
+    return f"[{', '.join(f'{o}:{s}' for o, s in zip(box.offsets, box.stops, strict=True))}]"
+
+
+def _held(rows: list[tuple[int, ...]], chunk: Box, axes: int) -> list[int]:
+    """Positions of those ``rows``, which are sorted, that the chunk holds."""
+    if not axes:
+        return [0]
+    low, high = chunk.offsets[0], chunk.stops[0]
+    candidates = range(bisect_left(rows, (low,)), bisect_left(rows, (high,)))
+    bounds = list(zip(chunk.offsets, chunk.stops, strict=True))[1:axes]
+    return [k for k in candidates if all(a <= i < b for i, (a, b) in zip(rows[k][1:], bounds, strict=True))]
+
+
+def _index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element from its position in row-major order."""
+    index = []
+    for size in reversed(shape):
+        number, here = divmod(number, size)
+        index.append(here)
+    return tuple(reversed(index))

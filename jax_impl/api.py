@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_impl.buffer import unpack
 from jax_impl.collective import Wire
+from jax_impl.granularity import Granularity
 from jax_impl.layout import Layout, plan_layout
 from jax_impl.mesh import checked_mesh
 from jax_impl.module_tree import UnitModule, parameter_leaves, split_units, whole_model
@@ -29,16 +30,19 @@ def fully_shard(
     units: Sequence[str] = ("layers/*",),
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
-    granularity: str = "row",
+    granularity: Granularity = "row",
     rows: int = 1,
 ) -> tuple[ShardingPlan, Buffers]:
     """Shard ``model`` over the ``"dp"`` axis of ``mesh``: the plan, and the main weights in it.
 
     The model itself is read, not changed. ``units`` are patterns of module paths; each matching module becomes a unit
-    of its own, and the root owns what is left. Precisions: see ``Precision``; layouts: see ``plan_layout``.
+    of its own, and the root owns what is left. ``granularity``: one for all parameters, or by parameter path, such as
+    ``{"layers/0/mlp/up/kernel": "block(32)"}``, where paths left out have rows. Precisions: see ``Precision``; layouts:
+    see ``plan_layout``.
 
-    Raises ``ValueError`` for an unknown strategy, dtype or granularity, a mesh without exactly the axis ``"dp"``, a
-    pattern that matches nothing, tied weights in different units, and variables that are no floating ``nnx.Param``.
+    Raises ``ValueError`` for an unknown strategy, dtype, granularity or parameter path, a mesh without exactly the axis
+    ``"dp"``, a pattern that matches nothing, tied weights in different units, and variables that are no floating
+    ``nnx.Param``.
     """
     plan = plan_sharding(
         model,
@@ -61,7 +65,7 @@ def plan_sharding(
     units: Sequence[str] = ("layers/*",),
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
-    granularity: str = "row",
+    granularity: Granularity = "row",
     rows: int = 1,
 ) -> ShardingPlan:
     """``fully_shard`` without values: ``model`` may be abstract, from ``nnx.eval_shape``."""
@@ -69,13 +73,25 @@ def plan_sharding(
     precision = Precision(param_dtype, reduce_dtype)
     mesh = checked_mesh(mesh)
     num_shards = int(mesh.devices.size) if chosen.shards_state else 1
+    modules = split_units(model, units)
+    if isinstance(granularity, Mapping):
+        known = {path for module in modules.values() for path in module.parameters}
+        unknown = [path for path in granularity if path not in known]
+        if unknown:
+            raise ValueError(f"granularity: expected paths of the model's parameters, got {unknown[:5]}")
     plans = {}
-    for path, module in split_units(model, units).items():
+    for path, module in modules.items():
         main = _main_dtype(module)
         shapes = dict(zip(module.parameters, module.shapes, strict=True))
-        layout = plan_layout(shapes, num_shards, granularity=granularity, rows=rows)
+        layout = plan_layout(shapes, num_shards, granularity=_within(granularity, module), rows=rows)
         plans[path] = UnitPlan(module, layout, Wire(main, precision.compute(main), precision.reduce(main)))
     return ShardingPlan(mesh, chosen, plans, whole_model(model))
+
+
+def _within(granularity: Granularity, module: UnitModule) -> Granularity:
+    if not isinstance(granularity, Mapping):
+        return granularity
+    return {path: granularity[path] for path in module.parameters if path in granularity}
 
 
 def _main_dtype(module: UnitModule) -> np.dtype:

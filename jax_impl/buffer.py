@@ -1,4 +1,13 @@
-"""Parameters into a unit's flat buffer and out of it: whole inside a compiled step, piecewise on the host."""
+"""Parameters into a unit's flat array and out of it: whole inside a compiled step, piecewise on the host.
+
+A unit's layout may have several buffers, but at rest, on the wire and to optimizers it is one array, rank after rank::
+
+    rank                  |------- 0 -------|------- 1 -------|------- 2 -------|
+    array                 |buffer 0 |buf. 1 |buffer 0 |buf. 1 |buffer 0 |buf. 1 |
+
+so that one gather and one reduction move all buffers. A buffer's shards are brought together only where parameters are
+cut from them. With one buffer, or one rank, array and buffers are in the same order.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +37,50 @@ def pack(layout: Layout, leaves: Sequence[jax.Array]) -> jax.Array:
     """Parameters in the order of ``layout.slots`` -> flat ``[padded_size]``, zeros between them."""
     by_name = {slot.name: leaf for slot, leaf in zip(layout.slots, leaves, strict=True)}
     dtype = leaves[0].dtype if leaves else jnp.float32
-    parts, end = [], 0
-    for slot in layout.occupied():
-        if slot.offset > end:
-            parts.append(jnp.zeros(slot.offset - end, dtype))
-        parts.append(by_name[slot.name].reshape(-1))
-        end = slot.end
-    if layout.padded_size > end:
-        parts.append(jnp.zeros(layout.padded_size - end, dtype))
-    return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
+    buffers = []
+    for buffer, shard_size in enumerate(layout.shard_sizes):
+        parts, end = [], 0
+        for slot in layout.occupied(buffer):
+            if slot.offset > end:
+                parts.append(jnp.zeros(slot.offset - end, dtype))
+            parts.append(by_name[slot.name].reshape(-1))
+            end = slot.end
+        if layout.num_shards * shard_size > end:
+            parts.append(jnp.zeros(layout.num_shards * shard_size - end, dtype))
+        buffers.append(jnp.concatenate(parts))
+    if not buffers:
+        return jnp.zeros(0, dtype)
+    if len(buffers) == 1:
+        return buffers[0]
+    # Widened and chosen by column, in one loop: a concatenation would hold the buffers beside their copy.
+    ranks, column = [], lax.iota(np.int32, layout.shard_size)
+    for buffer, values in enumerate(buffers):
+        shard = layout.columns(buffer)
+        around = ((0, 0), (shard.start, layout.shard_size - shard.stop))
+        ranks.append(jnp.pad(values.reshape(layout.num_shards, -1), around))
+    packed = ranks[-1]
+    for buffer in reversed(range(len(ranks) - 1)):
+        packed = jnp.where(column < layout.columns(buffer).stop, ranks[buffer], packed)
+    return packed.reshape(-1)
 
 
 def unpack(layout: Layout, flat: jax.Array) -> tuple[jax.Array, ...]:
     """Flat ``[padded_size]`` -> parameters in the order of ``layout.slots``."""
-    return tuple(lax.slice(flat, (slot.offset,), (slot.end,)).reshape(slot.shape) for slot in layout.slots)
+    buffers = [flat]
+    if len(layout.shard_sizes) > 1:
+        ranks = flat.reshape(layout.num_shards, layout.shard_size)
+        buffers = [ranks[:, layout.columns(buffer)].reshape(-1) for buffer in range(len(layout.shard_sizes))]
+    return tuple(
+        lax.slice(buffers[slot.buffer], (slot.offset,), (slot.end,)).reshape(slot.shape)
+        for slot in layout.slots
+    )
 
 
 def shard_boxes(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], slice]]:
     """``(path, offsets, sizes, where in the rank's shard)`` of everything that ``rank`` owns."""
     for name, (r0, r1) in layout.row_ranges(rank).items():
         slot = layout.slot(name)
-        start = slot.offset + r0 * slot.row_size - rank * layout.shard_size
+        start = layout.start_in_shard(slot, rank, r0)
         for box in row_boxes(slot.shape, r0, r1):
             size = int(np.prod(box.sizes, dtype=np.int64))
             yield name, box.offsets, box.sizes, slice(start, start + size)

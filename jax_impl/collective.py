@@ -1,4 +1,4 @@
-"""The collectives of one unit's flat buffer, and the fences that order them.
+"""The collectives of one unit's flat array, and the fences that order them.
 
 Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written.
 """

@@ -20,7 +20,8 @@ from jax_impl.mesh import AXIS
 from jax_impl.module_tree import UnitModule
 from jax_impl.strategy import Strategy
 
-# One flat main-dtype array per unit, by unit path: weights, gradients, and each kind of moments.
+# One flat main-dtype array per unit, by unit path: weights, gradients, and each kind of moments. All buffers of the
+# unit's layout lie in it (see buffer.py).
 Buffers = dict[str, jax.Array]
 
 
@@ -47,8 +48,8 @@ class ShardingPlan:
     """How one model is sharded over one mesh; made by ``fully_shard``, holds no values.
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. Each unit has one flat
-    buffer of ``layout.padded_size`` elements, split over the mesh in equal contiguous shards, or replicated under
-    ``no_shard`` (whose layouts have one shard).
+    array of ``layout.padded_size`` elements, split over the mesh in equal contiguous shards, or replicated under
+    ``no_shard`` (whose layouts have one shard). A shard is the rank's shard of each of the layout's buffers in turn.
     """
 
     mesh: Mesh
@@ -73,7 +74,7 @@ class ShardingPlan:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How flat buffers lie on the mesh."""
+        """How a unit's flat array lies on the mesh."""
         return PartitionSpec(AXIS) if self.strategy.shards_state else PartitionSpec()
 
     @property

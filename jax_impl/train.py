@@ -31,7 +31,7 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """``weights``: main weights, one flat buffer a unit. ``opt_state``: the optimizer's, moments in equal buffers."""
+    """``weights``: main weights, one flat array a unit. ``opt_state``: the optimizer's, moments in equal arrays."""
 
     weights: Buffers
     opt_state: Any
@@ -173,6 +173,6 @@ def make_train_step(
     """A training step over global batches (see ``shard_batch``), each rank's rows cut into ``microbatches`` parts.
 
     ``loss_fn(model, rows)`` gives the mean loss over ``rows``. ``optimizer`` is any optax transformation; it sees one
-    flat buffer a unit, not parameters. Raises ``ValueError`` for ``microbatches < 1``.
+    flat array a unit, not parameters. Raises ``ValueError`` for ``microbatches < 1``.
     """
     return TrainStep(plan, loss_fn, optimizer, microbatches)

@@ -1,10 +1,10 @@
 """The one-buffer packing of shards that are a multiple of all units: what the planner must never be worse than.
 
 Every boundary is a multiple of the common multiple C of all units, so no offset needs care. Tensors of at least C
-elements start on multiples of C, except that two may share one, and small tensors fill what that leaves (C = 6)::
+elements start on multiples of C, except that two may share one, and small tensors fill what that leaves. Rows of 6 in a
+and e, of 4 in b and c, of 2 in d; C = 12::
 
-    |aaaaaa|aaaa.d|bbbbbb|bbb..e|...      a, b >= C; d, e < C
-    |aaaaaa|aaaabb|bbbbbb|dddee.|...      b ends on a multiple of C, where a's gap holds its remainder
+    |aaaaaaaaaaaa|bbbbbbbbbbbb|bbbbdd..cccc|cccccccccccc|eeeeee......|
 
 This is the rule of Megatron-FSDP. It pays up to C elements a rank, but on some small groups it happens to win.
 """

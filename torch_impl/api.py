@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torch_impl.group import ParameterGroup
-from torch_impl.layout import plan_layout
+from torch_impl.layout import Granularity, Layout, plan_layout
 from torch_impl.memory import MemoryReport, memory_report
 from torch_impl.model_check import require_same_unit
 from torch_impl.options import UnitOptions, check_divisor
@@ -139,7 +139,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    granularity: str = "row",
+    granularity: Granularity = "row",
     rows: int = 1,
     grad_divisor: float | None = None,
     **unsupported: Any,
@@ -156,7 +156,8 @@ def fully_shard(
     reshard_after_forward: for ``optim_grads_params``: free compute weights between forward and backward.
     mp_policy: see ``MixedPrecisionPolicy``.
     ignored_params: parameters that stay plain, and whose gradients stay local.
-    granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, or a "tensor".
+    granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
+        mapping from names of the unit's parameters to these, "row" for those left out.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
 
     Raises TypeError or ValueError for wrong or unavailable arguments, and ValueError on all ranks when they disagree on
@@ -191,29 +192,25 @@ def _build_unit(
 ) -> Unit:
     """All that can fail; leaves the module untouched, except that its parameters are marked as taken."""
     kind = type(module).__name__
-    failure, owned = None, []
+    failure, owned, plans = None, [], []
     try:
         owned = owned_parameters(module, ignored, FSDPModule)
+        plans = _plan_groups(owned, options, mesh.size() if options.strategy.shard_optimizer else 1)
     except ValueError as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
         **options.description,
         "error": None if failure is None else str(failure),
+        "layouts": [layout.fingerprint for _, layout in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
     groups = []
-    for (dtype, _), members in _by_dtype_and_trainability(owned).items():
-        layout = plan_layout(
-            {one.name: tuple(one.param.shape) for one in members},
-            mesh.size() if options.strategy.shard_optimizer else 1,
-            granularity=options.granularity,
-            rows=options.rows,
-        )
-        dtypes = group_dtypes(dtype, options.policy)
+    for members, layout in plans:
+        dtypes = group_dtypes(members[0].param.dtype, options.policy)
         divisor = mesh.size() if options.grad_divisor is None else options.grad_divisor
         groups.append(ParameterGroup(members, layout, mesh, device, options.strategy, dtypes, divisor))
     for one in owned:
@@ -222,13 +219,29 @@ def _build_unit(
     return Unit(groups, options.policy, frees)
 
 
-def _by_dtype_and_trainability(
-    owned: Iterable[OwnedParameter],
-) -> dict[tuple[torch.dtype, bool], list[OwnedParameter]]:
+def _plan_groups(
+    owned: Sequence[OwnedParameter], options: UnitOptions, num_shards: int
+) -> list[tuple[list[OwnedParameter], Layout]]:
+    """Parameters of one dtype and one trainability make a group, with a layout of their own."""
     groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
     for one in owned:
         groups.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
-    return groups
+    chosen = options.granularity
+    if isinstance(chosen, Mapping):
+        unknown = sorted(set(chosen) - {one.name for one in owned})
+        if unknown:
+            known = ", ".join(one.name for one in owned)
+            raise ValueError(
+                f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
+            )
+    plans = []
+    for members in groups.values():
+        shapes = {one.name: tuple(one.param.shape) for one in members}
+        its = chosen
+        if isinstance(chosen, Mapping):
+            its = {name: chosen[name] for name in shapes if name in chosen}
+        plans.append((members, plan_layout(shapes, num_shards, granularity=its, rows=options.rows)))
+    return plans
 
 
 def _check_module(module: object) -> None:

@@ -1,7 +1,8 @@
-"""A flat buffer: the parameters of a group in one contiguous 1-D tensor, whole or one rank's shard of it.
+"""The flat buffers of a group in one contiguous 1-D tensor, whole or one rank's shards of them.
 
-    layout      |w0 w0 w0 w0 w0 w0|b b|w1 w1 w1 w1|. .|     four ranks, shard size 4
-    shards       r0          r1         r2          r3
+    buffer 0, 4 shards of 4       buffer 1, 4 of 2
+    |w w w w w w|b b|u u u u|. . . .|v v v v v v|. .|    whole
+            |w w|b b|                    |v v|           what rank 1 holds, one after the other
 
 Views are taken once and stay valid while the storage behind them is freed and allocated again, which is what lets
 tensors saved by autograd survive a reshard.
@@ -16,7 +17,7 @@ from torch_impl.layout import Layout
 
 
 class FlatBuffer:
-    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shard of ``rank``."""
+    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``."""
 
     def __init__(
         self,
@@ -35,13 +36,14 @@ class FlatBuffer:
         """The parameter in its own shape, or this rank's rows of it in their local shape."""
         slot = self.layout.slot(name)
         if self.rank is None:
-            return self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            start = self.layout.start(name)
+            return self.flat[start : start + slot.numel].view(slot.shape)
         bounds = self.layout.row_bounds(name)
         r0, r1 = bounds[self.rank], bounds[self.rank + 1]
         shape = local_shape(slot.shape, r1 - r0)
         if r0 == r1:
             return self.flat[:0].view(shape)
-        start = slot.offset + r0 * slot.row_size - self.rank * self.layout.shard_size
+        start = self.layout.shard_start(name, self.rank)
         return self.flat[start : start + (r1 - r0) * slot.row_size].view(shape)
 
     @property

@@ -1,27 +1,35 @@
-"""The three collectives of the runtime, each on a contiguous tensor over one process group.
+"""The three collectives of the runtime, each over one process group.
 
 Everything that training communicates goes through here, so that calls can be counted, and so that one place knows the
-two names torch has had for them.
+names torch has had for them and its private way to issue several as one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``output`` (N x len(shard)) with the ranks' equally long shards, rank 0 first."""
-    _gather(output, shard, group=group)
+def all_gather(
+    outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first, as one operation."""
+    _gather(outputs, shards, group)
 
 
-def reduce_scatter(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum the ranks' ``values`` (N x len(shard)) and leave this rank's part in ``shard``."""
-    _scatter(shard, values, op=dist.ReduceOp.SUM, group=group)
+def reduce_scatter(
+    shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """Sum the ranks' contiguous values (N x len(shard)), leaving this rank's part in each shard, as one operation."""
+    _scatter(shards, values, group)
 
 
 def all_reduce(
@@ -29,3 +37,34 @@ def all_reduce(
 ) -> None:
     """Combine ``values`` over the ranks, in place."""
     dist.all_reduce(values, op=op, group=group)
+
+
+def _gather(
+    outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    with _as_one(len(shards), group):
+        for output, shard in zip(outputs, shards, strict=True):
+            _gather_one(output, shard, group=group)
+
+
+def _scatter(
+    shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    with _as_one(len(shards), group):
+        for shard, value in zip(shards, values, strict=True):
+            _scatter_one(shard, value, op=dist.ReduceOp.SUM, group=group)
+
+
+@contextmanager
+def _as_one(count: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Issue the collectives called inside as one, when there are several."""
+    if count <= 1:
+        yield
+        return
+    try:
+        with distributed_c10d._coalescing_manager(group):
+            yield
+    except BaseException:
+        # torch leaves a list open that would swallow the group's later collectives without a word.
+        distributed_c10d._world.pg_coalesce_state.pop(group, None)
+        raise

@@ -307,6 +307,6 @@ def _gather(tensor: RowDTensor) -> torch.Tensor:
     padded = local.new_zeros(longest)
     padded[: local.numel()] = local.reshape(-1)
     gathered = local.new_empty(ranks, longest)
-    collectives.all_gather(gathered.view(-1), padded, tensor.device_mesh.get_group())
+    collectives.all_gather([gathered.view(-1)], [padded], tensor.device_mesh.get_group())
     parts = [gathered[k, : (bounds[k + 1] - bounds[k]) * row_size] for k in range(ranks)]
     return torch.cat(parts).view(tuple(tensor.shape))

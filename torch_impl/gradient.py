@@ -122,7 +122,7 @@ class GroupGradient:
         size, dtype = self._layout.padded_size, self._dtypes.grad
         for index, local in filled:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
-            if placed != (storage.data_ptr(), self._layout.slot(self._names[index]).offset, True):
+            if placed != (storage.data_ptr(), self._layout.start(self._names[index]), True):
                 return None
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
@@ -154,7 +154,9 @@ class GroupGradient:
             values = values / self.divisor
         if self._sharded:
             reduced = values.new_empty(self._layout.shard_size)
-            collectives.reduce_scatter(reduced, values, self._mesh.get_group())
+            slices = self._layout.buffer_slices()
+            shards = [reduced[part] for _, part in slices]
+            collectives.reduce_scatter(shards, [values[whole] for whole, _ in slices], self._mesh.get_group())
         else:
             reduced = values
             collectives.all_reduce(reduced, self._mesh.get_group())

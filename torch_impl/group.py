@@ -97,7 +97,9 @@ class ParameterGroup:
         with torch.no_grad():
             if self.strategy.shard_optimizer:
                 shard = self.main.flat.to(self.dtypes.compute)
-                collectives.all_gather(self.compute.flat, shard, self.mesh.get_group())
+                slices = self.layout.buffer_slices()
+                outputs = [self.compute.flat[whole] for whole, _ in slices]
+                collectives.all_gather(outputs, [shard[part] for _, part in slices], self.mesh.get_group())
             else:
                 self.compute.flat.copy_(self.main.flat)
         if version != gathered:

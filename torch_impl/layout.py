@@ -34,77 +34,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from torch_impl.aligned_packing import pack_aligned
+from torch_impl.granularity import Granularity, blocks_of
 from torch_impl.layout_text import render
 from torch_impl.packing import Kind
 from torch_impl.partition import plan_buffers, total_size
 from torch_impl.rows import Box, row_boxes, rows_of
+from torch_impl.slot import Slot, check_shape, is_size
 
-__all__ = ["Box", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
+__all__ = ["Box", "Granularity", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
-Granularity = str | Mapping[str, str]
 
 _KEYS = ("num_shards", "shard_sizes", "slots")
 _SLOT_KEYS = ("block", "buffer", "name", "offset", "shape")
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One parameter's place: elements ``[offset, offset + numel)`` of a buffer, row-major.
-
-    Args:
-        name: of the parameter.
-        shape: of the parameter.
-        block: rows that no shard boundary separates: 1, or more for blocks; all rows for whole tensors.
-        buffer: index of the flat buffer.
-        offset: first element in that buffer.
-
-    From the shape follow ``row_size`` (elements of a row), ``num_rows`` and ``numel``. A parameter without elements
-    has block 1, all else 0.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: int
-    buffer: int
-    offset: int
-    row_size: int = field(init=False, repr=False, compare=False)
-    num_rows: int = field(init=False, repr=False, compare=False)
-    numel: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _check_shape(self.name, self.shape)
-        row_size, num_rows = rows_of(self.shape)
-        # Set once here: there may be a hundred thousand slots, and cached properties take a lock each.
-        object.__setattr__(self, "row_size", row_size)
-        object.__setattr__(self, "num_rows", num_rows)
-        object.__setattr__(self, "numel", row_size * num_rows)
-        if not _is_size(self.buffer) or not _is_size(self.offset):
-            raise ValueError(
-                f"place of {self.name!r}: expected ints >= 0, got buffer {self.buffer!r}, offset {self.offset!r}"
-            )
-        if not _is_size(self.block) or not 1 <= self.block <= max(1, num_rows):
-            raise ValueError(
-                f"block of {self.name!r}: expected 1 to {max(1, num_rows)} rows, got {self.block!r}"
-            )
-        if num_rows == 0 and (self.buffer or self.offset):
-            raise ValueError(
-                f"place of {self.name!r}, which has no elements: expected buffer 0, offset 0, got buffer "
-                f"{self.buffer}, offset {self.offset}"
-            )
-
-    @property
-    def unit(self) -> int:
-        """Elements that no shard boundary separates; 0 when the parameter has no elements."""
-        return self.block * self.row_size
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +74,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_num_shards(self.num_shards)
-        if not isinstance(self.shard_sizes, tuple) or not all(map(_is_size, self.shard_sizes)):
+        if not isinstance(self.shard_sizes, tuple) or not all(is_size(s) and s for s in self.shard_sizes):
             raise ValueError(f"shard_sizes: expected a tuple of ints >= 1, got {self.shard_sizes!r}")
         if len(self._by_name) != len(self.slots):
             twice = next(s.name for s in self.slots if self._by_name[s.name] is not s)
@@ -144,7 +92,7 @@ class Layout:
                 raise ValueError(f"buffer {buffer}: expected parameters in it, got none")
             self._check_bounds(buffer, size, slots)
             for slot in slots:
-                _check_cuts(slot, size)
+                slot.check_cuts(size)
 
     def _check_bounds(self, buffer: int, size: int, slots: list[Slot]) -> None:
         end, before = 0, ""
@@ -207,6 +155,8 @@ class Layout:
     def shard_start(self, name: str, rank: int) -> int:
         """The first element, in the shard of ``rank``, of the rows that it owns; meaningless when it owns none."""
         slot = self.slot(name)
+        if not slot.numel:
+            return 0
         first = max(slot.offset - rank * self.shard_sizes[slot.buffer], 0)
         return self._starts[slot.buffer] + first
 
@@ -290,21 +240,26 @@ def plan_layout(
             or ``max_buffers`` below 1.
     """
     _check_num_shards(num_shards)
-    if not _is_size(max_buffers) or max_buffers == 0:
+    if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
     pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
     named = [(name, tuple(shape) if isinstance(shape, Sequence) else shape) for name, shape in pairs]
-    block_of = _blocks([name for name, _ in named], granularity, rows)
-    blocks: list[int] = []
+    block_of = blocks_of([name for name, _ in named], granularity, rows)
     tensors: list[Kind] = []
     coarse: list[Kind] = []
+    # There may be a hundred thousand tensors, of few shapes.
+    known: dict[tuple[tuple[int, ...], int], tuple[int, Kind, Kind]] = {}
+    blocks = []
     for name, shape in named:
-        _check_shape(name, shape)
-        row_size, num_rows = rows_of(shape)
-        blocks.append(max(1, min(block_of(name), num_rows)))
-        if num_rows:
-            tensors.append(Kind(row_size * num_rows, blocks[-1] * row_size))
-            coarse.append(_coarse(shape, tensors[-1]))
+        key = shape, block_of(name)
+        if key not in known:
+            check_shape(name, shape)
+            known[key] = _units(*key)
+        block, tensor, slices = known[key]
+        blocks.append(block)
+        if tensor.numel:
+            tensors.append(tensor)
+            coarse.append(slices)
     sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
     found = iter(places)
     slots = [
@@ -341,71 +296,21 @@ def _places(
     return tuple(packing.shard_size for packing in packings), places
 
 
-def _coarse(shape: tuple[int, ...], tensor: Kind) -> Kind:
-    """The tensor with slices of dimension 0 for rows, as planners without rows inside a slice see it."""
-    if len(shape) <= 2:
-        return tensor
-    block = tensor.unit // shape[-1]
-    return Kind(tensor.numel, min(block * (tensor.numel // shape[0]), tensor.numel))
+def _units(shape: tuple[int, ...], block: int) -> tuple[int, Kind, Kind]:
+    """The block, at most all rows; the tensor in such blocks; and in blocks of slices of dimension 0.
 
-
-def _blocks(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int]:
-    """Rows of a block for each parameter; more than any tensor has for whole tensors."""
-    if not _is_size(rows) or rows == 0:
-        raise ValueError(f"rows: expected an int >= 1, got {rows!r}")
-    if not isinstance(granularity, Mapping):
-        block = _block_of(granularity, rows)
-        return lambda _: block
-    unknown = sorted(set(granularity) - set(names))
-    if unknown:
-        raise ValueError(
-            f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
-        )
-    blocks = {name: _block_of(one, rows) for name, one in granularity.items()}
-    return lambda name: blocks.get(name, 1)
-
-
-def _block_of(granularity: object, rows: int) -> int:
-    if granularity in ("row", "block", "tensor"):
-        return {"row": 1, "block": rows, "tensor": sys.maxsize}[str(granularity)]
-    match = re.fullmatch(r"block\(([1-9][0-9]*)\)", granularity) if isinstance(granularity, str) else None
-    if match is None:
-        raise ValueError(
-            f"granularity: expected one of row, block, block(n) with n >= 1, tensor, got {granularity!r}"
-        )
-    return int(match[1])
-
-
-def _check_cuts(slot: Slot, size: int) -> None:
-    end = slot.offset + slot.numel
-    first = (slot.offset // size + 1) * size
-    # All later boundaries are one shard further each, so the first two decide.
-    for boundary in (first, first + size):
-        if boundary < end and (boundary - slot.offset) % slot.unit:
-            raise ValueError(
-                f"{slot.name!r}: expected shard boundaries at multiples of {slot.unit} elements from its "
-                f"start (blocks of {slot.block} rows), got one at {boundary - slot.offset}"
-            )
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_shape(name: object, shape: object) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"name of a tensor: expected a str, got {name!r}")
-    if isinstance(shape, tuple):
-        for size in shape:
-            if type(size) is not int or size < 0:
-                break
-        else:
-            return
-    raise ValueError(f"shape of {name!r}: expected a tuple of ints >= 0, got {shape!r}")
+    Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
+    """
+    row_size, num_rows = rows_of(shape)
+    block = max(1, min(block, num_rows))
+    tensor = Kind(row_size * num_rows, block * row_size)
+    if len(shape) <= 2 or not num_rows:
+        return block, tensor, tensor
+    return block, tensor, Kind(tensor.numel, min(block * (tensor.numel // shape[0]), tensor.numel))
 
 
 def _check_num_shards(num_shards: object) -> None:
-    if not _is_size(num_shards) or num_shards == 0:
+    if not is_size(num_shards) or num_shards == 0:
         raise ValueError(f"num_shards: expected an int >= 1, got {num_shards!r}")
 
 

@@ -25,7 +25,7 @@ def require_same_unit(
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     everyone = mine.new_empty(mesh.size() * len(digest))
-    collectives.all_gather(everyone, mine, mesh.get_group())
+    collectives.all_gather([everyone], [mine], mesh.get_group())
     if torch.equal(everyone, mine.repeat(mesh.size())):
         return
     descriptions: list[Any] = [None] * mesh.size()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_impl.layout import plan_layout
+from torch_impl.layout import Granularity, plan_layout
 from torch_impl.placement import Strategy
 from torch_impl.precision import MixedPrecisionPolicy
 
@@ -20,7 +21,7 @@ class UnitOptions:
     strategy: Strategy
     reshard_after_forward: bool
     policy: MixedPrecisionPolicy
-    granularity: str
+    granularity: Granularity
     rows: int
     grad_divisor: float | None
 
@@ -31,8 +32,9 @@ class UnitOptions:
             raise TypeError(
                 f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(self.policy).__name__}"
             )
-        # The planner knows what is legal.
-        plan_layout({}, 1, granularity=self.granularity, rows=self.rows)
+        # The planner knows what is legal; whether the names are those of parameters is not known here.
+        names = self.granularity if isinstance(self.granularity, Mapping) else ()
+        plan_layout(dict.fromkeys(names, ()), 1, granularity=self.granularity, rows=self.rows)
         if self.grad_divisor is not None:
             check_divisor(self.grad_divisor)
 
@@ -43,7 +45,9 @@ class UnitOptions:
             "strategy": self.strategy.name,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": str(self.policy),
-            "granularity": self.granularity,
+            "granularity": dict(self.granularity)
+            if isinstance(self.granularity, Mapping)
+            else self.granularity,
             "rows": self.rows,
             "grad_divisor": self.grad_divisor,
         }

@@ -88,18 +88,16 @@ def earliest(start: int, kind: Kind, size: int) -> int:
     if size % unit == 0:
         return round_up(start, unit)
     shifted = start + (boundary - start) % unit
-    if shifted + numel <= boundary + size:
-        return shifted
-    return boundary if numel <= size else boundary + size % unit
+    return shifted if shifted + numel <= boundary + size else boundary + size % unit
 
 
-def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[Run], int]:
-    """Place ``counts[i]`` tensors of each ``kinds[i]``, in this order, on shards of ``size``; and the end reached.
+def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[tuple[int, int, int]], int]:
+    """Place ``counts[i]`` tensors of each ``kinds[i]``, in this order, on shards of ``size``; and the end.
 
     Each tensor goes to the first of the 32 largest gaps that takes it at its earliest offset, else to the end, where
     a range that it must skip becomes a gap.
     """
-    runs: list[Run] = []
+    runs: list[tuple[int, int, int]] = []  # named when a packing is kept, as most are not
     gaps: list[tuple[int, int]] = []
     widest = end = 0
     for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
@@ -108,14 +106,14 @@ def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[
             for start, stop in gaps:
                 if stop - start >= kind.numel:
                     for offset, many in _fill(start, stop, kind, count, size):
-                        runs.append(Run(index, offset, many))
+                        runs.append((index, offset, many))
                         count -= many
                         filled.append((start, offset))
                         start = offset + many * kind.numel
                 filled.append((start, stop))
             gaps = [gap for gap in filled if gap[0] < gap[1]]
         for offset, many in _fill(end, None, kind, count, size):
-            runs.append(Run(index, offset, many))
+            runs.append((index, offset, many))
             if offset > end:
                 gaps.append((end, offset))
             end = offset + many * kind.numel
@@ -130,14 +128,16 @@ def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> It
     numel, unit = kind
     regular = size % unit == 0 and numel % unit == 0
     while count:
-        offset = earliest(start, kind, size)
-        many = count
-        if not (regular and offset % unit == 0):
-            many = min(many, max(1, (size - offset % size) // numel))
+        many = (size - start % size) // numel  # so many fit before the next boundary, starting here
+        offset = start if many else earliest(start, kind, size)
+        if many > count or (regular and offset % unit == 0):
+            many = count
         if stop is not None:
-            many = min(many, (stop - offset) // numel)
+            many = min(many or 1, (stop - offset) // numel)
             if many <= 0:
                 return
+        elif not many:
+            many = 1
         yield offset, many
         count -= many
         start = offset + many * numel
@@ -161,7 +161,7 @@ def solve(
         runs, end = pack(kinds, counts, size)
         excess = end - num_shards * size
         if excess <= 0:
-            return Packing(size, tuple(runs))
+            return Packing(size, tuple(map(Run._make, runs)))
         if size == aligned:
             aligned += multiple
         step = max(1, -(-excess // num_shards), size >> 4 if tries >= _SMALL_STEPS else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from bridge.parity.corpus import VOCABULARY
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
+GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
@@ -118,6 +120,7 @@ class Leg:
     steps: int
     precision: str = "float32"
     microbatches: int = 1
+    granularity: str = "row"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -129,6 +132,8 @@ class Leg:
             _require(value in allowed, f"[[leg]] {name}", f"one of {', '.join(allowed)}", value)
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
+        known = isinstance(self.granularity, str) and re.fullmatch(GRANULARITY, self.granularity)
+        _require(bool(known), "[[leg]] granularity", "row, block(n) or tensor", self.granularity)
 
     @property
     def title(self) -> str:

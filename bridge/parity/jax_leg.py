@@ -38,6 +38,7 @@ def run(job: Job) -> None:
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))),
         data_parallel_mesh(leg.ranks),
         strategy=leg.strategy,
+        granularity=leg.granularity,
         param_dtype="bfloat16" if low else None,
         reduce_dtype="float32" if low else None,
     )

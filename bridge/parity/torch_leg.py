@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,14 @@ def _train(job: Job, device: torch.device) -> None:
     precision = MixedPrecisionPolicy()
     if leg.precision == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "strategy": leg.strategy,
+        "granularity": leg.granularity,
+        "mp_policy": precision,
+    }
     for layer in model.layers:
-        fully_shard(layer, strategy=leg.strategy, mp_policy=precision)
-    sharded = cast(FSDPModule, fully_shard(model, strategy=leg.strategy, mp_policy=precision))
+        fully_shard(layer, **options)
+    sharded = cast(FSDPModule, fully_shard(model, **options))
     optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
 
     assert job.source is not None

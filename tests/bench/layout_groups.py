@@ -81,7 +81,17 @@ def reference_groups() -> dict[str, Shapes]:
     groups["DeepSeek-V3 experts, 3-D"] = [(256, 4096, 7168), (256, 7168, 2048)]
     groups["DeepSeek-V3 whole, 2-D"] = dense * 3 + (mla + shared + experts) * 58 + _ends(129280, 7168)
 
-    attention = [(2880,), (4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,)]
+    attention = [
+        (2880,),
+        (4096, 2880),
+        (4096,),
+        (512, 2880),
+        (512,),
+        (512, 2880),
+        (512,),
+        (2880, 4096),
+        (2880,),
+    ]
     router: list[Shape] = [(64,), (2880,), (128, 2880), (128,)]
     stacks = [(128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)]
     layer = attention + router + stacks
@@ -101,7 +111,20 @@ def reference_groups() -> dict[str, Shapes]:
     groups["SigLIP-so400m whole"] = [*(layer * 27), (h, 3, 14, 14), (h,), (729, h), (h,), (h,)]
 
     h = 1280
-    layer = [(h,), (3 * h, h), (3 * h,), (h, h), (h,), (h,), (3420, h), (3420,), (3420, h), (3420,), (h, 3420), (h,)]
+    layer = [
+        (h,),
+        (3 * h, h),
+        (3 * h,),
+        (h, h),
+        (h,),
+        (h,),
+        (3420, h),
+        (3420,),
+        (3420, h),
+        (3420,),
+        (h, 3420),
+        (h,),
+    ]
     merger: list[Shape] = [(h, 3, 2, 14, 14), (5120, 5120), (5120,), (3584, 5120), (3584,), (h,)]
     groups["Qwen2.5-VL ViT layer"] = layer
     groups["Qwen2.5-VL ViT whole"] = layer * 32 + merger

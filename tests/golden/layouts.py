@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tests.bench.layout_groups import reference_groups
 
 PATH = Path(__file__).with_name("layouts.json")
 
@@ -55,44 +57,87 @@ MIXED: Shapes = {
     "hollow": (4, 0, 3),
     "one": (1, 1),
 }
+WORKED_EXAMPLE: Shapes = {"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}
+# The aligned packing is smaller than all that the search finds: shards of 24 elements instead of 25.
+LCM_WINS: Shapes = {"a": (11,), "b": (11, 2), "c": (1, 12), "d": (4, 2), "e": (8, 8)}
+# Here it is with the rows of a planner that knows no rows inside a slice: shards of 36 instead of 37.
+COARSE_WINS: Shapes = {"a": (1, 3, 6), "b": (5, 4), "c": (5, 6, 3), "d": (5, 2), "e": (2, 3, 1)}
+MANY_UNITS: Shapes = {f"w{row}": (row * 5 % 23 + 3, row) for row in (2, 3, 5, 7, 8, 9, 11, 13, 17, 19, 25)}
+MANY_KINDS: Shapes = {f"k{i}": (i % 9 + 1, i * 7 % 31 + 1) for i in range(120)}
+SHORT_BLOCKS: Shapes = {"a": (7, 5), "b": (11, 4), "c": (8, 5), "d": (31, 2), "e": (4, 4)}
+REFERENCE = [
+    ("DeepSeek-V3 non-expert", 256),
+    ("DeepSeek-V3 dense layer", 4096),
+    ("GPT-2 XL layer", 256),
+    ("GPT-OSS-120B layer", 1024),
+    ("Qwen2.5-VL ViT layer", 64),
+    ("Llama2-7B layer", 16384),
+]
 EQUAL: Shapes = {f"expert{i}": (6, 5) for i in range(9)}
 
 
-def cases() -> Iterator[tuple[Shapes, int, str, int]]:
-    """``(shapes, num_shards, granularity, rows)`` of each golden plan."""
+class Case(NamedTuple):
+    """The arguments of one plan."""
+
+    shapes: Shapes
+    num_shards: int
+    granularity: str | Mapping[str, str] = "row"
+    rows: int = 1
+    max_buffers: int = 3
+
+
+def cases() -> Iterator[Case]:
+    """What is planned."""
     for shapes in (DECODER_BLOCK, DECODER_ROOT):
         for num_shards in (1, 2, 3, 4, 8):
-            yield shapes, num_shards, "row", 1
-    yield TIED_ROOT, 3, "row", 1
-    yield DECODER_BLOCK, 4, "block", 32
-    yield DECODER_BLOCK, 3, "block", 128
-    yield DECODER_BLOCK, 4, "tensor", 1
-    yield DECODER_BLOCK, 1000, "row", 1
-    yield {}, 3, "row", 1
-    yield {"none": (0,), "hollow": (3, 0, 2)}, 4, "row", 1
-    yield {"scalar": ()}, 1, "row", 1
-    yield {"scalar": ()}, 5, "row", 1
-    yield {f"scalar{i}": () for i in range(7)}, 3, "row", 1
-    yield {"vector": (1000,)}, 7, "row", 1
-    yield {"matrix": (3, 11)}, 8, "row", 1
-    yield {"matrix": (64, 48)}, 16, "row", 1
-    yield {"tall": (97, 3), "wide": (3, 97)}, 4, "row", 1
+            yield Case(shapes, num_shards)
+    yield Case(TIED_ROOT, 3)
+    yield Case(DECODER_BLOCK, 4, "block", 32)
+    yield Case(DECODER_BLOCK, 3, "block", 128)
+    yield Case(DECODER_BLOCK, 4, "tensor")
+    yield Case(DECODER_BLOCK, 1000)
+    yield Case({}, 3)
+    yield Case({"none": (0,), "hollow": (3, 0, 2)}, 4)
+    yield Case({"scalar": ()}, 1)
+    yield Case({"scalar": ()}, 5)
+    yield Case({f"scalar{i}": () for i in range(7)}, 3)
+    yield Case({"vector": (1000,)}, 7)
+    yield Case({"matrix": (3, 11)}, 8)
+    yield Case({"matrix": (64, 48)}, 16)
+    yield Case({"tall": (97, 3), "wide": (3, 97)}, 4)
     for num_shards in (1, 2, 3, 5, 13):
-        yield MIXED, num_shards, "row", 1
-    yield MIXED, 3, "block", 2
-    yield MIXED, 3, "block", 100
-    yield MIXED, 4, "tensor", 1
-    yield ODD_ROWS, 2, "row", 1
-    yield ODD_ROWS, 5, "row", 1
-    yield ODD_ROWS, 3, "block", 3
-    yield EQUAL, 4, "row", 1
-    yield EQUAL, 4, "tensor", 1
-    yield LLAMA3_8B_LAYER, 8, "row", 1
-    yield LLAMA3_8B_LAYER, 1024, "row", 1
-    yield GPT_OSS_EXPERTS, 64, "row", 1
-    yield GPT_OSS_EXPERTS, 64, "block", 128
-    yield SIGLIP_PATCH, 6, "row", 1
-    yield SIGLIP_PATCH, 64, "row", 1
+        yield Case(MIXED, num_shards)
+    yield Case(MIXED, 3, "block", 2)
+    yield Case(MIXED, 3, "block", 100)
+    yield Case(MIXED, 4, "tensor")
+    yield Case(ODD_ROWS, 2)
+    yield Case(ODD_ROWS, 5)
+    yield Case(ODD_ROWS, 3, "block", 3)
+    yield Case(EQUAL, 4)
+    yield Case(EQUAL, 4, "tensor")
+    yield Case(LLAMA3_8B_LAYER, 8)
+    yield Case(LLAMA3_8B_LAYER, 1024)
+    yield Case(GPT_OSS_EXPERTS, 64)
+    yield Case(GPT_OSS_EXPERTS, 64, "block", 128)
+    yield Case(SIGLIP_PATCH, 6)
+    yield Case(SIGLIP_PATCH, 64)
+    yield Case(MIXED, 3, "block(2)")
+    yield Case(
+        DECODER_BLOCK, 4, {"layers.0.attention.wq.weight": "tensor", "layers.0.mlp.w2.weight": "block(32)"}
+    )
+    yield Case(MIXED, 3, {"matrix": "block", "stack": "tensor"}, 2)
+    for max_buffers in (1, 2, 3):
+        yield Case(WORKED_EXAMPLE, 4, max_buffers=max_buffers)
+        yield Case(LLAMA3_8B_LAYER, 256, max_buffers=max_buffers)
+        yield Case(MANY_UNITS, 9, max_buffers=max_buffers)
+    yield Case(LCM_WINS, 5)
+    yield Case(COARSE_WINS, 4)
+    for num_shards in (2, 3, 8, 64):
+        yield Case(MANY_UNITS, num_shards)
+    yield Case(MANY_KINDS, 5)
+    yield Case(SHORT_BLOCKS, 4, "block", 3)
+    for name, num_shards in REFERENCE:
+        yield Case(reference_groups()[name], num_shards)
 
 
 def golden() -> list[dict[str, Any]]:
@@ -100,14 +145,14 @@ def golden() -> list[dict[str, Any]]:
     from torch_impl.layout import plan_layout
 
     entries = []
-    for shapes, num_shards, granularity, rows in cases():
-        layout = plan_layout(shapes, num_shards, granularity=granularity, rows=rows)
+    for case in cases():
+        options = {"granularity": case.granularity, "rows": case.rows, "max_buffers": case.max_buffers}
+        layout = plan_layout(case.shapes, case.num_shards, **options)
         entries.append(
             {
-                "shapes": [[name, list(shape)] for name, shape in shapes.items()],
-                "num_shards": num_shards,
-                "granularity": granularity,
-                "rows": rows,
+                "shapes": [[name, list(shape)] for name, shape in case.shapes.items()],
+                "num_shards": case.num_shards,
+                **options,
                 "layout": json.loads(layout.to_json()),
                 "fingerprint": layout.fingerprint,
             }

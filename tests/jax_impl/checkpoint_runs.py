@@ -22,6 +22,7 @@ from jax_impl import (
     plan_sharding,
     shard_weights,
 )
+from jax_impl.layout import Layout
 from jax_impl.models import Decoder
 from jax_impl.module_tree import parameter_leaves
 from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
@@ -65,15 +66,25 @@ def train(
 
 
 def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
-    """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered flat buffers."""
+    """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered buffers."""
     kinds = {"params": state.weights, "opt_state/mu": state.opt_state.mu, "opt_state/nu": state.opt_state.nu}
     arrays = {}
     for kind, buffers in kinds.items():
         for unit, buffer in buffers.items():
-            flat = np.array(buffer)
-            for slot in plan.units[unit].layout.slots:
+            layout = plan.units[unit].layout
+            for slot in layout.slots:
+                flat = whole_buffer(layout, np.array(buffer), slot.buffer)
                 arrays[f"{kind}/{slot.name}"] = flat[slot.offset : slot.end].reshape(slot.shape)
     return {**arrays, "opt_state/count": np.array(state.opt_state.count)}
+
+
+def whole_buffer(layout: Layout, flat: np.ndarray, buffer: int) -> np.ndarray:
+    """One of a layout's buffers from the unit's array, in which it lies a shard at a time."""
+    if not layout.shard_sizes:
+        return flat
+    size, before = layout.shard_sizes[buffer], sum(layout.shard_sizes[:buffer])
+    starts = [rank * sum(layout.shard_sizes) + before for rank in range(layout.num_shards)]
+    return np.concatenate([flat[start : start + size] for start in starts])
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

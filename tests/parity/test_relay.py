@@ -15,11 +15,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from bridge.formats import open_checkpoint
-from bridge.parity.config import Leg, RelayConfig
+from bridge.parity.config import Leg, ModelConfig, RelayConfig
 from bridge.parity.job import Job
 from bridge.parity.launch import LegError, run_leg
+from jax_impl import data_parallel_mesh, plan_sharding
+from jax_impl.models import decoder as jax_decoder
+from torch_impl import plan_layout
+from torch_impl.models import decoder as torch_decoder
 
 
 def twinshard(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -94,6 +99,67 @@ def test_each_leg_held_what_its_strategy_holds(
         assert len(leg["devices"]) == share
         for device in leg["devices"]:
             assert 0.8 * whole / share < device["main_weights"] < 1.2 * whole / share
+
+
+GRAINS = """
+[model]
+vocab_size = 257
+d_model = 35
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 10
+d_ff = 64
+
+[data]
+seed = 20
+batch = 24
+length = 16
+
+[optimizer]
+lr = 1e-3
+betas = [0.9, 0.95]
+eps = 1e-8
+weight_decay = 0.1
+"""
+
+
+def buffers_of_a_layer(leg: Leg, model: ModelConfig) -> int:
+    """In how many flat buffers a leg keeps the weights of one layer."""
+    config = dict(vars(model))
+    if leg.framework == "torch":
+        layer = torch_decoder.Decoder(torch_decoder.DecoderConfig(**config)).layers[0]
+        shapes = {name: tuple(param.shape) for name, param in layer.named_parameters()}
+    else:
+        built = nnx.eval_shape(
+            lambda: jax_decoder.Decoder(jax_decoder.DecoderConfig(**config), rngs=nnx.Rngs(0))
+        )
+        unit = plan_sharding(built, data_parallel_mesh(1)).units["layers/0"].module
+        shapes = dict(zip(unit.parameters, unit.shapes, strict=True))
+    return len(plan_layout(shapes, leg.ranks, granularity=leg.granularity).shard_sizes)
+
+
+def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: Path) -> None:
+    legs = [
+        ("torch", 3, "optim_grads_params", "block(32)"),
+        ("jax", 3, "optim_grads_params", "row"),
+        ("torch", 4, "optim_grads", "row"),
+        ("jax", 3, "optim", "tensor"),
+    ]
+    text = GRAINS
+    for framework, ranks, strategy, granularity in legs:
+        text += f'\n[[leg]]\nframework = "{framework}"\nranks = {ranks}\nstrategy = "{strategy}"\n'
+        text += f'granularity = "{granularity}"\nsteps = 2\n'
+    (tmp_path / "grains.toml").write_text(text)
+    config = RelayConfig.load(tmp_path / "grains.toml")
+    assert [leg.granularity for leg in config.legs] == [granularity for *_, granularity in legs]
+    assert [buffers_of_a_layer(leg, config.model) for leg in config.legs] == [3, 3, 3, 2]
+    done = twinshard("relay", tmp_path / "grains.toml", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [leg["hop"]["max_ulp"] for leg in report["legs"][1:]] == [0, 0, 0]
+    assert max(report["differences"]["relay_fp32"]) < 1e-5
+    assert report["failures"] == []
 
 
 def share_of_bfloat16_gradients(before: Path, after: Path) -> float:

@@ -59,6 +59,12 @@ def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
             5,
             r"leg 1 .*ranks x microbatches to divide the global batch of 24 .*5 x 2 = 10",
         ),
+        (
+            ("leg", 1, "granularity"),
+            "block(0)",
+            r"granularity: expected row, block\(n\) or tensor, got 'block\(0\)'",
+        ),
+        (("leg", 1, "granularity"), 32, r"granularity: expected row, block\(n\) or tensor, got 32"),
         (("leg", 0, "ranks"), 0, r"ranks: expected a whole number >= 1, got 0"),
         (("leg", 2, "steps"), "ten", r"steps: expected a whole number >= 1, got 'ten'"),
         (("leg", 2, "stepz"), 10, r"\[\[leg\]\]: expected only the keys .* got \['stepz'\]"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -241,8 +241,9 @@ def interrupted_gathers() -> None:
         torch.testing.assert_close(model(mine), expected)
 
 
-def interrupted(output: torch.Tensor, *_: object, **__: object) -> None:
-    output.fill_(float("nan"))
+def interrupted(outputs: Sequence[torch.Tensor], *_: object, **__: object) -> None:
+    for output in outputs:
+        output.fill_(float("nan"))
     raise KeyboardInterrupt
 
 

@@ -1,0 +1,509 @@
+"""`twinshard inspect --layout`: drawings of layout files and of stored chunks, and one message for bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from bridge.formats import create_checkpoint
+from bridge.formats.base import Box, TensorInfo
+from bridge.inspect import chunk_bars, chunk_lines
+from bridge.layout_file import LayoutError, PlacedLayout, layout_lines, parse_layout
+from bridge.layout_picture import chunks_figure, layout_figure, save_picture
+from tests.bridge.test_cli import call, command
+from tests.bridge.test_convert import write
+
+# Two buffers of 4 x 27 and 4 x 24 elements; the last six elements of the first are padding.
+SLOTS = [
+    {"block": 1, "buffer": 1, "name": "wq", "offset": 54, "shape": [7, 6]},
+    {"block": 1, "buffer": 0, "name": "wo", "offset": 60, "shape": [6, 7]},
+    {"block": 1, "buffer": 1, "name": "up", "offset": 0, "shape": [9, 6]},
+    {"block": 1, "buffer": 0, "name": "down", "offset": 0, "shape": [6, 9]},
+    {"block": 1, "buffer": 0, "name": "norm", "offset": 54, "shape": [6]},
+]
+LAYOUT = {"num_shards": 4, "shard_sizes": [27, 24], "slots": SLOTS}
+DRAWING = """\
+4 shards x 27 + 24 elements, 198 real, 3.03 % padding
+rank 0 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|
+rank 1 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|
+rank 2 |eeeeeebbbbbbbbbbbbbbbbbbbbb|ccccccaaaaaaaaaaaaaaaaaa|
+rank 3 |bbbbbbbbbbbbbbbbbbbbb......|aaaaaaaaaaaaaaaaaaaaaaaa|
+a  wq [7, 6]: rows 0:0 0:0 0:3 3:7
+b  wo [6, 7]: rows 0:0 0:0 0:3 3:6
+c  up [9, 6]: rows 0:4 4:8 8:9 9:9
+d  down [6, 9]: rows 0:3 3:6 6:6 6:6
+e  norm [6]: rows 0:0 0:0 0:6 6:6
+fingerprint 0a49a03370d4d8aa7cfa52cc7e7aabf598be073874ba709f4b0d981f118eb8ed
+"""
+
+
+@pytest.fixture
+def layout_file(tmp_path: Path) -> Path:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(LAYOUT))
+    return path
+
+
+def changed(slot: int | None = None, **fields: object) -> str:
+    """The layout with fields of its own, or of one slot, replaced."""
+    if slot is None:
+        return json.dumps({**LAYOUT, **fields})
+    slots = [{**one, **fields} if k == slot else one for k, one in enumerate(SLOTS)]
+    return json.dumps({**LAYOUT, "slots": slots})
+
+
+def one_tensor(rows: int, columns: int, num_shards: int, size: int, offset: int = 0) -> PlacedLayout:
+    slot = {"block": 1, "buffer": 0, "name": "w", "offset": offset, "shape": [rows, columns]}
+    return parse_layout(json.dumps({"num_shards": num_shards, "shard_sizes": [size], "slots": [slot]}))
+
+
+def drawn_elements(layout: PlacedLayout, width: int) -> list[tuple[int, int, int, str]]:
+    """``(rank, buffer, column, letter)`` of a text picture."""
+    found = []
+    for line in layout_lines(layout, width):
+        match = re.match(r"rank (\d+) +\|(.*)\|$", line)
+        if match:
+            for buffer, columns in enumerate(match[2].split("|")):
+                found += [(int(match[1]), buffer, k, letter) for k, letter in enumerate(columns)]
+    return found
+
+
+def test_a_layout_file_is_drawn_to_scale(layout_file: Path) -> None:
+    done = command("inspect", layout_file, "--layout")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", DRAWING)
+
+
+def test_the_drawing_of_a_planned_layout_says_what_the_planner_says(tmp_path: Path) -> None:
+    planner = pytest.importorskip("torch_impl.layout")
+    shapes = {"stack": (3, 5, 4), "w": (13, 7), "b": (11,), "none": (0, 4), "s": (), "v": (6, 10)}
+    for granularity in ("row", "block(2)", "tensor"):
+        planned = planner.plan_layout(shapes, 5, granularity=granularity)
+        layout = parse_layout(planned.to_json())
+        assert layout.fingerprint == planned.fingerprint
+        assert layout.overhead == pytest.approx(planned.overhead(), abs=1e-12)
+        assert layout.padded_size == planned.padded_size
+        lines = layout_lines(layout)
+        for rank in range(5):
+            rows = {t.name: layout.rows(t, rank) for t in layout.tensors}
+            assert rows == planned.row_ranges(rank)
+        for slot in planned.slots[:3]:
+            text = " ".join("{}:{}".format(*planned.row_ranges(rank)[slot.name]) for rank in range(5))
+            assert any(line.endswith(text) and slot.name in line for line in lines)
+
+
+def test_every_column_shows_what_the_elements_below_it_are() -> None:
+    layout = parse_layout(json.dumps(LAYOUT))
+    owner = {}
+    for letter, slot in zip("abcde", SLOTS, strict=True):
+        for k in range(int(np.prod(slot["shape"]))):
+            owner[slot["buffer"], slot["offset"] + k] = letter
+    for rank in range(4):
+        assert all(part.start < part.stop for buffer in (0, 1) for part in layout.parts(rank, buffer))
+    for width in (80, 51, 30, 13):
+        cells = drawn_elements(layout, width)
+        columns = {buffer: max(c for _, b, c, _ in cells if b == buffer) + 1 for buffer in (0, 1)}
+        assert sum(columns.values()) <= width
+        assert abs(columns[0] / columns[1] - 27 / 24) < 2.5 / columns[1]
+        for rank, buffer, column, letter in cells:
+            size = layout.shard_sizes[buffer]
+            # The last element that begins in this column decides, padding only where all of it is.
+            below = [e for e in range(size) if e * columns[buffer] // size == column]
+            held = [owner.get((buffer, rank * size + e)) for e in below]
+            assert letter == ([one for one in held if one] or ["."])[-1]
+
+
+def test_many_ranks_and_tensors_are_elided() -> None:
+    lines = layout_lines(one_tensor(17, 3, 17, 3))
+    assert [line.split()[1] for line in lines if line.startswith("rank")] == [
+        str(rank) for rank in (*range(8), *range(9, 17))
+    ]
+    assert lines[9] == "..."
+    assert lines[-2] == "a  w [17, 3]: rows " + " ".join(
+        "..." if rank == 8 else f"{rank}:{rank + 1}" for rank in range(17)
+    )
+    assert sum(line.startswith("rank") for line in layout_lines(one_tensor(16, 3, 16, 3))) == 16
+    slots = [{"block": 1, "buffer": 0, "name": f"t{i}", "offset": i, "shape": [1]} for i in range(60)]
+    lines = layout_lines(parse_layout(json.dumps({"num_shards": 1, "shard_sizes": [60], "slots": slots})))
+    assert lines[1] == f"rank 0 |{'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh'}|"
+    assert lines[-2] == "... and 20 more tensors"
+    assert sum(": rows" in line for line in lines) == 40
+
+
+def test_empty_tensors_and_empty_layouts_are_drawn(tmp_path: Path) -> None:
+    slots = [{"block": 1, "buffer": 0, "name": "none", "offset": 0, "shape": [0, 3]}]
+    layout = parse_layout(json.dumps({"num_shards": 2, "shard_sizes": [], "slots": slots}))
+    assert layout_lines(layout)[:3] == [
+        "2 shards x 0 elements, 0 real, 0.00 % padding",
+        "rank 0 ||",
+        "rank 1 ||",
+    ]
+    assert "-  none [0, 3]: no elements" in layout_lines(layout)
+    save_picture(layout_figure(layout), tmp_path / "empty.png")
+    save_picture(chunks_figure([]), tmp_path / "nothing.png")
+
+
+def test_the_numbers_of_a_layout_as_json(layout_file: Path) -> None:
+    report = json.loads(call("inspect", layout_file, "--layout", "--json").stdout)
+    assert report["buffers"] == [
+        {"shard_size": 27, "elements": 102, "padding": 6},
+        {"shard_size": 24, "elements": 96, "padding": 0},
+    ]
+    assert (report["num_shards"], report["elements"], report["padded"]) == (4, 198, 204)
+    assert report["overhead"] == pytest.approx(6 / 198)
+    assert report["fingerprint"] == DRAWING.split()[-1]
+    assert report["tensors"][0] == {**SLOTS[0], "rows": [[0, 0], [0, 0], [0, 3], [3, 7]]}
+    layout_file.write_text(
+        json.dumps(
+            {
+                "num_shards": 17,
+                "shard_sizes": [3],
+                "slots": [{**SLOTS[0], "buffer": 0, "offset": 0, "shape": [3]}],
+            }
+        )
+    )
+    report = json.loads(call("inspect", layout_file, "--layout", "--json").stdout)
+    assert report["tensors"][0]["rows"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected JSON, got a text that does not parse"),
+        (json.dumps(LAYOUT)[:-20], "expected JSON, got a text that does not parse"),
+        ("[" * 100_000, "expected JSON, got a text that does not parse"),
+        ("\udcff", "expected JSON, got a text that does not parse"),
+        ("9" * 5000, "expected JSON, got a text that does not parse"),
+        ("[1]", "expected an object with num_shards, shard_sizes, slots, got [1]"),
+        ("{}", "got one with none"),
+        (json.dumps({**LAYOUT, "granularity": "row"}), "got one with 'granularity', 'num_shards'"),
+        (changed(num_shards=0), "num_shards: expected a whole number from 1 to 2**63 - 1, got 0"),
+        (changed(num_shards=True), "num_shards: expected a whole number from 1 to 2**63 - 1, got True"),
+        (
+            changed(num_shards=2**63),
+            "num_shards: expected a whole number from 1 to 2**63 - 1, got 92233720368",
+        ),
+        (changed(shard_sizes=27), "shard_sizes: expected a list, got 27"),
+        (changed(shard_sizes=[27, 0]), "shard_sizes: expected a whole number from 1"),
+        (changed(shard_sizes=[27, 24.0]), "shard_sizes: expected a whole number from 1"),
+        (changed(shard_sizes=[27, 24, 3]), "buffer 2: expected tensors in it, got none"),
+        (changed(slots={}), "slots: expected a list, got {}"),
+        (changed(slots=[3]), "slot 0: an object with block, buffer, name, offset, shape, got 3"),
+        (changed(1, name=3), "slot 1: expected a name in quotes, got 3"),
+        (changed(1, name="wq"), "expected every tensor once, got 'wq' more than once"),
+        (changed(1, shape=[6, -7]), "shape of 'wo': expected a whole number from 0 to 2**63 - 1, got -7"),
+        (changed(1, shape="67"), "shape of 'wo': expected a list, got '67'"),
+        (
+            changed(1, shape=[0, 7]),
+            "'wo', without elements: expected buffer 0, offset 0, got buffer 0, offset 60",
+        ),
+        (changed(1, block=0), "'wo': expected a block of 1 to 6 rows, got 0"),
+        (changed(1, block=7), "'wo': expected a block of 1 to 6 rows, got 7"),
+        (
+            changed(1, block=2),
+            "expected shard boundaries at multiples of 14 elements from its start, got one at 21",
+        ),
+        (changed(1, buffer=2), "'wo': expected one of 2 buffers, got buffer 2"),
+        (changed(1, offset=59), "'wo': expected an offset of at least 60, the end of 'norm', got 59"),
+        (
+            changed(1, offset=61),
+            "expected shard boundaries at multiples of 7 elements from its start, got one at 20",
+        ),
+        (
+            changed(1, offset=67),
+            "'wo': expected an end within the 108 elements of buffer 0 (4 shards of 27), got 109",
+        ),
+        (changed(1, offset=-1), "offset of 'wo': expected a whole number from 0"),
+    ],
+)
+def test_a_file_that_is_no_layout_is_named_with_what_was_expected(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "bad.json").write_text(text, errors="surrogateescape")
+    result = call("inspect", tmp_path / "bad.json", "--layout", "--picture", tmp_path / "new.png")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: layout file {tmp_path / 'bad.json'}: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
+
+
+def test_a_boundary_far_into_a_tensor_is_checked() -> None:
+    with pytest.raises(LayoutError, match="multiples of 4 elements from its start, got one at 10"):
+        one_tensor(5, 4, 4, 6, offset=2)
+    assert one_tensor(6, 3, 4, 6).rows(one_tensor(6, 3, 4, 6).tensors[0], 2) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("none", "--layout"),
+            "error: expected a layout file or checkpoint directory at none, found nothing there",
+        ),
+        (("empty", "--layout"), "found an empty directory"),
+        (("folder", "--layout"), "error: "),
+        (("layout.json",), "found a file"),
+        (
+            ("layout.json", "--layout", "--picture", "a.jpg"),
+            "picture a.jpg: expected a name ending in .png, .svg, .pdf",
+        ),
+        (("layout.json", "--layout", "--picture", "a"), "picture a: expected a name ending in"),
+        (
+            ("layout.json", "--layout", "--picture", "none/a.png"),
+            "expected an existing directory none, found none",
+        ),
+        (
+            ("layout.json", "--layout", "--picture", "dir.png"),
+            "expected a file or nothing there, found a directory",
+        ),
+        (("dcp", "--layout", "--picture", "none/a.png"), "expected an existing directory none, found none"),
+    ],
+)
+def test_an_error_is_one_message_with_status_2_and_writes_nothing(
+    tmp_path: Path,
+    layout_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    write(tmp_path / "dcp", "dcp", {"w": np.ones(3)}, {})
+    for name in ("empty", "folder", "dir.png"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder" / "x").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    result = call("inspect", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_needs_layout_beside_it(layout_file: Path) -> None:
+    result = call("inspect", layout_file, "--picture", "a.png")
+    assert result.exit_code == 2
+    assert "expected --layout beside --picture" in " ".join(result.stderr.split())
+
+
+def test_missing_matplotlib_is_said(layout_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert call("inspect", layout_file, "--layout").exit_code == 0
+    result = call("inspect", layout_file, "--layout", "--picture", layout_file.with_suffix(".png"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: pictures need matplotlib")
+
+
+def test_drawing_needs_neither_matplotlib_nor_a_runtime(layout_file: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['matplotlib', 'torch', 'jax', 'torch_impl', 'jax_impl']))\n"
+        "from bridge.layout_file import layout_lines, read_layout\n"
+        "from pathlib import Path\n"
+        "print('\\n'.join(layout_lines(read_layout(Path(sys.argv[1])))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, layout_file], capture_output=True, text=True)
+    assert done.stdout == DRAWING
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "PNG"])
+def test_a_picture_is_written_in_the_format_of_its_name(
+    tmp_path: Path, layout_file: Path, suffix: str
+) -> None:
+    target = tmp_path / f"a.{suffix}"
+    target.write_text("old")
+    result = call("inspect", layout_file, "--layout", "--picture", target)
+    assert (result.exit_code, result.stdout) == (0, DRAWING)
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()]
+    assert target.read_bytes().startswith(start)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target.name, "layout.json"])
+
+
+def test_a_picture_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def fail(self: Figure, path: Path, **options: object) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    (tmp_path / "a.png").write_text("old")
+    figure = layout_figure(parse_layout(json.dumps(LAYOUT)))
+    with pytest.raises(OSError, match="disk full"):
+        save_picture(figure, tmp_path / "a.png")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.png", "old")]
+
+
+def bars_of(figure: object) -> dict[int, list[tuple[float, float, str]]]:
+    """``{row: [(left, right, colour or hatch)]}`` of the rectangles in a figure, in whole-width units."""
+    rows: dict[int, list[tuple[float, float, str]]] = {}
+    for collection in figure.axes[0].collections:  # type: ignore[attr-defined]
+        colours = collection.get_facecolor()
+        for path, k in zip(collection.get_paths(), range(len(collection.get_paths())), strict=True):
+            xs, ys = path.vertices[:, 0], path.vertices[:, 1]
+            kind = collection.get_hatch() or str(np.round(colours[min(k, len(colours) - 1)], 3).tolist())
+            rows.setdefault(round((ys.min() + ys.max()) / 2), []).append((xs.min(), xs.max(), kind))
+    return rows
+
+
+def test_the_picture_shows_the_parts_of_every_rank_to_scale() -> None:
+    layout = parse_layout(json.dumps(LAYOUT))
+    rows = bars_of(layout_figure(layout))
+    colours: dict[int, set[str]] = {}
+    for rank in range(4):
+        found = sorted(bar for bar in rows[rank] if not bar[2].startswith("/"))
+        shards = sorted(bar for bar in rows[rank] if bar[2].startswith("/"))
+        assert [round(51 * (b - a), 6) for a, b, _ in shards] == [27, 24]
+        assert shards[0][1] < shards[1][0]
+        expected = [
+            (shards[b][0] + part.start / 51, shards[b][0] + part.stop / 51, part.tensor)
+            for b in (0, 1)
+            for part in layout.parts(rank, b)
+        ]
+        assert len(found) == len(expected)
+        for (left, right, colour), (start, stop, tensor) in zip(found, expected, strict=True):
+            assert (left, right) == (pytest.approx(start), pytest.approx(stop))
+            colours.setdefault(tensor, set()).add(colour)
+    assert sorted(colours) == [0, 1, 2, 3, 4]
+    assert all(len(one) == 1 for one in colours.values())
+    assert len(set.union(*colours.values())) == 5
+
+
+def test_the_png_has_colours_and_names(tmp_path: Path) -> None:
+    figure = layout_figure(parse_layout(json.dumps(LAYOUT)))
+    names = [text.get_text() for text in figure.axes[0].texts]
+    assert sorted(names) == sorted(["down", "down", "norm", "wo", "wo", "up", "up", "up", "wq", "wq"])
+    save_picture(figure, tmp_path / "a.png")
+    pixels = imread(tmp_path / "a.png")
+    assert pixels.shape[1] > 800
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20
+
+
+def test_pictures_elide_ranks_and_take_any_name(tmp_path: Path) -> None:
+    figure = layout_figure(one_tensor(33, 3, 33, 3))
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert len(labels) == 33
+    assert (labels[15], labels[16], labels[17]) == ("rank 15", "...", "rank 17")
+    assert len(layout_figure(one_tensor(32, 3, 32, 3)).axes[0].get_yticklabels()) == 32
+    text = changed(0, name="$x^{_").replace('"down"', '"d\\u001b[2J"')
+    save_picture(layout_figure(parse_layout(text)), tmp_path / "odd.png")
+    info = TensorInfo("$_{" * 50, ("w",), (4,), np.dtype(np.float32), (Box((0,), (4,)),))
+    save_picture(chunks_figure([info]), tmp_path / "odd.svg")
+
+
+def tensor(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorInfo:
+    return TensorInfo("w", ("w",), shape, np.dtype(np.float32), tuple(Box(*chunk) for chunk in chunks))
+
+
+def test_the_chunks_of_a_checkpoint_are_drawn_by_rows(tmp_path: Path) -> None:
+    with create_checkpoint(tmp_path / "a", "orbax") as writer:
+        for name, shape, chunk in (
+            ("grid", (10, 8), (4, 4)),
+            ("stack", (4, 6, 5), (1, 4, 5)),
+            ("v", (7,), (3,)),
+        ):
+            info = writer.add_tensor((name,), shape, np.dtype(np.float32), chunk_shape=chunk)
+            for box in writer.chunks(info.name):
+                writer.write(info.name, box, np.zeros(box.sizes, np.float32))
+    done = command("inspect", tmp_path / "a", "--layout", "--picture", tmp_path / "a.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1:] == [
+        "grid [10, 8]: rows 0:10",
+        "  |aaaaccccee| columns 0:4",
+        "  |bbbbddddff| columns 4:8",
+        "  a[0:4, 0:4] b[0:4, 4:8] c[4:8, 0:4] d[4:8, 4:8] e[8:10, 0:4] f[8:10, 4:8]",
+        "stack [4, 6, 5]: rows 0:24",
+        "  |aaaabbccccddeeeeffgggghh|",
+        "  a[0:1, 0:4, 0:5] b[0:1, 4:6, 0:5] c[1:2, 0:4, 0:5] d[1:2, 4:6, 0:5] e[2:3, 0:4, 0:5] "
+        "f[2:3, 4:6, 0:5] g[3:4, 0:4, 0:5] h[3:4, 4:6, 0:5]",
+        "v [7]: rows 0:7",
+        "  |aaabbbc|",
+        "  a[0:3] b[3:6] c[6:7]",
+    ]
+    assert imread(tmp_path / "a.png").shape[1] > 800
+    plain = json.loads(call("inspect", tmp_path / "a", "--json").stdout)
+    assert json.loads(call("inspect", tmp_path / "a", "--layout", "--json").stdout) == plain
+
+
+def test_bars_are_exact_where_there_is_room_and_to_scale_where_not() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        shape = tuple(int(n) for n in generator.integers(1, 7, size=int(generator.integers(0, 4))))
+        cuts = [sorted({0, n, *generator.integers(0, n, size=2).tolist()}) for n in shape]
+        grids = [list(itertools.pairwise(cut)) for cut in cuts]
+        boxes = [()]
+        for grid in grids:
+            boxes = [(*box, span) for box in boxes for span in grid]
+        chunks = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
+        chunks = [chunks[k] for k in generator.permutation(len(chunks))]
+        owner = np.full(shape, -1)
+        for number, (offsets, sizes) in enumerate(chunks):
+            owner[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = number
+        rows = owner.reshape(-1, shape[-1] if len(shape) > 1 else 1)
+        for width in (1000, 4):
+            bars = chunk_bars(tensor(shape, *chunks), width)
+            columns = min(width, len(rows))
+            middle = [(2 * k + 1) * len(rows) // (2 * columns) for k in range(columns)]
+            assert len(bars) == (len(grids[-1]) if len(shape) > 1 else 1)
+            for bar in bars:
+                first = bar.columns[0] if bar.columns else 0
+                assert list(bar.cells) == rows[middle, first].tolist()
+
+
+def test_chunks_that_differ_in_columns_leave_each_other_room() -> None:
+    info = tensor((4, 6), ((0, 0), (2, 3)), ((0, 3), (2, 3)), ((2, 0), (2, 6)), ((4, 0), (0, 2)))
+    assert chunk_lines([info]) == [
+        "w [4, 6]: rows 0:4",
+        "  |aa..| columns 0:3",
+        "  |..cc| columns 0:6",
+        "  |bb..| columns 3:6",
+        "  a[0:2, 0:3] b[0:2, 3:6] c[2:4, 0:6]",
+    ]
+    rows = bars_of(chunks_figure([info]))
+    drawn = [[(a, b) for a, b, kind in rows[y] if not kind.startswith("/")] for y in range(3)]
+    assert drawn == [[(0.0, 0.5)], [(0.5, 1.0)], [(0.0, 0.5)]]
+
+
+def test_many_chunks_and_tensors_are_elided(tmp_path: Path) -> None:
+    info = tensor((2, 40), *(((0, k), (2, 1)) for k in range(40)))
+    lines = chunk_lines([info])
+    assert lines[17] == "  ... and 24 more ranges of columns"
+    assert lines[18].endswith("p[0:2, 15:16] and 24 more")
+    assert chunk_lines([info] * 41)[-1] == "... and 1 more tensors"
+    assert chunk_lines([tensor((0, 3)), tensor((), ((), ()))]) == [
+        "w [0, 3]: no elements",
+        "w []: rows 0:1",
+        "  |a|",
+        "  a[]",
+    ]
+    figure = chunks_figure([info] * 41)
+    assert len(figure.axes[0].get_yticklabels()) == 40 * 17
+    assert "1 more tensors" in figure.axes[0].get_title()
+
+
+def test_the_chunk_picture_has_the_runs_of_every_bar() -> None:
+    rows = bars_of(chunks_figure([tensor((4, 2), ((0, 0), (3, 2)), ((3, 0), (1, 2)))]))
+    assert [(a, b) for a, b, kind in rows[0] if not kind.startswith("/")] == [(0.0, 0.75), (0.75, 1.0)]
+
+
+def test_nothing_but_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.formats.orbax_reader import OrbaxReader
+
+    write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
+    monkeypatch.setattr(OrbaxReader, "read", None)
+    assert "  |aaa|\n" in call("inspect", tmp_path / "a", "--layout").stdout
+
+
+def test_a_layout_cannot_be_changed() -> None:
+    layout = parse_layout(json.dumps(LAYOUT))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.num_shards = 5  # type: ignore[misc]

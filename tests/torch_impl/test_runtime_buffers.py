@@ -1,0 +1,285 @@
+"""Units whose parameters lie in two or three flat buffers train, save and fail like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, assert_same_weights, counted, seeded
+from torch_impl import collectives
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+# What no shard boundary cuts, and how many buffers that makes of a ``Wide`` on 2, 3 and 4 ranks.
+GRAINS: dict[str, tuple[Any, list[int]]] = {
+    "row": ("row", [3, 3, 2]),
+    "block": ("block(32)", [3, 1, 1]),
+    "tensor": ("tensor", [1, 1, 1]),
+    "mapping": ({"mid.weight": "block(4)", "gain": "tensor", "up.bias": "row"}, [3, 1, 2]),
+}
+
+
+class Wide(nn.Module):
+    """Rows of 6, 45 and 56 elements, which share no small multiple: ``[B, 6] -> [B, 6]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 45)
+        self.mid = nn.Linear(45, 56, bias=False)
+        self.down = nn.Linear(56, 6, bias=False)
+        self.gain = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.mid(torch.tanh(self.up(x)))))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Wide(), Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def sharded_pair(strategy: str, grain: str, **options: Any) -> Pair:
+    model = seeded(Pair)
+    granularity, buffers = GRAINS[grain]
+    for unit in (model.first, model.second):
+        torch_impl.fully_shard(unit, strategy=strategy, granularity=granularity, **options)
+        (group,) = unit._unit.groups
+        expected = 1 if strategy == "no_shard" else buffers[dist.get_world_size() - 2]
+        assert len(group.layout.shard_sizes) == expected, group.layout
+    return torch_impl.fully_shard(model, strategy=strategy, **options)
+
+
+def data(step: int, microbatches: int) -> torch.Tensor:
+    """``[world, microbatches, 3, 6]``, different on every rank."""
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(dist.get_world_size(), microbatches, 3, 6, generator=random)
+
+
+def train_steps(strategy: str, grain: str, compute: str) -> None:
+    policy = torch_impl.MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=torch.float32)
+    model, reference = sharded_pair(strategy, grain, mp_policy=policy), seeded(Pair)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    assert_same_weights(model, reference, rtol=0, atol=0)
+    exact = compute == "float32"
+    for step in range(3):
+        inputs = data(step, 2)
+        for k, own in enumerate(inputs[dist.get_rank()]):
+            model.set_is_last_backward(k == 1)
+            (model(own).square().mean() / 2).backward()
+        reference(inputs.flatten(0, 2)).square().mean().backward()
+        assert_same_gradients(model, reference, *((1e-5, 1e-7) if exact else (1e-1, 3e-2)))
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+        expected.zero_grad()
+        if exact:
+            assert_same_weights(model, reference)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_equals_the_full_batch_on_one_process(
+    ranks: RankGroup, strategy: str, grain: str, world: int
+) -> None:
+    ranks.run(world, train_steps, strategy, grain, "float32")
+
+
+def test_bfloat16_compute_follows_the_full_batch(ranks: RankGroup) -> None:
+    ranks.run(3, train_steps, "optim_grads_params", "row", "bfloat16")
+
+
+def count_collectives() -> None:
+    """Each unit's three buffers travel together, in one call to the backend."""
+    model = sharded_pair("optim_grads_params", "row")
+    together: list[tuple[str, bool]] = []
+    originals = {name: getattr(collectives, name) for name in ("_gather_one", "_scatter_one")}
+
+    def noting(name: str) -> Any:
+        def call(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            together.append((name, group in distributed_c10d._world.pg_coalesce_state))
+            return originals[name](*args, group=group, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(collectives, name, noting(name))
+    try:
+        with counted() as counts:
+            model(data(0, 1)[dist.get_rank(), 0]).square().mean().backward()
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+    assert counts == {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 0}
+    assert sorted(together) == [("_gather_one", True)] * 12 + [("_scatter_one", True)] * 6
+
+
+def test_the_buffers_of_a_unit_travel_in_one_operation(ranks: RankGroup) -> None:
+    ranks.run(3, count_collectives)
+
+
+def stop_between_buffers() -> None:
+    model = sharded_pair("optim_grads_params", "row")
+    own = data(0, 1)[dist.get_rank(), 0]
+    with torch.no_grad():
+        expected = model(own)
+        original, calls = collectives._gather_one, []
+
+        def second_call_stops(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        collectives._gather_one = second_call_stops
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                model(own)
+        finally:
+            collectives._gather_one = original
+        value = torch.ones(())
+        dist.all_reduce(value)
+        assert value == dist.get_world_size(), "a collective after the interrupted one was swallowed"
+        torch.testing.assert_close(model(own), expected, rtol=0, atol=0)
+
+
+def test_an_interruption_between_two_buffers_leaves_no_open_operation(ranks: RankGroup) -> None:
+    ranks.run(3, stop_between_buffers)
+
+
+def keep_unreduced() -> None:
+    """Later microbatches add into the buffer of the first one: no second copy of the unreduced sums."""
+    model = sharded_pair("optim_grads_params", "row")
+    model.set_requires_gradient_sync(False)
+    inputs = data(0, 3)[dist.get_rank()]
+    places = []
+    for own in inputs:
+        model(own).square().mean().backward()
+        places.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
+    assert places[0] == places[1] == places[2]
+
+
+def test_unreduced_sums_are_added_to_in_place(ranks: RankGroup) -> None:
+    ranks.run(3, keep_unreduced)
+
+
+def bytes_at_rest(grain: str) -> tuple[int, int]:
+    model = sharded_pair("optim_grads_params", grain)
+    layouts = [unit._unit.groups[0].layout for unit in (model.first, model.second)]
+    report = model.memory_report()
+    assert report.main_weights == 4 * sum(layout.shard_size for layout in layouts)
+    assert report.compute_weights == 0
+    own = sum(
+        (r1 - r0) * layout.slot(name).row_size
+        for layout in layouts
+        for name, (r0, r1) in layout.row_ranges(dist.get_rank()).items()
+    )
+    assert report.padding == report.main_weights - 4 * own
+    return report.padding, 4 * sum(layout.padded_size - layout.numel for layout in layouts)
+
+
+@pytest.mark.parametrize("grain", GRAINS)
+def test_bytes_at_rest_are_those_of_the_layouts(ranks: RankGroup, grain: str) -> None:
+    results = ranks.run(2, bytes_at_rest, grain)
+    assert sum(padding for padding, _ in results) == results[0][1]
+
+
+def save_run(strategy: str, grain: str, path: str) -> None:
+    model = sharded_pair(strategy, grain)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
+    one_step(model, optimizer, 0)
+    torch_impl.save_checkpoint(path, model, optimizer, {"step": 1})
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The same global batch of 12 rows on any number of ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+    model(rows[rank * 12 // world : (rank + 1) * 12 // world]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_run(strategy: str, grain: str, path: str) -> None:
+    model, reference = sharded_pair(strategy, grain), seeded(Pair)
+    for param in model.parameters():
+        with torch.no_grad():
+            param.zero_()
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
+    torch_impl.load_checkpoint(path, model, optimizer)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01)
+    for step in range(3):
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        reference(rows).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        if step > 0:
+            one_step(model, optimizer, step)
+        assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("saver", "saved_as", "loader", "loaded_as"),
+    [(3, "row", 2, "row"), (2, "row", 4, "block"), (2, "block", 3, "mapping"), (2, "tensor", 3, "row")],
+)
+def test_a_checkpoint_moves_between_layouts(
+    ranks: RankGroup, tmp_path: Any, saver: int, saved_as: str, loader: int, loaded_as: str
+) -> None:
+    path = str(tmp_path / "saved")
+    ranks.run(saver, save_run, "optim_grads_params", saved_as, path)
+    ranks.run(loader, load_run, "optim", loaded_as, path)
+
+
+def refuse_unknown_names() -> None:
+    model = seeded(Wide)
+    wrong = {"up.weight": "row", "side.weight": "tensor"}
+    with pytest.raises(ValueError, match=r"unit's parameters \(gain, up.weight, .*\), got 'side.weight'"):
+        torch_impl.fully_shard(model, granularity=wrong)
+    with pytest.raises(ValueError, match=r"granularity: expected one of row, block, .* got 'rows'"):
+        torch_impl.fully_shard(model, granularity={"up.weight": "rows"})
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="granularity: rank 0 has 'row', rank 1 has 'tensor'"):
+        torch_impl.fully_shard(model, granularity="tensor" if rank == 1 else "row")
+    # Wrong on one rank only: an error on all of them, not a wait.
+    one = {"side.weight": "row"} if rank == 1 else {"up.weight": "row"}
+    with pytest.raises(ValueError, match=r"granularity: rank 0 has .*, rank 1 has"):
+        torch_impl.fully_shard(model, granularity=one)
+    assert type(torch_impl.fully_shard(model)) is not Wide
+
+
+def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused(ranks: RankGroup) -> None:
+    ranks.run(2, refuse_unknown_names)
+
+
+def plan_unlike(module: nn.Module) -> None:
+    """Ranks whose planners disagree must not start to communicate by different plans."""
+    from torch_impl import api
+
+    original = api.plan_layout
+
+    def another(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "max_buffers": 1})
+
+    if dist.get_rank() == 1:
+        api.plan_layout = another
+    try:
+        with pytest.raises(ValueError, match=r"layouts: rank 0 has \['[0-9a-f]{64}'\], rank 1 has"):
+            torch_impl.fully_shard(module)
+    finally:
+        api.plan_layout = original
+
+
+def test_ranks_with_unlike_layouts_are_refused(ranks: RankGroup) -> None:
+    ranks.run(2, plan_unlike, Wide())

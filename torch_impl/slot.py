@@ -1,0 +1,88 @@
+"""One parameter's place in the flat buffers, and what makes it legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch_impl.rows import rows_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: elements ``[offset, offset + numel)`` of a buffer, row-major.
+
+    Args:
+        name: of the parameter.
+        shape: of the parameter.
+        block: rows that no shard boundary separates: 1, or more for blocks; all rows for whole tensors.
+        buffer: index of the flat buffer.
+        offset: first element in that buffer.
+
+    From the shape follow ``row_size`` (elements of a row), ``num_rows`` and ``numel``. A parameter without elements
+    has block 1, all else 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    buffer: int
+    offset: int
+    row_size: int = field(init=False, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_shape(self.name, self.shape)
+        row_size, num_rows = rows_of(self.shape)
+        # Set once here: there may be a hundred thousand slots, and cached properties take a lock each.
+        object.__setattr__(self, "row_size", row_size)
+        object.__setattr__(self, "num_rows", num_rows)
+        object.__setattr__(self, "numel", row_size * num_rows)
+        if not is_size(self.buffer) or not is_size(self.offset):
+            raise ValueError(
+                f"place of {self.name!r}: expected ints >= 0, got buffer {self.buffer!r}, offset {self.offset!r}"
+            )
+        if not is_size(self.block) or not 1 <= self.block <= max(1, num_rows):
+            raise ValueError(
+                f"block of {self.name!r}: expected 1 to {max(1, num_rows)} rows, got {self.block!r}"
+            )
+        if num_rows == 0 and (self.buffer or self.offset):
+            raise ValueError(
+                f"place of {self.name!r}, which has no elements: expected buffer 0, offset 0, got buffer "
+                f"{self.buffer}, offset {self.offset}"
+            )
+
+    @property
+    def unit(self) -> int:
+        """Elements that no shard boundary separates; 0 when the parameter has no elements."""
+        return self.block * self.row_size
+
+    def check_cuts(self, shard_size: int) -> None:
+        """ValueError when a boundary between shards of this size separates rows of a block."""
+        end = self.offset + self.numel
+        first = (self.offset // shard_size + 1) * shard_size
+        # All later boundaries are one shard further each, so the first two decide.
+        for boundary in (first, first + shard_size):
+            if boundary < end and (boundary - self.offset) % self.unit:
+                raise ValueError(
+                    f"{self.name!r}: expected shard boundaries at multiples of {self.unit} elements from its "
+                    f"start (blocks of {self.block} rows), got one at {boundary - self.offset}"
+                )
+
+
+def is_size(value: object) -> bool:
+    """An int, not a bool, that is not negative."""
+    return type(value) is int and value >= 0
+
+
+def check_shape(name: object, shape: object) -> None:
+    """ValueError unless the name is a str and the shape a tuple of ints >= 0."""
+    if not isinstance(name, str):
+        raise ValueError(f"name of a tensor: expected a str, got {name!r}")
+    if isinstance(shape, tuple):
+        for size in shape:
+            if type(size) is not int or size < 0:
+                break
+        else:
+            return
+    raise ValueError(f"shape of {name!r}: expected a tuple of ints >= 0, got {shape!r}")
