@@ -301,6 +301,10 @@ def _tensor(index: int, slot: object) -> PlacedTensor:
         raise LayoutError(f"slot {index}: expected a name in quotes, got {_short(name)}")
     shape = tuple(_size(f"shape of {name!r}", n) for n in _list(f"shape of {name!r}", fields["shape"]))
     sizes = (_size(f"{field} of {name!r}", fields[field]) for field in ("block", "buffer", "offset"))
+    if math.prod(shape) > _MOST:
+        raise LayoutError(
+            f"{name!r}: expected at most 2**63 - 1 elements, got the shape {_short(list(shape))}"
+        )
     return PlacedTensor(name, shape, *sizes)
 
 

@@ -19,11 +19,16 @@ from collections.abc import Sequence
 
 from jax_impl.packing import common_multiple, round_up
 
+_MOST_STEPS = 1 << 23  # looks at a run of equal tensors for one gap
+
 
 def pack_aligned(
     numels: Sequence[int], units: Sequence[int], num_shards: int, below: int
 ) -> tuple[int, list[int]] | None:
-    """The shard size and each tensor's offset; None when the size would not be ``below`` that bound."""
+    """The shard size and each tensor's offset; None when the size would not be ``below`` that bound.
+
+    None also when finding out would take too long, by the number of gaps times the runs of equal tensors.
+    """
     multiple = common_multiple(set(units), below)
     if multiple >= below or round_up(sum(numels), multiple * num_shards) // num_shards >= below:
         return None
@@ -36,6 +41,8 @@ def pack_aligned(
             by_remainder.setdefault(remainders[i], deque()).append(i)
     small = sorted((i for i, numel in enumerate(numels) if numel < multiple), key=lambda i: -numels[i])
     runs = [deque(run) for _, run in itertools.groupby(small, key=lambda i: (numels[i], units[i]))]
+    if sum(map(len, by_remainder.values())) * (len(by_remainder) + len(runs)) > _MOST_STEPS:
+        return None
     taken: set[int] = set()
     end = 0
     for first in large:
@@ -47,7 +54,7 @@ def pack_aligned(
         start = end + numels[first]
         end = stop = round_up(start, multiple)
         if start == stop:
-            continue
+            continue  # it ends on a multiple: no gap
         fitting = [waiting[0] for r, waiting in by_remainder.items() if waiting and r <= stop - start]
         if fitting:
             second = min(fitting)

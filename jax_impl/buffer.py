@@ -52,15 +52,14 @@ def pack(layout: Layout, leaves: Sequence[jax.Array]) -> jax.Array:
         return jnp.zeros(0, dtype)
     if len(buffers) == 1:
         return buffers[0]
-    # Widened and chosen by column, in one loop: a concatenation would hold the buffers beside their copy.
-    ranks, column = [], lax.iota(np.int32, layout.shard_size)
+    # Widened and chosen by column, in one loop: a concatenation would hold the buffers beside their copy. Which columns
+    # are a buffer's is a mask, not a comparison of numbers, since there may be more of them than int32 counts.
+    packed = jnp.zeros((layout.num_shards, layout.shard_size), dtype)
     for buffer, values in enumerate(buffers):
         shard = layout.columns(buffer)
-        around = ((0, 0), (shard.start, layout.shard_size - shard.stop))
-        ranks.append(jnp.pad(values.reshape(layout.num_shards, -1), around))
-    packed = ranks[-1]
-    for buffer in reversed(range(len(ranks) - 1)):
-        packed = jnp.where(column < layout.columns(buffer).stop, ranks[buffer], packed)
+        around = (shard.start, layout.shard_size - shard.stop)
+        own = jnp.pad(jnp.ones(layout.shard_sizes[buffer], bool), around)
+        packed = jnp.where(own, jnp.pad(values.reshape(layout.num_shards, -1), ((0, 0), around)), packed)
     return packed.reshape(-1)
 
 

@@ -14,8 +14,8 @@ _NUMBERED_BLOCK = re.compile(r"block\(([1-9][0-9]*)\)")
 
 
 def is_int(value: Any) -> bool:
-    """An integer that is no bool, which Python counts among them."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """An integer that is no bool, nor of another type that Python counts among them."""
+    return type(value) is int
 
 
 def checked_count(what: str, value: Any) -> int:
@@ -30,18 +30,20 @@ def checked_shapes(
 ) -> dict[str, Shape]:
     """``{name: shape}`` in the order given. Raises ``ValueError`` for what is no name or shape, or a name twice."""
     found: dict[str, Shape] = {}
+    if not isinstance(shapes, Iterable):
+        raise ValueError(f"layout: expected a mapping or pairs of names and shapes, got {shapes!r}")
     for pair in shapes.items() if isinstance(shapes, Mapping) else shapes:
-        try:
-            name, dimensions = pair
-            shape = tuple(dimensions)
-        except (TypeError, ValueError):
-            raise ValueError(f"layout: expected pairs of a name and a shape, got {pair!r}") from None
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], (tuple, list)):
+            raise ValueError(
+                f"layout: expected pairs of a name and a shape, a tuple or list of integers, got {pair!r}"
+            )
+        name, shape = pair[0], tuple(pair[1])
         if not isinstance(name, str):
             raise ValueError(f"layout: expected parameter names that are strings, got {name!r}")
         if name in found:
             raise ValueError(f"layout: expected each parameter once, got {name!r} more than once")
         for size in shape:
-            if type(size) is not int and not is_int(size):
+            if not is_int(size):
                 raise ValueError(
                     f"parameter {name!r}: expected dimensions that are integers, got shape {shape}"
                 )

@@ -51,6 +51,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         checked_count("num_shards", self.num_shards)
+        for field, value in (("shard_sizes", self.shard_sizes), ("slots", self.slots)):
+            if not isinstance(value, tuple):
+                raise ValueError(f"layout: expected {field} as a tuple, got {value!r:.80}")
         for buffer, size in enumerate(self.shard_sizes):
             checked_count(f"the shard size of buffer {buffer}", size)
         if len(self._by_name) != len(self.slots):
@@ -136,10 +139,6 @@ class Layout:
         start = sum(self.shard_sizes[:buffer])
         return slice(start, start + self.shard_sizes[buffer])
 
-    def start(self, slot: Slot) -> int:
-        """Where the parameter starts among all whole buffers, laid one after the other."""
-        return self.num_shards * sum(self.shard_sizes[: slot.buffer]) + slot.offset
-
     def start_in_shard(self, slot: Slot, rank: int, row: int) -> int:
         """Where a row that ``rank`` owns starts in its shard."""
         if not slot.numel:
@@ -181,7 +180,13 @@ class Layout:
     @classmethod
     def from_json(cls, text: str) -> Layout:
         """Raises ``ValueError`` when the text is no JSON, lacks a field, or describes an illegal layout."""
-        value = _fields("layout JSON", json.loads(text), {"num_shards", "shard_sizes", "slots"})
+        try:
+            parsed = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"layout JSON: expected a JSON text, got one that does not parse ({error})"
+            ) from None
+        value = _fields("layout JSON", parsed, {"num_shards", "shard_sizes", "slots"})
         slots = []
         for entry in _list("layout JSON: slots", value["slots"]):
             fields = _fields("layout JSON: slot", entry, {"block", "buffer", "name", "offset", "shape"})

@@ -16,8 +16,6 @@ from jax_impl.splitting import choose_buffers, contents_of
 # (buffer, offset)
 Place = tuple[int, int]
 
-_MOST_ALIGNED_TENSORS = 4096
-
 
 def plan_places(
     shapes: Sequence[tuple[int, ...]], blocks: Sequence[int], num_shards: int, max_buffers: int
@@ -56,8 +54,6 @@ def _aligned_units(
     shapes: Sequence[tuple[int, ...]], blocks: Sequence[int], units: list[int]
 ) -> list[list[int]]:
     """The units to align to: blocks of rows, and blocks of slices of stacks where there are any."""
-    if len(shapes) > _MOST_ALIGNED_TENSORS:
-        return []
     slices = [
         min(block * (math.prod(shape) // shape[0]), math.prod(shape)) if len(shape) > 2 else unit
         for shape, block, unit in zip(shapes, blocks, units, strict=True)

@@ -46,7 +46,8 @@ def choose_buffers(
     whole = search.solved((search.counts,), None)
     assert whole is not None
     solutions = [whole]
-    for num_buffers in range(2, max_buffers + 1):
+    # Each buffer of a start has a class of its own.
+    for num_buffers in range(2, min(max_buffers, len(search.classes)) + 1):
         smallest = min(solution.total for solution in solutions)
         if _is_close(smallest, search.ideal):
             break
@@ -70,6 +71,7 @@ class _Search:
         self.num_shards = num_shards
         self.total = sum(kind.numel * count for kind, count in zip(kinds, counts, strict=True))
         self.ideal = self.ideal_size(self.total)
+        self.classes = self._classes()
         self._by_half = sorted(range(len(kinds)), key=lambda index: -kinds[index].half)
         self._sizes: dict[int, AdmissibleSizes] = {}
         self._solved: dict[Counts, int] = {}
@@ -127,7 +129,7 @@ class _Search:
         return sum(_Buffer(self, counts).estimate for counts in split)
 
     def _starts(self, num_buffers: int) -> list[Split]:
-        classes = self._classes()
+        classes = self.classes
 
         @cache
         def measures(part: tuple[int, ...]) -> tuple[int, int]:

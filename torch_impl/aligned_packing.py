@@ -12,50 +12,64 @@ This is the rule of Megatron-FSDP. It pays up to C elements a rank, but on some 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 
 from torch_impl.packing import Kind, round_up
 
-MAX_TENSORS = 4096
+_MAX_STEPS = 1 << 23
 
 
 def pack_aligned(tensors: Sequence[Kind], num_shards: int, limit: int) -> tuple[int, list[int]] | None:
     """``(shard size, offset of each tensor)``; None when the shards would have ``limit`` elements or more.
 
-    ``tensors`` are in model order, which decides ties. None also for more than ``MAX_TENSORS``: takes quadratic time.
+    ``tensors`` are in model order, which decides ties. None also when it would take more than ``2**23`` steps, each
+    a look at one queue of equal tensors for one gap.
     """
-    if len(tensors) > MAX_TENSORS:
-        return None
     lowest = -(-sum(tensor.numel for tensor in tensors) // num_shards)
     multiple = 1
-    for tensor in tensors:
-        multiple = math.lcm(multiple, tensor.unit)
+    for unit in dict.fromkeys(tensor.unit for tensor in tensors):
+        multiple = math.lcm(multiple, unit)
         if round_up(lowest, multiple) >= limit:
             return None
-    offsets = [0] * len(tensors)
     large = [i for i, tensor in enumerate(tensors) if tensor.numel >= multiple]
     small = sorted((i for i, t in enumerate(tensors) if t.numel < multiple), key=lambda i: -tensors[i].numel)
+    # Equal tensors wait in one queue: when the first of them does not fit, none does.
+    partners: dict[int, deque[int]] = {}
+    for i in large:
+        if remainder := _remainder(tensors[i], multiple):
+            partners.setdefault(remainder, deque()).append(i)
+    queues = [deque(run) for _, run in groupby(small, key=lambda i: tensors[i])]
+    gaps = sum(map(len, partners.values()))
+    if gaps * (len(partners) + len(queues)) > _MAX_STEPS:
+        return None
+    offsets = [-1] * len(tensors)
     end = 0
-    while large:
-        first = large.pop(0)
+    for first in large:
+        if offsets[first] >= 0:
+            continue
         offsets[first], gap = end, end + tensors[first].numel
         end = stop = round_up(gap, multiple)
-        partner = next((i for i in large if 0 < _remainder(tensors[i], multiple) <= end - gap), None)
-        if partner is not None:
-            large.remove(partner)
-            stop = offsets[partner] = end - _remainder(tensors[partner], multiple)
+        if remainder := _remainder(tensors[first], multiple):
+            partners[remainder].popleft()
+        fitting = [queue[0] for remainder, queue in partners.items() if queue and remainder <= stop - gap]
+        if fitting:
+            partner = min(fitting)
+            remainder = _remainder(tensors[partner], multiple)
+            partners[remainder].popleft()
+            stop = offsets[partner] = end - remainder
             end = stop + tensors[partner].numel
-        left = []
-        for i in small:
-            offset = round_up(gap, tensors[i].unit)
-            if offset + tensors[i].numel <= stop:
-                offsets[i], gap = offset, offset + tensors[i].numel
-            else:
-                left.append(i)
-        small = left
-    for i in small:
-        offsets[i] = round_up(end, tensors[i].unit)
-        end = offsets[i] + tensors[i].numel
+        for queue in queues if gap < stop else ():
+            while (
+                queue and (offset := round_up(gap, tensors[queue[0]].unit)) + tensors[queue[0]].numel <= stop
+            ):
+                gap = offset + tensors[queue[0]].numel
+                offsets[queue.popleft()] = offset
+    for queue in queues:
+        for i in queue:
+            offsets[i] = round_up(end, tensors[i].unit)
+            end = offsets[i] + tensors[i].numel
     size = round_up(end, multiple * num_shards) // num_shards
     return (size, offsets) if size < limit else None
 

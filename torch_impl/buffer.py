@@ -38,8 +38,7 @@ class FlatBuffer:
         if self.rank is None:
             start = self.layout.start(name)
             return self.flat[start : start + slot.numel].view(slot.shape)
-        bounds = self.layout.row_bounds(name)
-        r0, r1 = bounds[self.rank], bounds[self.rank + 1]
+        r0, r1 = self.layout.row_range(name, self.rank)
         shape = local_shape(slot.shape, r1 - r0)
         if r0 == r1:
             return self.flat[:0].view(shape)

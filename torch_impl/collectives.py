@@ -22,14 +22,18 @@ def all_gather(
     outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
     """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first, as one operation."""
-    _gather(outputs, shards, group)
+    with _as_one(len(shards), group):
+        for output, shard in zip(outputs, shards, strict=True):
+            _gather_one(output, shard, group=group)
 
 
 def reduce_scatter(
     shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
     """Sum the ranks' contiguous values (N x len(shard)), leaving this rank's part in each shard, as one operation."""
-    _scatter(shards, values, group)
+    with _as_one(len(shards), group):
+        for shard, value in zip(shards, values, strict=True):
+            _scatter_one(shard, value, op=dist.ReduceOp.SUM, group=group)
 
 
 def all_reduce(
@@ -37,22 +41,6 @@ def all_reduce(
 ) -> None:
     """Combine ``values`` over the ranks, in place."""
     dist.all_reduce(values, op=op, group=group)
-
-
-def _gather(
-    outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> None:
-    with _as_one(len(shards), group):
-        for output, shard in zip(outputs, shards, strict=True):
-            _gather_one(output, shard, group=group)
-
-
-def _scatter(
-    shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> None:
-    with _as_one(len(shards), group):
-        for shard, value in zip(shards, values, strict=True):
-            _scatter_one(shard, value, op=dist.ReduceOp.SUM, group=group)
 
 
 @contextmanager

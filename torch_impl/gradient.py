@@ -156,7 +156,9 @@ class GroupGradient:
             reduced = values.new_empty(self._layout.shard_size)
             slices = self._layout.buffer_slices()
             shards = [reduced[part] for _, part in slices]
-            collectives.reduce_scatter(shards, [values[whole] for whole, _ in slices], self._mesh.get_group())
+            collectives.reduce_scatter(
+                shards, [values[of_all] for of_all, _ in slices], self._mesh.get_group()
+            )
         else:
             reduced = values
             collectives.all_reduce(reduced, self._mesh.get_group())

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from torch_impl.slot import is_size
@@ -17,8 +16,8 @@ from torch_impl.slot import is_size
 Granularity = str | Mapping[str, str]
 
 
-def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int]:
-    """A function from a parameter's name to its rows of a block, which are more than any tensor has for whole tensors.
+def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int | None]:
+    """A function from a parameter's name to its rows of a block; None for whole tensors.
 
     Raises ValueError for an unknown granularity, a mapping with other names than these, and ``rows`` below 1.
     """
@@ -27,7 +26,8 @@ def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Call
     if not isinstance(granularity, Mapping):
         block = _block_of(granularity, rows)
         return lambda _: block
-    unknown = sorted(set(granularity) - set(names))
+    known = set(names)
+    unknown = [name for name in granularity if name not in known]
     if unknown:
         raise ValueError(
             f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
@@ -36,9 +36,9 @@ def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Call
     return lambda name: blocks.get(name, 1)
 
 
-def _block_of(granularity: object, rows: int) -> int:
+def _block_of(granularity: object, rows: int) -> int | None:
     if granularity in ("row", "block", "tensor"):
-        return {"row": 1, "block": rows, "tensor": sys.maxsize}[str(granularity)]
+        return {"row": 1, "block": rows, "tensor": None}[str(granularity)]
     match = re.fullmatch(r"block\(([1-9][0-9]*)\)", granularity) if isinstance(granularity, str) else None
     if match is None:
         raise ValueError(

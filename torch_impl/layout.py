@@ -38,6 +38,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from torch_impl.aligned_packing import pack_aligned
 from torch_impl.granularity import Granularity, blocks_of
@@ -74,6 +75,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_num_shards(self.num_shards)
+        if not isinstance(self.slots, tuple) or not all(isinstance(slot, Slot) for slot in self.slots):
+            raise ValueError(f"slots: expected a tuple of Slot, got {type(self.slots).__name__}")
         if not isinstance(self.shard_sizes, tuple) or not all(is_size(s) and s for s in self.shard_sizes):
             raise ValueError(f"shard_sizes: expected a tuple of ints >= 1, got {self.shard_sizes!r}")
         if len(self._by_name) != len(self.slots):
@@ -170,6 +173,11 @@ class Layout:
         slot = self.slot(name)
         return tuple(self._rows_before(slot, rank) for rank in range(self.num_shards + 1))
 
+    def row_range(self, name: str, rank: int) -> tuple[int, int]:
+        """``(r0, r1)``: the rank owns rows ``[r0, r1)`` of the parameter."""
+        slot = self.slot(name)
+        return self._rows_before(slot, rank), self._rows_before(slot, rank + 1)
+
     def row_ranges(self, rank: int) -> dict[str, tuple[int, int]]:
         """``{name: (r0, r1)}``, the rows ``[r0, r1)`` of every parameter that a rank owns, in model order."""
         if not 0 <= rank < self.num_shards:
@@ -196,7 +204,7 @@ class Layout:
         """The layout ``to_json`` wrote; ValueError when the text is not a valid layout."""
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"layout: expected JSON, got text that fails to parse ({error})") from None
         _check_keys("layout", fields, _KEYS)
         for key in ("shard_sizes", "slots"):
@@ -242,18 +250,16 @@ def plan_layout(
     _check_num_shards(num_shards)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
-    pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
-    named = [(name, tuple(shape) if isinstance(shape, Sequence) else shape) for name, shape in pairs]
+    named = _named(shapes)
     block_of = blocks_of([name for name, _ in named], granularity, rows)
     tensors: list[Kind] = []
     coarse: list[Kind] = []
     # There may be a hundred thousand tensors, of few shapes.
-    known: dict[tuple[tuple[int, ...], int], tuple[int, Kind, Kind]] = {}
+    known: dict[tuple[tuple[int, ...], int | None], tuple[int, Kind, Kind]] = {}
     blocks = []
     for name, shape in named:
         key = shape, block_of(name)
         if key not in known:
-            check_shape(name, shape)
             known[key] = _units(*key)
         block, tensor, slices = known[key]
         blocks.append(block)
@@ -296,13 +302,29 @@ def _places(
     return tuple(packing.shard_size for packing in packings), places
 
 
-def _units(shape: tuple[int, ...], block: int) -> tuple[int, Kind, Kind]:
+def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes, each checked; a list as shape will do."""
+    if not isinstance(shapes, Iterable):
+        raise ValueError(f"shapes: expected a mapping or pairs of a name and a shape, got {shapes!r}")
+    named: list[tuple[str, tuple[int, ...]]] = []
+    pairs: Iterable[Any] = shapes.items() if isinstance(shapes, Mapping) else shapes
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"shapes: expected pairs of a name and a shape, got {pair!r}")
+        name, shape = pair
+        shape = tuple(shape) if isinstance(shape, tuple | list) else shape
+        check_shape(name, shape)
+        named.append((name, shape))
+    return named
+
+
+def _units(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
     """The block, at most all rows; the tensor in such blocks; and in blocks of slices of dimension 0.
 
     Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
     """
     row_size, num_rows = rows_of(shape)
-    block = max(1, min(block, num_rows))
+    block = max(1, num_rows if block is None else min(block, num_rows))
     tensor = Kind(row_size * num_rows, block * row_size)
     if len(shape) <= 2 or not num_rows:
         return block, tensor, tensor

@@ -29,8 +29,7 @@ def render(layout: Layout, width: int) -> str:
         if not s.numel:
             lines.append(f"-  {s.name} {s.shape}: no elements")
             continue
-        bounds = layout.row_bounds(s.name)
-        ranges = " ".join("..." if k is None else f"{bounds[k]}:{bounds[k + 1]}" for k in drawn)
+        ranges = " ".join("..." if k is None else "{}:{}".format(*layout.row_range(s.name, k)) for k in drawn)
         block = f" by {s.block}" if s.block > 1 else ""
         lines.append(f"{letters[s.name]}  {s.name} {s.shape}: rows{block} {ranges}")
     if len(layout.slots) > _MAX_LISTED_TENSORS:

@@ -14,6 +14,7 @@ are larger, so it stands for the packing while splits are compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from torch_impl.packing import Kind, Packing, admissible, admissible_steps, common_multiple, round_up, solve
@@ -28,14 +29,12 @@ Split = tuple[Counts, ...]
 
 
 class _Move(NamedTuple):
-    """``many`` tensors of a kind from one buffer to another, and the estimates of the two afterwards."""
+    """``many`` tensors of a kind from one buffer to another."""
 
     kind: int
     many: int
     source: int
     target: int
-    source_size: int
-    target_size: int
 
 
 def plan_buffers(
@@ -53,6 +52,7 @@ class _Search:
         self.kinds, self.counts, self.num_shards = kinds, counts, num_shards
         self.ideal = self._per_shard(self._total(counts))
         self._by_half = sorted(range(len(kinds)), key=lambda i: -kinds[i].half)
+        self.classes = self._classes()
         self._steps: dict[bytes, list[tuple[int, int]]] = {}
         self._packings: dict[Counts, Packing] = {}
 
@@ -60,7 +60,8 @@ class _Search:
         whole = solve(self.kinds, self.counts, self.num_shards)
         assert whole is not None, "without a limit there is a packing"
         answers = [[whole]]
-        for k in range(2, max_buffers + 1):
+        # Each buffer of a start has a class of its own.
+        for k in range(2, min(max_buffers, len(self.classes)) + 1):
             if _equal(total_size(answers[-1]), self.ideal):
                 break
             smaller = self._smallest(k, total_size(answers[-1]))
@@ -99,17 +100,16 @@ class _Search:
 
     def _starts(self, k: int) -> list[Split]:
         """Splits of whole classes over k buffers: the least by estimate, then the least with aligned buffers."""
-        classes = self._classes()
         known: dict[int, tuple[Counts, int, int]] = {}
 
         def content(chosen: int) -> tuple[Counts, int, int]:
             if chosen not in known:
-                members = {i for c, kinds in enumerate(classes) if chosen >> c & 1 for i in kinds}
+                members = {i for c, kinds in enumerate(self.classes) if chosen >> c & 1 for i in kinds}
                 counts = tuple(count if i in members else 0 for i, count in enumerate(self.counts))
                 known[chosen] = counts, self._estimate([counts]), self._aligned(counts)
             return known[chosen]
 
-        splits = [[content(chosen) for chosen in sets] for sets in set_partitions(len(classes), k)]
+        splits = [[content(chosen) for chosen in sets] for sets in set_partitions(len(self.classes), k)]
         least = sorted(splits, key=lambda split: sum([estimate for _, estimate, _ in split]))[:_STARTS]
         least += sorted(splits, key=lambda split: sum([aligned for _, _, aligned in split]))[:_STARTS]
         return list(dict.fromkeys(tuple(counts for counts, _, _ in split) for split in least))
@@ -131,44 +131,38 @@ class _Search:
     def _improve(self, split: Split) -> Split:
         """Move tensors between the buffers, the most profitable move first, until none lowers the estimate."""
         counts = [list(one) for one in split]
-        while True:
-            totals = [self._total(one) for one in counts]
-            used = [_used(one) for one in counts]
-            sizes = [self._least(total, mask) for total, mask in zip(totals, used, strict=True)]
-            best, gain = None, 0
-            for move in self._moves(counts, totals, used, sizes):
-                saved = sizes[move.source] + sizes[move.target] - move.source_size - move.target_size
-                if saved > gain:
-                    best, gain = move, saved
-            if best is None:
-                return tuple(map(tuple, counts))
-            counts[best.source][best.kind] -= best.many
-            counts[best.target][best.kind] += best.many
+        while (move := self._best_move(counts)) is not None:
+            counts[move.source][move.kind] -= move.many
+            counts[move.target][move.kind] += move.many
+        return tuple(map(tuple, counts))
 
-    def _moves(
-        self, counts: list[list[int]], totals: list[int], used: list[bytes], sizes: list[int]
-    ) -> Iterator[_Move]:
+    def _best_move(self, counts: list[list[int]]) -> _Move | None:
+        totals = [self._total(one) for one in counts]
+        used = [_used(one) for one in counts]
+        sizes = [self._least(total, mask) for total, mask in zip(totals, used, strict=True)]
+        best, most = None, 0
+        for move in self._moves(counts, totals, sizes):
+            source, target = move.source, move.target
+            amount = move.many * self.kinds[move.kind].numel
+            left = _marked(used[source], move.kind, move.many < counts[source][move.kind])
+            gain = sizes[source] - self._least(totals[source] - amount, left)
+            # The target never becomes smaller, so this is the most that the move can gain.
+            if gain > most:
+                more = _marked(used[target], move.kind, True)
+                gain += sizes[target] - self._least(totals[target] + amount, more)
+                if gain > most:
+                    best, most = move, gain
+        return best
+
+    def _moves(self, counts: list[list[int]], totals: list[int], sizes: list[int]) -> Iterator[_Move]:
         """One tensor, as many as fit without a larger estimate of the target, one more, all; never the last kind."""
-        for source in range(len(counts)):
-            for target in range(len(counts)):
-                slack = self.num_shards * sizes[target] - totals[target]
-                for i, (numel, _) in enumerate(self.kinds):
-                    have = counts[source][i]
-                    if source == target or not have:
-                        continue
-                    with_kind = _marked(used[target], i, True)
-                    for count in sorted({1, slack // numel, slack // numel + 1, have}):
-                        amount = count * numel
-                        if 0 < count <= have and amount < totals[source]:
-                            left = _marked(used[source], i, count < have)
-                            yield _Move(
-                                i,
-                                count,
-                                source,
-                                target,
-                                self._least(totals[source] - amount, left),
-                                self._least(totals[target] + amount, with_kind),
-                            )
+        for source, target in permutations(range(len(counts)), 2):
+            slack = self.num_shards * sizes[target] - totals[target]
+            for kind, (have, (numel, _)) in enumerate(zip(counts[source], self.kinds, strict=True)):
+                if have:
+                    for many in sorted({1, slack // numel, slack // numel + 1, have}):
+                        if 0 < many <= have and many * numel < totals[source]:
+                            yield _Move(kind, many, source, target)
 
     def _estimate(self, split: Iterable[Counts]) -> int:
         return sum([self._least(self._total(counts), _used(counts)) for counts in split])

@@ -182,6 +182,10 @@ def test_the_numbers_of_a_layout_as_json(layout_file: Path) -> None:
         ("[" * 100_000, "expected JSON, got a text that does not parse"),
         ("\udcff", "expected JSON, got a text that does not parse"),
         ("9" * 5000, "expected JSON, got a text that does not parse"),
+        (
+            json.dumps({**LAYOUT, "slots": [{**SLOTS[0], "shape": [2**62] * 300}]}),
+            "'wq': expected at most 2**63 - 1 elements",
+        ),
         ("[1]", "expected an object with num_shards, shard_sizes, slots, got [1]"),
         ("{}", "got one with none"),
         (json.dumps({**LAYOUT, "granularity": "row"}), "got one with 'granularity', 'num_shards'"),

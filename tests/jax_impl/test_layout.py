@@ -140,7 +140,8 @@ def test_every_element_has_one_place_among_whole_buffers_and_one_in_its_ranks_sh
             r0, r1 = layout.row_ranges(rank)[slot.name]
             start = layout.start_in_shard(slot, rank, r0)
             found = held[start : start + (r1 - r0) * slot.row_size]
-            first = layout.start(slot) + r0 * slot.row_size
+            before = num_shards * sum(layout.shard_sizes[: slot.buffer]) if slot.numel else 0
+            first = before + slot.offset + r0 * slot.row_size
             assert np.array_equal(found, np.arange(first, first + (r1 - r0) * slot.row_size))
 
 

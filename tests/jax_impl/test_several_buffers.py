@@ -31,6 +31,7 @@ from jax_impl import (
 )
 from jax_impl.buffer import pack, shard_from, unpack
 from jax_impl.collective_count import Collective
+from jax_impl.layout import Layout, Slot
 from tests.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
 from tests.jax_impl.test_collectives import EXPECTED, unordered_collectives
 from tests.jax_impl.tiny import named
@@ -178,6 +179,14 @@ def test_one_buffer_is_cut_where_it_lies():
     packed = Counter(e.primitive.name for e in jax.make_jaxpr(lambda x: pack(layout, x))(leaves).eqns)
     assert packed["concatenate"] == 1
     assert packed["reshape"] == 1  # of the matrix
+
+
+def test_shards_of_more_elements_than_int32_counts_are_packed():
+    layout = Layout(2, (2**31, 4096), (Slot("a", (2**20, 4096), 1, 0, 0), Slot("b", (8192,), 1, 1, 0)))
+    leaves = [jax.ShapeDtypeStruct(slot.shape, np.float32) for slot in layout.slots]
+    flat = jax.eval_shape(lambda x: pack(layout, x), leaves)
+    assert flat.shape == (layout.padded_size,)
+    assert [x.shape for x in jax.eval_shape(lambda x: unpack(layout, x), flat)] == [(2**20, 4096), (8192,)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import jax_impl.layout
 import torch_impl.layout
 from tests.bench.layout_groups import reference_groups
+from tests.bench.layout_rules import lcm_rule
 
 DIMENSION = st.one_of(st.integers(0, 8), st.sampled_from([11, 13, 16, 24, 31, 64, 97, 331, 883]))
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
@@ -115,6 +117,104 @@ def test_both_packages_plan_the_same_layout_of_real_groups(name):
     for num_shards in (8, 64, 256, 1024, 4096, 16384):
         ours = torch_impl.layout.plan_layout(shapes, num_shards)
         assert jax_impl.layout.plan_layout(shapes, num_shards).to_json() == ours.to_json()
+
+
+@settings(max_examples=800, deadline=None)
+@given(GROUP, SHARDS)
+def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
+    """Against an independent implementation of Megatron-FSDP's rule."""
+    layout = torch_impl.layout.plan_layout(shapes, num_shards)
+    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "num_shards"),
+    [
+        ([(2, 8400), (8, 16800), (9, 12600), (3, 25200)], 7),
+        ([(11, 12600), (11, 18900), (10, 21000)], 3),
+    ],
+)
+def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matrices, num_shards):
+    shapes = {f"p{i}": shape for i, shape in enumerate([*matrices, *[(1,)] * 4200])}
+    assert_same(
+        {"shapes": shapes, "num_shards": num_shards, "granularity": "row", "rows": 1, "max_buffers": 3}
+    )
+    layout = torch_impl.layout.plan_layout(shapes, num_shards)
+    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
+
+
+HUGE: list[dict[str, tuple[int, ...]]] = [
+    {"a": (2**40, 2**40, 2), "b": (3,)},
+    {"a": (2**64,), "b": (3,)},
+    {"p": (1070083222954,), "q": (775769427930, 749704489572, 916858853095)},
+    {"a": (2**40, 3), "b": (7, 2**40), "c": (2**40 - 1,), "d": ()},
+]
+
+
+@pytest.mark.parametrize("shapes", HUGE)
+@pytest.mark.parametrize("granularity", ["row", "tensor", "block(128)"])
+def test_both_packages_plan_the_same_layout_of_huge_tensors(shapes, granularity):
+    for num_shards in (3, 7, 10**6):
+        arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity}
+        ours = torch_impl.layout.plan_layout(**arguments)
+        assert jax_impl.layout.plan_layout(**arguments).to_json() == ours.to_json()
+        if granularity == "tensor":
+            assert all(slot.block == max(1, slot.num_rows) for slot in ours.slots)
+
+
+@pytest.mark.parametrize("module", [torch_impl.layout, jax_impl.layout])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"shapes": None},
+        {"shapes": [1]},
+        {"shapes": [("w", (2,), 3)]},
+        {"shapes": [(["w"], (2,))], "granularity": {"w": "row"}},
+        {"shapes": {"w": {3: 0}}},
+        {"shapes": {"w": {5, 3}}},
+        {"shapes": {"w": b"\x03"}},
+        {"shapes": {"w": ([1], 2)}},
+        {"shapes": {"w": np.ones(2, int)}},
+        {"shapes": {"w": (np.int64(3),)}},
+        {"shapes": {"w": (-1, 2)}},
+        {"shapes": {"w": (True,)}},
+        {"shapes": {"w": (2.0,)}},
+        {"shapes": {3: (2,)}},
+        {"shapes": [("w", (2,)), ("w", (3,))]},
+        {"granularity": {1: "row", "z": "row"}},
+        {"granularity": {"w": 32}},
+        {"granularity": ["row"]},
+        {"granularity": "block( 3)"},
+        {"granularity": "block(03)"},
+        {"rows": 0},
+        {"rows": 1.5},
+        {"max_buffers": 0},
+        {"max_buffers": True},
+        {"num_shards": 0},
+        {"num_shards": "2"},
+    ],
+    ids=str,
+)
+def test_both_packages_refuse_bad_input(module, arguments):
+    with pytest.raises(ValueError, match="expected"):
+        module.plan_layout(**{"shapes": {"w": (4, 3)}, "num_shards": 2, **arguments})
+
+
+@pytest.mark.parametrize("module", [torch_impl.layout, jax_impl.layout])
+def test_both_packages_refuse_what_is_no_layout(module):
+    for text in (None, 5, "[" * 100_000, "{}", '{"num_shards":1,"shard_sizes":[2],"slots":[3]}'):
+        with pytest.raises(ValueError, match="expected"):
+            module.Layout.from_json(text)
+    slot = module.Slot("w", (2,), 1, 0, 0)
+    for shard_sizes, slots in (([2], (slot,)), ((2,), [slot]), (2, (slot,))):
+        with pytest.raises(ValueError, match="expected"):
+            module.Layout(1, shard_sizes, slots)
+
+
+@pytest.mark.parametrize("module", [torch_impl.layout, jax_impl.layout])
+def test_more_buffers_than_units_are_not_searched_for(module):
+    shapes = {"a": (7, 5), "b": (5, 7)}
+    assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
 
 
 @settings(max_examples=500, deadline=None)

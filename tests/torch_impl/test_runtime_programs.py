@@ -230,13 +230,13 @@ def interrupted_gathers() -> None:
     mine = rank_inputs()[dist.get_rank()]
     with torch.no_grad():
         expected = model(mine)
-        gather = collectives._gather
+        gather = collectives.all_gather
         try:
-            collectives._gather = interrupted
+            collectives.all_gather = interrupted
             with pytest.raises(KeyboardInterrupt):
                 model(mine)
         finally:
-            collectives._gather = gather
+            collectives.all_gather = gather
         assert all(type(param) is torch_impl.dtensor.RowDTensor for param in model.parameters())
         torch.testing.assert_close(model(mine), expected)
 

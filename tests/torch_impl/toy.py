@@ -129,8 +129,8 @@ def assert_at_rest(model: nn.Module) -> None:
 def counted() -> Iterator[dict[str, int]]:
     """Counts of the calls into ``torch.distributed`` inside the context."""
     places = {
-        "all_gather": (collectives, "_gather"),
-        "reduce_scatter": (collectives, "_scatter"),
+        "all_gather": (collectives, "all_gather"),
+        "reduce_scatter": (collectives, "reduce_scatter"),
         "all_reduce": (dist, "all_reduce"),
     }
     counts = dict.fromkeys(places, 0)
