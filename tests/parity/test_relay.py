@@ -310,8 +310,8 @@ def run(*arguments):
         time.sleep(1)
         print("cleaned up", flush=True)
 bridge.parity.relay.run = run
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Whatever the tests themselves were started with.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 sys.argv[1:] = ["relay", "quick"]
 bridge.cli.main()
 """
