@@ -241,7 +241,7 @@ def plan_layout(
         granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
             these for which parameter, "row" for those left out.
         rows: rows of a "block".
-        max_buffers: >= 1; 1 gives one collective's worth of contiguous memory, at the price of more padding.
+        max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
 
     Raises:
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
