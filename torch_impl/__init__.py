@@ -1,22 +1,53 @@
 """Per-module sharded training for PyTorch: ``fully_shard``, its optimizer, layouts and checkpoints."""
 
-from torch_impl.api import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from torch_impl.api import fully_shard
 from torch_impl.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.collective_count import CollectiveCount, count_collectives
 from torch_impl.dtensor import full_tensor
+from torch_impl.fsdp2_options import DataParallelMeshDims
+from torch_impl.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from torch_impl.layout import Layout, plan_layout
+from torch_impl.layout_report import LayoutReport, layout_report
 from torch_impl.memory import MemoryReport
+from torch_impl.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
+from torch_impl.norms import parameter_norms
 from torch_impl.optimizer import MainWeightAdamW
+from torch_impl.overlap import memory_overlaps
+from torch_impl.placement import Placements
 from torch_impl.precision import MixedPrecisionPolicy
 
 __all__ = [
+    "CPUOffloadPolicy",
+    "CollectiveCount",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Layout",
+    "LayoutReport",
     "MainWeightAdamW",
     "MemoryReport",
     "MixedPrecisionPolicy",
+    "NonFinite",
+    "OffloadPolicy",
+    "Placements",
+    "UnshardHandle",
+    "count_collectives",
+    "find_nonfinite",
     "full_tensor",
     "fully_shard",
+    "layout_report",
     "load_checkpoint",
+    "memory_overlaps",
+    "parameter_norms",
     "plan_layout",
+    "register_fsdp_forward_method",
     "save_checkpoint",
+    "share_comm_ctx",
+    "watch_nonfinite_outputs",
 ]

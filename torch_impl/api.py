@@ -1,149 +1,50 @@
-"""``fully_shard`` and the methods it gives to a module."""
+"""``fully_shard``: from a module and options to a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from torch_impl import fsdp2_options
+from torch_impl.data_parallel import DataParallelMesh
+from torch_impl.fsdp_module import FSDPModule
 from torch_impl.group import ParameterGroup
 from torch_impl.layout import Granularity, Layout, plan_layout
-from torch_impl.memory import MemoryReport, memory_report
 from torch_impl.model_check import require_same_unit
-from torch_impl.options import UnitOptions, check_divisor
+from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.ownership import OwnedParameter, owned_parameters
-from torch_impl.placement import strategy_named
+from torch_impl.placement import Placements, check_axes
 from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.tensor_parallel import check_joint
 from torch_impl.unit import Unit
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _default_meshes: dict[str, Any] = {}
 
 
-class FSDPModule:
-    """Mixed into the class of a sharded module. ``recurse`` methods also reach the sharded modules below."""
-
-    _unit: Unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        open_calls = self._unit.open_calls
-        try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
-        except BaseException:
-            # Not a forward hook: those are not called for a KeyboardInterrupt.
-            self._unit.interrupted(open_calls)
-            raise
-
-    def unshard(self, async_op: bool = False) -> None:
-        """Gather this unit's compute weights now and show them as its parameters until ``reshard``. Collective."""
-        if async_op:
-            raise ValueError(
-                "unshard: expected async_op=False, got True; gathers do not overlap with compute yet"
-            )
-        self._unit.unshard()
-
-    def reshard(self) -> None:
-        """Show the sharded main weights again; free the compute weights unless the strategy keeps them."""
-        self._unit.reshard()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, the next backwards keep gradients unreduced on each rank, whatever the strategy."""
-        for module in self._fsdp_modules(recurse):
-            module._unit.requires_gradient_sync = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, ``optim`` and ``no_shard`` put off reduction; strategies with sharded gradients still reduce."""
-        for module in self._fsdp_modules(True):
-            module._unit.last_backward = is_last_backward
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run backwards of microbatches before the last one: ``set_is_last_backward(False)``, restored on leaving."""
-        modules = list(self._fsdp_modules(True))
-        before = [module._unit.last_backward for module in modules]
-        self.set_is_last_backward(False)
-        try:
-            yield
-        finally:
-            for module, value in zip(modules, before, strict=True):
-                module._unit.last_backward = value
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether ``optim_grads_params`` frees compute weights between forward and backward."""
-        for module in self._fsdp_modules(recurse):
-            module._unit.reshard_after_forward = reshard_after_forward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
-        check_divisor(factor)
-        for group in self._unit.groups:
-            group.gradient.divisor = factor
-
-    def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-        """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""
-        groups = [group for module in self._fsdp_modules(True) for group in module._unit.groups]
-        return memory_report(groups, optimizer)
-
-    def _fsdp_modules(self, recurse: bool) -> Iterator[FSDPModule]:
-        if not recurse:
-            yield self
-            return
-        assert isinstance(self, nn.Module)
-        yield from (module for module in self.modules() if isinstance(module, FSDPModule))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
-        """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters."""
-        assert isinstance(self, nn.Module)
-        for module in self._fsdp_modules(True):
-            for group in module._unit.groups:
-                for name, param in zip(group.names, group.params, strict=True):
-                    probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
-                    if (probe.dtype, probe.device) != (param.dtype, param.device):
-                        raise TypeError(
-                            f"{name}: a sharded parameter stays {param.dtype} on {param.device}, got a conversion to "
-                            f"{probe.dtype} on {probe.device}; convert the module before fully_shard, or set "
-                            "MixedPrecisionPolicy(param_dtype=...)"
-                        )
-        for child in self.modules():
-            for key, buffer in child._buffers.items():
-                child._buffers[key] = buffer if buffer is None else fn(buffer)
-            for ignored in child._parameters.values():
-                if ignored is not None and not isinstance(ignored, DTensor):
-                    ignored.data = fn(ignored.data)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(f"cannot deepcopy a sharded {type(self).__name__}: {_COPY_ADVICE}")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"cannot copy or pickle a sharded {type(self).__name__}: {_COPY_ADVICE}")
-
-
-_COPY_ADVICE = (
-    "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "
-    "state_dict())"
-)
-
-
 def fully_shard(
-    module: nn.Module,
+    module: M,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: str = "optim_grads_params",
-    reshard_after_forward: bool = True,
+    strategy: str | None = None,
+    placements: Placements | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     granularity: Granularity = "row",
     rows: int = 1,
     grad_divisor: float | None = None,
-    **unsupported: Any,
-) -> nn.Module:
+) -> M:
     """Make ``module`` a unit: it owns, shards and gathers all parameters below it that no inner unit owns.
 
     Call it on inner modules first, then on the outermost one, before the optimizer is built. The module is changed in
@@ -151,52 +52,71 @@ def fully_shard(
     over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
     ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
 
-    mesh: one-dimensional mesh; None: all ranks of the default process group.
-    strategy: see ``torch_impl.placement``.
-    reshard_after_forward: for ``optim_grads_params``: free compute weights between forward and backward.
-    mp_policy: see ``MixedPrecisionPolicy``.
+    module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
+    mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group.
+    strategy: see ``torch_impl.placement``; None: "optim_grads_params", which on two axes is HSDP.
+    placements: the strategy spelled out for each mesh axis, instead of its name.
+    reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
+        but not in the root, the unit whose forward is called first.
+    shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
+    mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
+    offload_policy: None or ``OffloadPolicy()``.
     ignored_params: parameters that stay plain, and whose gradients stay local.
+    dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these, "row" for those left out.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
 
-    Raises TypeError or ValueError for wrong or unavailable arguments, and ValueError on all ranks when they disagree on
-    the model; the module is then as before.
+    Raises TypeError or ValueError for wrong arguments, NotImplementedError for what FSDP2 has and this package has not,
+    and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
-    if unsupported:
-        raise TypeError(
-            f"fully_shard: no argument {', '.join(unsupported)}; available are mesh, strategy, reshard_after_forward, "
-            "mp_policy, ignored_params, granularity, rows and grad_divisor (CPU offload, shard placement functions and "
-            "meshes of two data-parallel axes are not)"
-        )
-    _check_module(module)
+    modules = _checked_modules(module)
+    fsdp2_options.check_offload(offload_policy)
+    if dp_mesh_dims is not None:
+        mesh, strategy = fsdp2_options.data_parallel_axes(mesh, dp_mesh_dims, strategy)
+    chosen = chosen_strategy(strategy, placements)
     options = UnitOptions(
-        strategy_named(strategy),
-        reshard_after_forward,
-        MixedPrecisionPolicy() if mp_policy is None else mp_policy,
+        chosen,
+        fsdp2_options.reshard_of(reshard_after_forward),
+        fsdp2_options.policy_of(mp_policy),
         granularity,
         rows,
         grad_divisor,
     )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
-    unit = _build_unit(module, options, ignored, mesh, device)
-    module.__class__ = _sharded_class(type(module))
-    module._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
-    unit.attach(module)
+    check_axes(chosen, placements, mesh.ndim)
+    classes = [_sharded_class(type(one)) for one in modules]
+    unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    for one, cls in zip(modules, classes, strict=True):
+        one.__class__ = cls
+        one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
+        unit.attach(one)
     return module
 
 
 def _build_unit(
-    module: nn.Module, options: UnitOptions, ignored: set[int], mesh: DeviceMesh, device: torch.device
+    modules: Sequence[nn.Module],
+    options: UnitOptions,
+    ignored: set[int],
+    mesh: DataParallelMesh,
+    device: torch.device,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> Unit:
-    """All that can fail; leaves the module untouched, except that its parameters are marked as taken."""
-    kind = type(module).__name__
-    failure, owned, plans = None, [], []
+    """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
+    kind = " and ".join(type(module).__name__ for module in modules)
+    failure: Exception | None = None
+    owned, plans = [], []
     try:
-        owned = owned_parameters(module, ignored, FSDPModule)
-        plans = _plan_groups(owned, options, mesh.size() if options.strategy.shard_optimizer else 1)
-    except ValueError as error:
+        # Names must differ: several modules count as items of one.
+        root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        owned = owned_parameters(root, ignored, FSDPModule)
+        for one in owned:
+            if one.tensor_parallel is not None:
+                check_joint(one.name, one.tensor_parallel, mesh.mesh)
+        fsdp2_options.check_placements(shard_placement_fn, owned)
+        plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
+    except (ValueError, NotImplementedError) as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
@@ -211,12 +131,12 @@ def _build_unit(
     groups = []
     for members, layout in plans:
         dtypes = group_dtypes(members[0].param.dtype, options.policy)
-        divisor = mesh.size() if options.grad_divisor is None else options.grad_divisor
-        groups.append(ParameterGroup(members, layout, mesh, device, options.strategy, dtypes, divisor))
+        divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
+        where = torch.device("meta") if members[0].param.is_meta else device
+        groups.append(ParameterGroup(members, layout, mesh, where, options.strategy, dtypes, divisor))
     for one in owned:
         one.take(kind)
-    frees = options.reshard_after_forward and options.strategy.shard_parameters
-    return Unit(groups, options.policy, frees)
+    return Unit(groups, options.policy, options.reshard_after_forward, device)
 
 
 def _plan_groups(
@@ -236,7 +156,7 @@ def _plan_groups(
             )
     plans = []
     for members in groups.values():
-        shapes = {one.name: tuple(one.param.shape) for one in members}
+        shapes = {one.name: tuple(one.local.shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
@@ -244,15 +164,40 @@ def _plan_groups(
     return plans
 
 
+def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit; of a sequence without those that others of it contain."""
+    several = isinstance(given, list | tuple)
+    modules: list[nn.Module] = list(given) if several else [given]  # type: ignore[arg-type, list-item]  # checked below
+    if not modules:
+        raise ValueError("fully_shard: expected one or more modules, got an empty sequence")
+    for module in modules:
+        _check_module(module)
+    if several:
+        inner = {id(below) for module in modules for below in module.modules() if below is not module}
+        modules = [module for module in dict.fromkeys(modules) if id(module) not in inner]
+    return modules
+
+
 def _check_module(module: object) -> None:
+    kind = type(module).__name__
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise TypeError(f"fully_shard: expected a torch.nn.Module or a list of them, got {kind}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"fully_shard: expected a module of Python code, got {kind}; shard it before scripting"
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise ValueError(
-            f"fully_shard: expected a module with a forward, got {type(module).__name__}; shard its items one by one"
+            f"fully_shard: expected a module with a forward, got {kind}; shard its items one by one, or as one unit: "
+            "fully_shard(list(module))"
         )
     if isinstance(module, FSDPModule):
-        raise ValueError(f"fully_shard: {type(module).__name__} is sharded already")
+        raise ValueError(f"fully_shard: {kind} is sharded already")
+    for name in ("_unit", "_original_class"):
+        if hasattr(module, name):
+            raise ValueError(
+                f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
+            )
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
@@ -272,11 +217,6 @@ def _mesh_and_device(mesh: DeviceMesh | None) -> tuple[DeviceMesh, torch.device]
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh: expected one data-parallel axis, got shape {tuple(mesh.shape)}; take one axis of it, for example "
-            "mesh['dp']"
-        )
     if mesh.device_type == "cuda":
         return mesh, torch.device("cuda", torch.cuda.current_device())
     return mesh, torch.device(mesh.device_type)
@@ -295,5 +235,6 @@ def _default_mesh() -> DeviceMesh:
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One subclass per class, so that modules of one class stay of one class."""
     if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        attributes = {"__module__": cls.__module__, "_original_class": cls}
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes)
     return _sharded_classes[cls]

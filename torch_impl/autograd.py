@@ -7,15 +7,20 @@ once, without the garbage collector.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+T = TypeVar("T")
 
 _STARTS = "twinshard: units whose backward starts here"
 
@@ -85,11 +90,26 @@ def _arrived(index: int, missing: set[int], done: Callable[[], None], _: torch.T
             done()
 
 
+def eager(hook: Callable[..., T]) -> Callable[..., T]:
+    """Keep ``torch.compile`` out of a hook: it would trace bookkeeping whose effects must happen at every call."""
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> T:
+        # Not as a decorator: that imports the compiler, which takes seconds, and costs microseconds a call.
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(hook)(*args, **kwargs)
+        return hook(*args, **kwargs)
+
+    return call
+
+
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """``function`` of every leaf of nested containers, which stay the same objects where no leaf changes.
 
     So a module can write into a cache or a list that it is given.
     """
+    if tree is None or isinstance(tree, torch.Tensor):
+        return function(tree)
     if type(tree) in (tuple, list):
         items = [map_leaves(item, function) for item in tree]
         return tree if _same(items, tree) else type(tree)(items)
@@ -102,7 +122,7 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+    return all(map(operator.is_, new, old))
 
 
 def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None]) -> bool:
@@ -155,6 +175,8 @@ def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
     """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return {tensor.untyped_storage().data_ptr()}
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
@@ -174,6 +196,8 @@ def map_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found = []
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -181,3 +205,14 @@ def _leaves(tree: Any) -> list[Any]:
         else:
             found.append(leaf)
     return found
+
+
+def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """A callback that does not keep the method's object alive."""
+    return partial(_call_if_alive, weakref.WeakMethod(method), *args)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    call = method()
+    if call is not None:
+        call(*args)

@@ -17,7 +17,10 @@ from torch_impl.layout import Layout
 
 
 class FlatBuffer:
-    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``."""
+    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``.
+
+    Or ``flat``, a 1-D tensor of that size.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,9 @@ class FlatBuffer:
         size = layout.padded_size if rank is None else layout.shard_size
         self.layout, self.rank = layout, rank
         self.flat = torch.zeros(size, dtype=dtype, device=device) if flat is None else flat
+        self.allocated = True
         self._bytes = size * self.flat.element_size()
+        self._storage = self.flat.untyped_storage()
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter in its own shape, or this rank's rows of it in their local shape."""
@@ -45,14 +50,14 @@ class FlatBuffer:
         start = self.layout.shard_start(name, self.rank)
         return self.flat[start : start + (r1 - r0) * slot.row_size].view(shape)
 
-    @property
-    def allocated(self) -> bool:
-        return self.flat.untyped_storage().nbytes() == self._bytes
-
     def allocate(self) -> None:
         """Give the buffer its memory; the contents are arbitrary."""
-        self.flat.untyped_storage().resize_(self._bytes)
+        # resize_ takes new memory and copies, also to the same size.
+        if not self.allocated:
+            self._storage.resize_(self._bytes)
+            self.allocated = True
 
     def free(self) -> None:
         """Release the memory; views stay, and must not be read until ``allocate`` and a refill."""
-        self.flat.untyped_storage().resize_(0)
+        self._storage.resize_(0)
+        self.allocated = False

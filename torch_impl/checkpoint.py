@@ -47,6 +47,7 @@ from torch_impl.training_state import (
 )
 
 _SHOWN = 10
+_SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
 
 
 def save_checkpoint(
@@ -117,7 +118,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        CheckpointError: damaged, or of another model (the names or tensors that differ are listed).
+        CheckpointError: damaged, or of another model or other moment dtypes (the names or tensors that differ are
+            listed).
         ValueError: the optimizer's initial state is not known.
     """
     added: list[torch.Tensor] = []
@@ -197,7 +199,7 @@ def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: 
     if problems:
         raise CheckpointError(
             f"{reader.path}: expected the {len(expected)} tensors of this model"
-            f"{' and its optimizer' if with_optimizer else ''}, found {'; '.join(problems)} (another model?)"
+            f"{' and its optimizer' if with_optimizer else ''}, found {'; '.join(problems)} {_SUSPECTS}"
         )
 
 
@@ -213,9 +215,7 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
     if wrong:
         more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"{reader.path}: {len(wrong)} tensors differ (another model?)\n"
-            + "\n".join(wrong[:_SHOWN])
-            + more
+            f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n" + "\n".join(wrong[:_SHOWN]) + more
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,40 +19,64 @@ _gather_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Work(Protocol):
+    """A collective under way; its tensors must stay as they are until ``wait`` returns."""
+
+    def wait(self) -> Any: ...
+
+
 def all_gather(
-    outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> None:
+    outputs: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Work | None:
     """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first, as one operation."""
-    with _as_one(len(shards), group):
-        for output, shard in zip(outputs, shards, strict=True):
-            _gather_one(output, shard, group=group)
+    work: Work | None = None
+    if len(shards) == 1:
+        work = _gather_one(outputs[0], shards[0], group=group, async_op=async_op)
+    elif shards:
+        with _as_one(group, async_op) as work:
+            for output, shard in zip(outputs, shards, strict=True):
+                _gather_one(output, shard, group=group, async_op=async_op)
+    return work if async_op else None
 
 
 def reduce_scatter(
-    shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> None:
+    shards: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Work | None:
     """Sum the ranks' contiguous values (N x len(shard)), leaving this rank's part in each shard, as one operation."""
-    with _as_one(len(shards), group):
-        for shard, value in zip(shards, values, strict=True):
-            _scatter_one(shard, value, op=dist.ReduceOp.SUM, group=group)
+    work: Work | None = None
+    op = dist.ReduceOp.SUM
+    if len(shards) == 1:
+        work = _scatter_one(shards[0], values[0], op=op, group=group, async_op=async_op)
+    elif shards:
+        with _as_one(group, async_op) as work:
+            for shard, value in zip(shards, values, strict=True):
+                _scatter_one(shard, value, op=op, group=group, async_op=async_op)
+    return work if async_op else None
 
 
 def all_reduce(
-    values: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
+    values: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> Work | None:
     """Combine ``values`` over the ranks, in place."""
-    dist.all_reduce(values, op=op, group=group)
+    work: Work | None = dist.all_reduce(values, op=op, group=group, async_op=async_op)
+    return work
 
 
 @contextmanager
-def _as_one(count: int, group: dist.ProcessGroup) -> Iterator[None]:
-    """Issue the collectives called inside as one, when there are several."""
-    if count <= 1:
-        yield
-        return
+def _as_one(group: dist.ProcessGroup, async_op: bool) -> Iterator[Work]:
+    """Issue the collectives called inside as one."""
     try:
-        with distributed_c10d._coalescing_manager(group):
-            yield
+        with distributed_c10d._coalescing_manager(group, async_ops=async_op) as together:
+            yield together
     except BaseException:
         # torch leaves a list open that would swallow the group's later collectives without a word.
         distributed_c10d._world.pg_coalesce_state.pop(group, None)

@@ -1,18 +1,18 @@
 """DTensors over whole rows cut where a layout says, not where ``torch.chunk`` would cut.
 
 DTensor's own ``Shard(0)`` means "as even as possible"; a tensor cut elsewhere and labelled ``Shard(0)`` yields wrong
-values without an error. ``RowShard(bounds)`` therefore is a placement of its own, which DTensor does not know, and
-``RowDTensor`` answers itself for all that can be right on uneven and empty shards:
+values without an error. ``RowShard`` (see ``row_shard``) therefore is a placement of its own, which DTensor does not
+know, and ``RowDTensor`` answers itself for all that can be right on uneven and empty shards:
 
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
-* element-wise operators and whole-tensor reductions (see ``dtensor_ops``), which carries every ``torch.optim``
-  optimizer (for-loop, foreach, fused) and ``clip_grad_norm_``
+* element-wise operators (``dtensor_ops``) and reductions (``dtensor_reductions``), which carry the optimizers of
+  ``torch.optim`` (for-loop, foreach, fused) and ``clip_grad_norm_``
 * the hooks by which ``torch.distributed.checkpoint`` asks for chunks
 
 Everything else raises ``RuntimeError``.
 
-A local tensor holds rows ``[bounds[rank], bounds[rank + 1])``, and has the shape ``[rows]`` for parameters of up to one
-dimension, else ``[rows, last dimension]``::
+A local tensor holds rows ``[bounds[k], bounds[k + 1])`` of shard k, and has the shape ``[rows]`` for parameters of up
+to one dimension, else ``[rows, last dimension]``::
 
     parameter (2, 3, 4)        bounds (0, 1, 1, 6)      local tensors
     row 0  [0, 0, :]           rank 0: rows [0, 1)      (1, 4)
@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,33 +38,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
-from torch_impl import collectives, dtensor_ops
+from torch_impl import dtensor_ops
+from torch_impl.row_gather import gather
+from torch_impl.row_shard import (
+    RowShard,
+    check_placements,
+    row_axes,
+    row_placement,
+    shard_index,
+    tensor_parallel_box,
+)
 from torch_impl.rows import Box, row_boxes, rows_of
-
-
-class RowShard(Placement):
-    """Rank ``k`` of the mesh axis holds rows ``[bounds[k], bounds[k + 1])``; ranges may be empty and unequal."""
-
-    bounds: tuple[int, ...]
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        super().__init__()
-        self.bounds = tuple(bounds)
-        descends = any(a > b for a, b in itertools.pairwise(self.bounds))
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or descends:
-            raise ValueError(f"RowShard: expected two or more ascending row bounds from 0, got {self.bounds}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowShard) and self.bounds == other.bounds
-
-    def __hash__(self) -> int:
-        return hash((RowShard, self.bounds))
-
-    def __repr__(self) -> str:
-        return f"RowShard{self.bounds}"
-
-    def __reduce__(self) -> tuple[type[RowShard], tuple[tuple[int, ...]]]:
-        return RowShard, (self.bounds,)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -80,7 +65,10 @@ class _ToLocal(torch.autograd.Function):
 
 
 class RowDTensor(DTensor):
-    """A DTensor whose single placement is ``RowShard``, ``Replicate`` or, for a gradient not yet reduced, ``Partial``.
+    """A DTensor placed as ``row_shard`` says.
+
+    On data-parallel axes ``RowShard``, ``Replicate`` or, for gradients not yet reduced, ``Partial``; on tensor-parallel
+    ones ``Shard`` or ``Replicate``.
 
     Made by ``make_dtensor`` and ``make_partial``; see the module text for what it can do.
     """
@@ -92,12 +80,13 @@ class RowDTensor(DTensor):
         return dtensor_ops.dispatch(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank: one all-gather padded to the longest shard. Not differentiable.
+        """The whole tensor, on every rank: an all-gather over each axis that cuts it. Not differentiable.
 
         Raises RuntimeError for a gradient that was not reduced yet.
         """
+        _refuse_partial(self)
         with torch.no_grad():
-            return _gather(self)
+            return gather(local_of(self), self.shape, self.device_mesh, self.placements)
 
     def redistribute(
         self,
@@ -105,12 +94,13 @@ class RowDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Only to ``Replicate`` on the same mesh; RuntimeError otherwise."""
-        if device_mesh not in (None, self.device_mesh) or list(placements or ()) != [Replicate()]:
+        """Only to ``Replicate`` on every axis of the same mesh; RuntimeError otherwise."""
+        whole = [Replicate()] * self.device_mesh.ndim
+        if device_mesh not in (None, self.device_mesh) or list(placements or ()) != whole:
             raise RuntimeError(
-                f"redistribute: expected placements=[Replicate()] on the tensor's own mesh, got {placements}"
+                f"redistribute: expected placements={whole} on the tensor's own mesh, got {placements}"
             )
-        return make_dtensor(self.full_tensor(), self.device_mesh, self.shape, None)
+        return _make(self.full_tensor(), self.device_mesh, self.shape, tuple(whole))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows, sharing memory with the DTensor; gradients flow back to the DTensor."""
@@ -190,36 +180,83 @@ def local_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], bounds: Sequence[int] | None
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    bounds: Sequence[int] | None,
+    *,
+    axes: int = 1,
+    tensor_parallel: Sequence[Placement] = (),
 ) -> RowDTensor:
     """A DTensor of global ``shape`` over ``local`` (shared, not copied), a tensor without gradient.
 
-    ``bounds`` are the row bounds of every rank of the one-axis ``mesh``, or None for a tensor that each rank holds
-    whole. Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
+    Args:
+        mesh: one or two data-parallel axes, outer first, then one axis for each placement of ``tensor_parallel``.
+        bounds: row bounds of all shards, in rows of what the tensor-parallel axes leave to this rank; None when every
+            data-parallel rank holds all rows.
+        axes: over how many of the innermost data-parallel axes rows are cut; the others hold replicas.
+        tensor_parallel: ``Shard(dim)`` or ``Replicate()``.
+
+    Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
     """
-    if bounds is None:
-        return _make(local, mesh, shape, Replicate(), tuple(shape))
-    placement = RowShard(bounds)
-    _, num_rows = rows_of(shape)
-    if len(placement.bounds) != mesh.size() + 1 or placement.bounds[-1] != num_rows:
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    copies = _data_axes(mesh, tensor_parallel) - len(rows)
+    if copies < 0:
         raise ValueError(
-            f"row bounds of a tensor of shape {tuple(shape)} on {mesh.size()} ranks: expected {mesh.size() + 1} "
-            f"bounds ending at {num_rows}, got {placement.bounds}"
+            f"make_dtensor: expected axes <= {copies + len(rows)}, those of the mesh, got {axes}"
         )
-    rank = mesh.get_local_rank()
-    rows = placement.bounds[rank + 1] - placement.bounds[rank]
-    return _make(local, mesh, shape, placement, local_shape(shape, rows))
+    return _make(local, mesh, shape, (*[Replicate()] * copies, *rows, *tensor_parallel))
 
 
-def make_partial(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], mean: bool) -> RowDTensor:
-    """An unreduced gradient: the true one is the sum (with ``mean``: the average) of the ranks' ``local`` tensors."""
-    return _make(local, mesh, shape, Partial("avg" if mean else "sum"), tuple(shape))
+def make_partial(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    mean: bool,
+    *,
+    bounds: Sequence[int] | None = None,
+    axes: int = 0,
+    tensor_parallel: Sequence[Placement] = (),
+) -> RowDTensor:
+    """An unreduced gradient: the true one is the sum (with ``mean``: the average) of the ranks' ``local`` tensors.
+
+    The sum is to be taken over all data-parallel axes but the ``axes`` innermost, over which rows are cut at ``bounds``
+    already; other arguments and errors as for ``make_dtensor``.
+    """
+    unreduced = _data_axes(mesh, tensor_parallel) - axes
+    if unreduced < 1 or (axes > 0) != (bounds is not None):
+        raise ValueError(
+            f"make_partial: expected fewer axes than the {unreduced + axes} data-parallel ones, and bounds exactly if "
+            f"axes > 0, got axes={axes}, bounds={bounds}"
+        )
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    return _make(
+        local, mesh, shape, (*[Partial("avg" if mean else "sum")] * unreduced, *rows, *tensor_parallel)
+    )
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
-    """A DTensor over ``local`` with the mesh, placement and global shape of ``tensor``; the dtype may differ."""
+    """A DTensor over ``local`` with the mesh, placements and global shape of ``tensor``; the dtype may differ."""
     origin = _dtensor(tensor)
-    return _make(local, origin.device_mesh, origin.shape, origin.placements[0], local_of(origin).shape)
+    _check_local(local, origin.shape, origin.placements, local_of(origin).shape)
+    spec = origin._spec
+    if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
+        spec = _spec(origin.device_mesh, origin.placements, origin.shape, local.dtype)
+    return RowDTensor(local, spec, requires_grad=False)
+
+
+def wrap_rows(
+    tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int], bounds: Sequence[int] | None
+) -> RowDTensor:
+    """A DTensor of another ``shape`` over ``local``, its rows cut at ``bounds`` over the axes that cut ``tensor``.
+
+    With ``bounds`` None the data-parallel axes hold replicas. Errors as for ``make_dtensor``.
+    """
+    origin = _dtensor(tensor)
+    axes = row_axes(origin.placements)
+    row = Replicate() if bounds is None else RowShard(bounds, len(axes))
+    placements = (row if axis in axes else placement for axis, placement in enumerate(origin.placements))
+    return _make(local, origin.device_mesh, shape, tuple(placements))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,33 +267,43 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A view of a local tensor that shares its version counter, which below autograd views do not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return view(local)
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a gradient that was not reduced over all data-parallel axes yet."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
 def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Row bounds of all ranks, or None for a tensor that every rank holds whole."""
-    placement = _dtensor(tensor).placements[0]
-    if isinstance(placement, RowShard):
-        return placement.bounds
-    if placement.is_replicate():
-        return None
-    raise RuntimeError(f"expected a sharded or replicated tensor, got placement {placement}")
+    """Row bounds of all shards, or None for a tensor that every data-parallel rank holds whole."""
+    _refuse_partial(tensor)
+    rows = row_placement(_dtensor(tensor).placements)
+    return None if rows is None else rows.bounds
 
 
-def row_range_of(tensor: torch.Tensor, rank: int | None = None) -> tuple[int, int]:
-    """Rows ``[r0, r1)`` that ``rank`` (default: this one) of the mesh axis holds."""
-    bounds = row_bounds_of(tensor)
-    if bounds is None:
-        return 0, rows_of(tensor.shape)[1]
-    rank = _dtensor(tensor).device_mesh.get_local_rank() if rank is None else rank
-    return bounds[rank], bounds[rank + 1]
+def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, int]:
+    """Rows ``[r0, r1)`` of ``shard`` (default: this rank's), of what tensor-parallel axes leave to this rank."""
+    return _row_range(_dtensor(tensor), shard)
 
 
-def local_boxes(tensor: torch.Tensor, rank: int | None = None) -> tuple[Box, ...]:
+def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
     """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
 
     A tensor without elements is one empty box on every rank: without any it would vanish from a checkpoint.
     """
+    origin = _dtensor(tensor)
     if tensor.numel() == 0:
         return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
-    return row_boxes(tuple(tensor.shape), *row_range_of(tensor, rank))
+    _refuse_partial(tensor)
+    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
+    return tuple(
+        Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.sizes)
+        for box in row_boxes(sizes, *_row_range(origin, shard))
+    )
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -267,6 +314,21 @@ def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         torch.split(flat[: sum(map(math.prod, sizes))], [math.prod(size) for size in sizes]) if sizes else ()
     )
     return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
+
+
+def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``whole``, which has the global shape of ``tensor``, in the local shape."""
+    origin = _dtensor(tensor)
+    local = local_of(origin)
+    if not local.numel():
+        return torch.empty_like(local, dtype=whole.dtype, device=whole.device)
+    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    if row_placement(origin.placements) is None:
+        return whole
+    r0, r1 = _row_range(origin, None)
+    return whole.reshape(-1, *local.shape[1:])[r0:r1]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -280,33 +342,62 @@ def _dtensor(tensor: torch.Tensor) -> DTensor:
     return tensor
 
 
+def _refuse_partial(tensor: torch.Tensor) -> None:
+    if is_partial(tensor):
+        raise RuntimeError(
+            f"expected a sharded or replicated tensor, got placements {_dtensor(tensor).placements}"
+        )
+
+
+def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
+    axes = mesh.ndim - len(tensor_parallel)
+    if axes not in (1, 2):
+        raise ValueError(
+            f"mesh of {mesh.ndim} axes, {len(tensor_parallel)} of them tensor-parallel: expected one or two "
+            f"data-parallel axes, got {axes}"
+        )
+    return axes
+
+
+def _row_range(tensor: DTensor, shard: int | None) -> tuple[int, int]:
+    rows = row_placement(tensor.placements)
+    if rows is None:
+        sizes = tensor_parallel_box(tensor.shape, tensor.device_mesh, tensor.placements).sizes
+        return 0, rows_of(sizes)[1]
+    if shard is None:
+        shard = shard_index(tensor.device_mesh, row_axes(tensor.placements))
+    return rows.bounds[shard], rows.bounds[shard + 1]
+
+
 def _make(
-    local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placement: Placement, expected: Sequence[int]
+    local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> RowDTensor:
+    check_placements(shape, mesh, placements)
+    expected = tensor_parallel_box(shape, mesh, placements).sizes
+    rows = row_placement(placements)
+    if rows is not None:
+        shard = shard_index(mesh, row_axes(placements))
+        expected = local_shape(expected, rows.bounds[shard + 1] - rows.bounds[shard])
+    _check_local(local, shape, placements, expected)
+    return RowDTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)
+
+
+def _check_local(
+    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], expected: Sequence[int]
+) -> None:
     if tuple(local.shape) != tuple(expected):
         raise ValueError(
-            f"local tensor of a tensor of shape {tuple(shape)} under {placement}: expected shape {tuple(expected)}, "
-            f"got {tuple(local.shape)}"
+            f"local tensor of a tensor of shape {tuple(shape)} under {tuple(placements)}: expected shape "
+            f"{tuple(expected)}, got {tuple(local.shape)}"
         )
-    stride = torch.empty(tuple(shape), device="meta").stride()
+
+
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
     # DTensor.from_local takes an empty shape for a missing one.
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return RowDTensor(local, DTensorSpec(mesh, (placement,), tensor_meta=meta), requires_grad=False)
-
-
-def _gather(tensor: RowDTensor) -> torch.Tensor:
-    bounds, local = row_bounds_of(tensor), local_of(tensor)
-    if bounds is None:
-        return local.clone()
-    row_size, _ = rows_of(tensor.shape)
-    ranks = len(bounds) - 1
-    longest = row_size * max(b - a for a, b in itertools.pairwise(bounds))
-    if longest == 0:
-        return local.new_empty(tuple(tensor.shape))
-    # gloo refuses all-gathers of unequal sizes, hence the padding.
-    padded = local.new_zeros(longest)
-    padded[: local.numel()] = local.reshape(-1)
-    gathered = local.new_empty(ranks, longest)
-    collectives.all_gather([gathered.view(-1)], [padded], tensor.device_mesh.get_group())
-    parts = [gathered[k, : (bounds[k + 1] - bounds[k]) * row_size] for k in range(ranks)]
-    return torch.cat(parts).view(tuple(tensor.shape))
+    stride = tuple(
+        itertools.accumulate((max(1, size) for size in reversed(shape[1:])), operator.mul, initial=1)
+    )
+    meta = TensorMeta(torch.Size(shape), stride[::-1] if shape else (), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)

@@ -1,7 +1,8 @@
 """The gradients of one parameter group, from the backward of each rank to what the optimizer reads.
 
-    backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, zeros where no gradient came
-    end of the unit     reduce                  |g1 g2|             reduce-scatter (or all-reduce), then average
+    backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, in one buffer
+    end of the unit     reduce                  |g1 g2|             over the axes that gradients are sharded over,
+                                                                    in the last microbatch over the others as well
                      or keep                                        local sums of several microbatches
 
 The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that ``zero_grad`` in both
@@ -9,21 +10,26 @@ modes, or setting a gradient by hand, means what it says:
 
 * None: no gradient yet
 * a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
-* a DTensor placed ``Partial``: sums that are not reduced yet, of microbatches before the last. Reading it raises.
+* a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of microbatches before the last.
+  Reading it raises.
+
+Sums are divided when they are reduced over the last axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from torch_impl import collectives
-from torch_impl.buffer import FlatBuffer
-from torch_impl.dtensor import RowDTensor, local_of, make_partial, row_range_of, wrap_like
-from torch_impl.layout import Layout
+from torch_impl.dtensor import RowDTensor, RowShard, local_of, make_partial, wrap_like
+from torch_impl.levels import ShardLevels
+from torch_impl.placement import Strategy
 from torch_impl.precision import GroupDtypes
+from torch_impl.streams import Step, Streams, Transfer
+from torch_impl.tensor_parallel import TensorParallel
 
 
 class GroupGradient:
@@ -32,19 +38,22 @@ class GroupGradient:
     def __init__(
         self,
         names: Sequence[str],
-        params: Sequence[torch.nn.Parameter],
-        layout: Layout,
-        mesh: DeviceMesh,
-        sharded: bool,
+        params: Sequence[nn.Parameter],
+        tensor_parallel: Sequence[TensorParallel | None],
+        levels: ShardLevels,
+        strategy: Strategy,
         dtypes: GroupDtypes,
         divisor: float,
     ) -> None:
         self.divisor = divisor
-        self._names, self._params = list(names), list(params)
-        self._layout, self._mesh, self._sharded, self._dtypes = layout, mesh, sharded, dtypes
-        self._whole: FlatBuffer | None = None
+        self._names, self._params, self._tensor_parallel = list(names), list(params), list(tensor_parallel)
+        self._levels, self._strategy, self._dtypes = levels, strategy, dtypes
+        self._whole: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._untouched: set[int] = set()
+        self._scaled = False
+        self._transfer: Transfer | None = None
+        self._sums = torch.empty(0), False
         if dtypes.grad != dtypes.main:
             for param in params:
                 param.grad_dtype = dtypes.grad
@@ -52,30 +61,77 @@ class GroupGradient:
     @property
     def collecting(self) -> list[torch.Tensor]:
         """The buffer of a backward that is under way; it may hold the sums of earlier microbatches too."""
-        return [] if self._whole is None else [self._whole.flat]
+        return [] if self._whole is None else [self._whole]
 
     def add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
         """Take the unsharded gradient of parameter ``index``. ``keep``: it will be kept, not reduced."""
         if self._whole is None:
-            self._start(self._dtypes.grad if keep else self._dtypes.reduce)
+            self.finish()
+            self._start(keep)
+        given = self._tensor_parallel[index]
+        if given is not None:
+            grad = given.local_gradient(grad)
+        view = self._views[index]
         if index in self._untouched:
             self._untouched.discard(index)
-            self._views[index].copy_(grad)
+            if self._scaled:
+                torch.mul(grad, 1 / self.divisor, out=view)
+            else:
+                view.copy_(grad)
         else:
-            self._views[index].add_(grad)
+            view.add_(grad, alpha=1 / self.divisor if self._scaled else 1)
 
-    def finish(self, keep: bool) -> None:
-        """Reduce what was collected into ``.grad``, or keep it there unreduced; nothing if nothing came.
-
-        Parameters of the group that got no gradient count as zero. A collective unless ``keep``.
-        """
+    def direct_view(self, index: int, keep: bool) -> tuple[torch.Tensor, bool]:
+        """Where to write the unsharded gradient of parameter ``index``, unscaled, and whether nothing is there yet."""
         if self._whole is None:
+            self.finish()
+            self._start(keep)
+            self._scaled = False
+        return self._views[index], index in self._untouched
+
+    def mark_written(self, index: int) -> None:
+        """What ``direct_view`` gave was written."""
+        self._untouched.discard(index)
+
+    def keep(self) -> None:
+        """Leave what was collected in ``.grad``, unreduced; nothing if nothing came."""
+        if not self._came:
+            self.drop()
             return
-        if keep:
-            self._keep(self._whole)
-        else:
-            self._reduce(self._whole)
+        self._complete()
+        self._leave_partial(self._views, level=0)
         self.drop()
+
+    def start(self, last: bool, streams: Streams) -> bool:
+        """Begin to reduce what was collected; nothing (False) if nothing came, else a collective.
+
+        Parameters of the group that got no gradient count as zero. ``last``: over all axes, not only those that
+        gradients are sharded over. ``finish`` puts the result into ``.grad``.
+        """
+        if not self._came:
+            self.drop()
+            return False
+        self.finish()
+        values = self._complete().to(self._dtypes.reduce)
+        if self._prescaled and not self._scaled:
+            values = values / self.divisor
+        self.drop()
+        last = last or self._strategy.gradients == self._levels.mesh.ndim
+        steps, sums = self._steps(values, last)
+        self._transfer = streams.start(steps)
+        self._sums = sums, last
+        return True
+
+    def finish(self) -> None:
+        """Wait for the reduction that began, if one did, and put its result into ``.grad``."""
+        if self._transfer is not None:
+            transfer, (sums, last) = self._transfer, self._sums
+            self._forget_reduction()
+            transfer.finish()
+            if last:
+                self._publish_reduced(sums)
+            else:
+                self._publish_partial(sums)
 
     def drop(self) -> None:
         """Forget what was collected in a backward that did not finish.
@@ -83,34 +139,57 @@ class GroupGradient:
         Gradients are added to the sums of earlier microbatches in place: if those are kept, what arrived in the
         unfinished backward stays in them until ``zero_grad``.
         """
-        self._whole, self._views, self._untouched = None, [], set()
+        self._whole, self._views, self._untouched, self._scaled = None, [], set(), False
 
-    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(n, p) for n, p in zip(self._names, self._params, strict=True) if p.requires_grad]
+    def abandon(self) -> None:
+        """Forget also what is being reduced."""
+        self.drop()
+        if self._transfer is not None:
+            transfer = self._transfer
+            self._forget_reduction()
+            transfer.finish()
 
-    def _start(self, dtype: torch.dtype) -> None:
-        device = local_of(self._params[0]).device
+    def _forget_reduction(self) -> None:
+        self._transfer, self._sums = None, (torch.empty(0), False)
+
+    @property
+    def _came(self) -> bool:
+        """Whether any gradient has come, or sums of earlier microbatches are in the buffer."""
+        return self._whole is not None and len(self._untouched) < len(self._names)
+
+    @property
+    def _prescaled(self) -> bool:
+        # float16 sums overflow over many ranks, so they are averaged before; other dtypes after, which is exact.
+        return self._dtypes.reduce == torch.float16
+
+    def _start(self, keep: bool) -> None:
         kept = self._kept()
         flat = self._flat_of(kept)
-        if kept:
-            dtype = self._dtypes.grad
-        self._whole = FlatBuffer(self._layout, dtype, device, None, flat)
-        self._views = [self._whole.view(name) for name in self._names]
-        self._untouched = set(range(len(self._names))) - set(kept)
+        dtype = self._dtypes.grad if keep or kept else self._dtypes.reduce
         if flat is None:
-            for index, local in kept.items():
+            flat = torch.empty(self._levels.size(0), dtype=dtype, device=local_of(self._params[0]).device)
+        self._whole = flat
+        self._views = self._levels.views(0, flat)
+        self._untouched = set(range(len(self._names))).difference(kept)
+        self._scaled = self._prescaled and not keep and not kept
+        for index, local in kept.items():
+            if local.data_ptr() != self._views[index].data_ptr():
                 self._views[index].copy_(local)
-        else:
-            for index in self._untouched:
-                self._views[index].zero_()
+
+    def _complete(self) -> torch.Tensor:
+        """The buffer that was collected, with zeros where no gradient came."""
+        assert self._whole is not None
+        for index in self._untouched:
+            self._views[index].zero_()
+        return self._whole
 
     def _kept(self) -> dict[int, torch.Tensor]:
-        """The unreduced sums of earlier microbatches, by parameter."""
+        """The sums of earlier microbatches that are not reduced over any axis, by parameter."""
         grads = [param.grad for param in self._params]
         return {
             index: local_of(grad)
             for index, grad in enumerate(grads)
-            if isinstance(grad, RowDTensor) and _is_partial(grad)
+            if grad is not None and _cut_of(grad) == (0, True)
         }
 
     def _flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
@@ -119,82 +198,116 @@ class GroupGradient:
         if not filled:
             return None
         storage = filled[0][1].untyped_storage()
-        size, dtype = self._layout.padded_size, self._dtypes.grad
+        size, dtype = self._levels.size(0), self._dtypes.grad
+        whole = self._levels.layouts[0]
         for index, local in filled:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
-            if placed != (storage.data_ptr(), self._layout.start(self._names[index]), True):
+            if placed != (storage.data_ptr(), whole.start(self._names[index]), True):
                 return None
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
 
-    def _keep(self, whole: FlatBuffer) -> None:
-        for name, param in self._trainable():
-            view = whole.view(name)
-            if param.grad is not None and not _is_partial(param.grad):
-                self._unreduce(view, param.grad)
-            mean = self.divisor == self._mesh.size()
-            param.grad = make_partial(view, self._mesh, view.shape, mean)
-
-    def _unreduce(self, view: torch.Tensor, reduced: torch.Tensor) -> None:
-        """Turn a gradient that was reduced earlier into this rank's share of a sum that is still to be reduced."""
-        local = local_of(reduced)
-        if self._sharded:
-            r0, r1 = row_range_of(reduced)
-            if r1 > r0:
-                view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=self.divisor)
-        else:
-            view.add_(local, alpha=self.divisor / self._mesh.size())
-
-    def _reduce(self, whole: FlatBuffer) -> None:
-        values = whole.flat.to(self._dtypes.reduce)
-        # float16 sums overflow over many ranks, so they are averaged before; other dtypes after, which is exact.
-        before = self._dtypes.reduce == torch.float16
-        if before:
-            values = values / self.divisor
-        if self._sharded:
-            reduced = values.new_empty(self._layout.shard_size)
-            slices = self._layout.buffer_slices()
-            shards = [reduced[part] for _, part in slices]
-            collectives.reduce_scatter(
-                shards, [values[of_all] for of_all, _ in slices], self._mesh.get_group()
+    def _leave_partial(self, views: Sequence[torch.Tensor], level: int) -> None:
+        """Make ``views``, sums of a level that are not reduced over the other axes, the gradients."""
+        mesh = self._levels.mesh
+        for name, param, given, view in zip(
+            self._names, self._params, self._tensor_parallel, views, strict=True
+        ):
+            if not param.requires_grad:
+                continue
+            # Sums that are not reduced at all were collected together with the new ones.
+            if param.grad is not None and _cut_of(param.grad) != (0, True):
+                self._add_to_partial(view, name, param.grad, level)
+            bounds = self._levels.row_bounds(level, name) if level else None
+            param.grad = make_partial(
+                view,
+                mesh.mesh if given is None else given.joint_mesh(mesh.mesh),
+                param.shape,
+                self.divisor == mesh.size,
+                bounds=bounds,
+                axes=level,
+                tensor_parallel=() if given is None else given.placements,
             )
-        else:
-            reduced = values
-            collectives.all_reduce(reduced, self._mesh.get_group())
-        reduced = reduced.to(self._dtypes.grad)
-        if not before:
-            reduced /= self.divisor
-        self._publish(reduced)
 
-    def _publish(self, reduced: torch.Tensor) -> None:
-        rank = self._mesh.get_local_rank() if self._sharded else None
-        shard = FlatBuffer(self._layout, reduced.dtype, reduced.device, rank, reduced)
-        trainable = self._trainable()
-        earlier = [None if p.grad is None or _is_partial(p.grad) else p.grad for _, p in trainable]
-        present = [local_of(grad) for grad in earlier if grad is not None]
-        if len(present) == len(trainable):
-            torch._foreach_add_(present, [shard.view(name) for name, _ in trainable])
+    def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
+        """Add a gradient that is reduced as far as ``view`` or further, as its share of a sum to be made."""
+        mesh, local = self._levels.mesh, local_of(grad)
+        axes, partial_sums = _cut_of(grad)
+        # A mean stands for the sum times the divisor, which the ranks that hold the same rows contribute together.
+        share = 1.0 if partial_sums else self.divisor * mesh.shards(max(axes, level)) / mesh.size
+        if axes == level:
+            view.add_(local, alpha=share)
+            return
+        bounds, here = self._levels.row_bounds(axes, name), mesh.index(axes)
+        first = self._levels.row_bounds(level, name)[mesh.index(level)]
+        r0, r1 = bounds[here] - first, bounds[here + 1] - first
+        if r1 > r0:
+            view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=share)
+
+    def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
+        """What sums ``values``, of level 0, over the axes one by one, and where the sums will be."""
+        strategy, levels = self._strategy, self._levels
+        steps: list[Step] = []
+        # All memory is allocated here: see ``streams``.
+        for axis in range(levels.mesh.ndim if last else strategy.gradients):
+            lane = "reduce" if axis == 0 else "outer"
+            if axis == strategy.gradients and axis > 0:
+                steps.append((lane, partial(self._add_waiting, values)))
+            if axis < strategy.optimizer:
+                shard = values.new_empty(levels.size(axis + 1))
+                steps.append((lane, partial(levels.reduce, axis, shard, values)))
+                values = shard
+            else:
+                steps.append((lane, partial(levels.sum, axis, values)))
+        return steps, values
+
+    def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
+        """Add to ``values`` the sums of earlier microbatches that were not reduced over the outer axes."""
+        level = self._strategy.gradients
+        for param, view in zip(self._params, self._levels.views(level, values), strict=True):
+            if param.grad is not None and _cut_of(param.grad) == (level, True):
+                view.add_(local_of(param.grad), alpha=1 / self.divisor if self._prescaled else 1)
+
+    def _publish_partial(self, sums: torch.Tensor) -> None:
+        level = self._strategy.gradients
+        sums = sums.to(self._dtypes.grad)
+        if self._prescaled:
+            sums *= self.divisor
+        self._leave_partial(self._levels.views(level, sums), level)
+
+    def _publish_reduced(self, sums: torch.Tensor) -> None:
+        reduced = sums.to(self._dtypes.grad)
+        if not self._prescaled and self.divisor != 1:
+            reduced /= self.divisor
+        views = self._levels.views(self._strategy.optimizer, reduced)
+        fresh = [(p, view) for p, view in zip(self._params, views, strict=True) if p.requires_grad]
+        present = [
+            (local_of(p.grad), view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
+        ]
+        if len(present) == len(fresh):
+            torch._foreach_add_([grad for grad, _ in present], [view for _, view in present])
         else:
-            for (name, param), grad in zip(trainable, earlier, strict=True):
-                view = shard.view(name)
-                if grad is not None:
-                    view.add_(local_of(grad))
+            for grad, view in present:
+                view.add_(grad)
+            for param, view in fresh:
                 param.grad = wrap_like(param, view)
-        for _, param in trainable:
+        for param, _ in fresh:
             _run_hooks(param)
 
 
-def _run_hooks(param: torch.nn.Parameter) -> None:
+def _run_hooks(param: nn.Parameter) -> None:
     """The user's ``register_post_accumulate_grad_hook``, which autograd runs only where it accumulates itself."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
 
-def _is_partial(grad: torch.Tensor) -> bool:
+def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
+    """Over how many axes a gradient is cut, and whether sums over others are missing in it."""
     if not isinstance(grad, RowDTensor):
         raise TypeError(
             f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
             f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
         )
-    return grad.placements[0].is_partial()
+    axes = next((p.axes for p in grad.placements if isinstance(p, RowShard)), 0)
+    return axes, any(p.is_partial() for p in grad.placements)

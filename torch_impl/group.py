@@ -1,11 +1,12 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
-    main weights     what the optimizer updates and ``parameters()`` shows at rest; whole (no_shard) or one shard
-    compute weights  whole, in the dtype of forward and backward; gathered from the main weights, freed by a reshard.
-                     Under no_shard in the main dtype they are the main weights themselves
+    main weights     what the optimizer updates and ``parameters()`` shows at rest, sharded as the optimizer state is
+    resident shard   in the dtype of forward and backward, where main weights are cut finer than parameters (HFSDP)
+    compute weights  whole, in the dtype of forward and backward; gathered from the resident shard or the main weights,
+                     freed by a reshard. Under no_shard in the main dtype they are the main weights themselves
     gradient         see ``gradient``
 
-Compute weights that are kept (all strategies but optim_grads_params, or ``reshard_after_forward=False``) are gathered
+Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
 again when the main weights have changed, whoever changed them. "Changed" is decided from the version counter that torch
 keeps for the buffer, without asking the other ranks: every change through a DTensor, an optimizer or ``to_local()``
 counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that edits local tensors
@@ -19,19 +20,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
-from torch_impl import collectives
 from torch_impl.buffer import FlatBuffer
+from torch_impl.data_parallel import DataParallelMesh
 from torch_impl.dtensor import make_dtensor
 from torch_impl.gradient import GroupGradient
 from torch_impl.layout import Layout
+from torch_impl.levels import ShardLevels
 from torch_impl.ownership import OwnedParameter
 from torch_impl.placement import Strategy
 from torch_impl.precision import GroupDtypes
+from torch_impl.streams import Step, Streams, Transfer
 
 
 class ParameterGroup:
@@ -41,39 +45,74 @@ class ParameterGroup:
         self,
         owned: Sequence[OwnedParameter],
         layout: Layout,
-        mesh: DeviceMesh,
+        mesh: DataParallelMesh,
         device: torch.device,
         strategy: Strategy,
         dtypes: GroupDtypes,
         divisor: float,
     ) -> None:
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
+        self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
+        self.tensor_parallel = [one.tensor_parallel for one in owned]
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
-        rank = mesh.get_local_rank() if strategy.shard_optimizer else None
-        self.main = FlatBuffer(layout, dtypes.main, device, rank)
-        self.params = [self._main_parameter(one) for one in owned]
-        if not strategy.shard_optimizer and dtypes.compute == dtypes.main:
+        self._divisor = divisor
+        self._arrived: weakref.WeakMethod[Callable[[ParameterGroup, int], None]] | None = None
+        self._allocate(device, [(one.param, one.local) for one in owned])
+
+    def materialize(self, device: torch.device) -> None:
+        """Give weights that were planned on the meta device memory on ``device``; they are zeros.
+
+        The parameters are new ones, and shown by the modules.
+        """
+        self._allocate(device, [(param, param) for param in self.params])
+        arrived = None if self._arrived is None else self._arrived()
+        if arrived is not None:
+            self.on_gradient(arrived)
+        self.register(unsharded=False)
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether the weights have shapes, but no memory yet."""
+        return self.main.flat.is_meta
+
+    def _allocate(self, device: torch.device, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Make buffers and parameters like the given ones, with the values beside them if those have any."""
+        strategy, dtypes = self.strategy, self.dtypes
+        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
+        self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
+        self.resident: FlatBuffer | None = None
+        if 0 < strategy.parameters < strategy.optimizer:
+            self.resident = self.levels.buffer(strategy.parameters, dtypes.compute, device)
+        if not strategy.optimizer and dtypes.compute == dtypes.main:
             self.compute = self.main
             views = [self.main.view(name) for name in self.names]
         else:
-            self.compute = FlatBuffer(layout, dtypes.compute, device, None)
+            self.compute = self.levels.buffer(0, dtypes.compute, device)
             # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
             views = [self.compute.view(name).data for name in self.names]
-            self.compute.free()
-        self.unsharded = [nn.Parameter(view, requires_grad=False) for view in views]
-        for one, *copies in zip(owned, self.params, self.unsharded, strict=True):
+            if not self.on_meta:
+                self.compute.free()
+        self.unsharded = [
+            nn.Parameter(view if others is None else others.wrap(view), requires_grad=False)
+            for view, others in zip(views, self.tensor_parallel, strict=True)
+        ]
+        for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
             for copy in copies:
-                vars(copy).update(vars(one.param))
+                vars(copy).update(vars(param))
         self.gradient = GroupGradient(
-            self.names, self.params, layout, mesh, strategy.shard_optimizer, dtypes, divisor
+            self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, self._divisor
         )
+        self._transfer: Transfer | None = None
         self._gathered_version: int | None = None
+        self._resident_version: int | None = None
+        self._started_version: int | None = None
 
     def on_gradient(self, arrived: Callable[[ParameterGroup, int], None]) -> None:
         """Call ``arrived(group, index)`` in backward when the gradient of an unsharded parameter is complete."""
         # The hook lives on a tensor of this group: a strong reference would be a cycle.
-        this, method = weakref.ref(self), weakref.WeakMethod(arrived)
+        this = weakref.ref(self)
+        method = self._arrived = weakref.WeakMethod(arrived)
         for index, param in enumerate(self.unsharded):
 
             def hook(_: torch.Tensor, index: int = index) -> None:
@@ -85,32 +124,75 @@ class ParameterGroup:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(hook)
 
-    def unshard(self, refresh: bool) -> None:
-        """Fill the compute weights if they are freed or, with ``refresh``, older than the main weights. Collective."""
-        if self.compute is self.main:
-            return
+    def start_unshard(self, refresh: bool, streams: Streams) -> bool:
+        """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
+
+        A collective when it returns True; else nothing is to be done, or it has begun already.
+        """
+        if self.compute is self.main or self._transfer is not None:
+            return False
         version, gathered = self.main.flat._version, self._gathered_version
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
-            return
+            return False
         self._gathered_version = None  # until it has succeeded
         self.compute.allocate()
         with torch.no_grad():
-            if self.strategy.shard_optimizer:
-                shard = self.main.flat.to(self.dtypes.compute)
-                slices = self.layout.buffer_slices()
-                outputs = [self.compute.flat[whole] for whole, _ in slices]
-                collectives.all_gather(outputs, [shard[part] for _, part in slices], self.mesh.get_group())
-            else:
-                self.compute.flat.copy_(self.main.flat)
+            self._transfer = streams.start(self._gather_steps(version))
         if version != gathered:
             for param in self.unsharded:
                 torch.autograd.graph.increment_version(param)
-        self._gathered_version = version
+        self._started_version = version
+        return True
+
+    def unshard(self, refresh: bool, streams: Streams) -> None:
+        """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
+        if self._transfer is None and not self.start_unshard(refresh, streams):
+            return
+        self._finish_transfer()
+        # Main weights may have changed since the gather began.
+        if refresh and self.start_unshard(refresh, streams):
+            self._finish_transfer()
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
         if self.compute is not self.main:
+            self._finish_transfer()
             self.compute.free()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether compute weights are on their way."""
+        return self._transfer is not None
+
+    def _finish_transfer(self) -> None:
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            transfer.finish()
+            self._gathered_version = self._resident_version = self._started_version
+
+    def _gather_steps(self, version: int) -> list[Step]:
+        """From the finest shards that hold current values to whole compute weights, an axis a step."""
+        level, source = self.strategy.optimizer, self.main.flat
+        resident = self.resident
+        if resident is not None and self._resident_version == version:
+            level, source = self.strategy.parameters, resident.flat
+        source = source.to(self.dtypes.compute)
+        if level == 0:
+            return [("gather", partial(_copy, self.compute.flat, source))]
+        steps: list[Step] = []
+        while level > 0:
+            level -= 1
+            if level == 0:
+                output = self.compute.flat
+            elif resident is not None and level == self.strategy.parameters:
+                output = resident.flat
+                self._resident_version = None  # until it has succeeded
+            else:
+                output = source.new_empty(self.levels.size(level))
+            lane = "gather" if level == 0 else "outer"
+            steps.append((lane, partial(self.levels.gather, level, output, source)))
+            source = output
+        return steps
 
     def register(self, unsharded: bool) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
@@ -123,7 +205,12 @@ class ParameterGroup:
                     _set_parameter(module, attr, whole if unsharded else sharded)
 
     def check_registered(self) -> None:
-        """RuntimeError if someone replaced a sharded parameter, whose changes would then be ignored."""
+        """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
+        if self.on_meta:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
+                "the model or load a state dict into it"
+            )
         for name, shown, sharded in zip(self.names, self._sites, self.params, strict=True):
             for module_ref, attr in shown:
                 module = module_ref()
@@ -134,12 +221,28 @@ class ParameterGroup:
                         "load_state_dict without assign=True)"
                     )
 
-    def _main_parameter(self, one: OwnedParameter) -> nn.Parameter:
-        bounds = None if self.main.rank is None else self.layout.row_bounds(one.name)
-        shape = self.layout.slot(one.name).shape
-        tensor = make_dtensor(self.main.view(one.name), self.mesh, shape, bounds)
-        tensor.copy_(one.param.detach())
-        return nn.Parameter(tensor, requires_grad=one.param.requires_grad)
+    def _main_parameter(self, index: int, param: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        axes, given, name = self.strategy.optimizer, self.tensor_parallel[index], self.names[index]
+        view, bounds = self.main.view(name), None
+        if axes:
+            bounds = self.levels.row_bounds(axes, name)
+        if axes and bounds is not None and not local.is_meta:
+            here = self.mesh.index(axes)
+            local = (
+                local.reshape(-1, *view.shape[1:])[bounds[here] : bounds[here + 1]] if view.numel() else view
+            )
+        if not local.is_meta:
+            view.copy_(local)
+        mesh = self.mesh.mesh
+        others: tuple[Placement, ...] = ()
+        if given is not None:
+            mesh, others = given.joint_mesh(mesh), given.placements
+        tensor = make_dtensor(view, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
+        return nn.Parameter(tensor, requires_grad=param.requires_grad)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, async_op: bool) -> None:
+    target.copy_(source)
 
 
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:

@@ -163,10 +163,19 @@ class Layout:
         first = max(slot.offset - rank * self.shard_sizes[slot.buffer], 0)
         return self._starts[slot.buffer] + first
 
-    def buffer_slices(self) -> tuple[tuple[slice, slice], ...]:
-        """For each buffer, its elements among all whole buffers, and its shard's among those of a rank."""
-        ends = zip(self._starts, self._starts[1:], strict=False)
-        return tuple((slice(self.num_shards * a, self.num_shards * b), slice(a, b)) for a, b in ends)
+    @property
+    def shard_slices(self) -> tuple[slice, ...]:
+        """For each buffer, its part of what a rank holds."""
+        return tuple(slice(a, b) for a, b in zip(self._starts, self._starts[1:], strict=False))
+
+    def merged(self, count: int) -> Layout:
+        """The same buffers in ``num_shards / count`` shards: every ``count`` consecutive ones become one."""
+        if count == 1:
+            return self
+        if count < 1 or self.num_shards % count:
+            raise ValueError(f"count: expected a divisor of the {self.num_shards} shards, got {count}")
+        sizes = tuple(size * count for size in self.shard_sizes)
+        return Layout(self.num_shards // count, sizes, self.slots)
 
     def row_bounds(self, name: str) -> tuple[int, ...]:
         """``num_shards + 1`` row indices ``b``: rank k owns rows ``[b[k], b[k+1])`` of the parameter."""

@@ -46,6 +46,8 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
         if group.compute is not group.main:
             compute += group.compute.flat.untyped_storage().nbytes()
+        if group.resident is not None:
+            compute += group.resident.flat.untyped_storage().nbytes()
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
         gradients += _storage_bytes(held + group.gradient.collecting)
         if optimizer is not None:

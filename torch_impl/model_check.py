@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl import collectives
+from torch_impl.data_parallel import DataParallelMesh
 
 
 def require_same_unit(
-    unit: str, description: Mapping[str, Any], mesh: DeviceMesh, device: torch.device
+    unit: str, description: Mapping[str, Any], mesh: DataParallelMesh, device: torch.device
 ) -> None:
-    """Compare ``description`` (JSON values) over the ranks of ``mesh`` by one small all-gather of its SHA-256.
+    """Compare ``description`` (JSON values) over the ranks of ``mesh`` by a small all-gather of its SHA-256 an axis.
 
     ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
     as they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
     """
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    everyone = mine.new_empty(mesh.size() * len(digest))
-    collectives.all_gather([everyone], [mine], mesh.get_group())
-    if torch.equal(everyone, mine.repeat(mesh.size())):
+    mine = everyone = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        before, everyone = everyone, everyone.new_empty(size * everyone.numel())
+        collectives.all_gather([everyone], [before], group)
+    if torch.equal(everyone, mine.repeat(mesh.size)):
         return
-    descriptions: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(descriptions, dict(description), group=mesh.get_group())
+    descriptions: list[Any] = [dict(description)]
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, descriptions, group=group)
+        descriptions = list(itertools.chain.from_iterable(gathered))
     first = descriptions[0]
     rank, other = next((k, d) for k, d in enumerate(descriptions) if d != first)
     raise ValueError(f"fully_shard of {unit}: ranks differ: {_first_difference(first, rank, other)}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_impl.layout import Granularity, plan_layout
-from torch_impl.placement import Strategy
+from torch_impl.placement import Placements, Strategy, strategy_named
 from torch_impl.precision import MixedPrecisionPolicy
 
 
@@ -15,19 +15,23 @@ from torch_impl.precision import MixedPrecisionPolicy
 class UnitOptions:
     """What ``fully_shard`` was asked for. ``grad_divisor`` None stands for the number of ranks.
 
+    ``reshard_after_forward`` None stands for yes, except for the root.
+
     Raises TypeError or ValueError that names the option, what was expected and what was given.
     """
 
     strategy: Strategy
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     policy: MixedPrecisionPolicy
     granularity: Granularity
     rows: int
     grad_divisor: float | None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward: expected a bool, got {self.reshard_after_forward!r}")
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+            raise TypeError(
+                f"reshard_after_forward: expected a bool or None, got {self.reshard_after_forward!r}"
+            )
         if not isinstance(self.policy, MixedPrecisionPolicy):
             raise TypeError(
                 f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(self.policy).__name__}"
@@ -42,7 +46,7 @@ class UnitOptions:
     def description(self) -> dict[str, object]:
         """What ranks compare, as JSON values."""
         return {
-            "strategy": self.strategy.name,
+            "strategy": str(self.strategy),
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": str(self.policy),
             "granularity": dict(self.granularity)
@@ -51,6 +55,22 @@ class UnitOptions:
             "rows": self.rows,
             "grad_divisor": self.grad_divisor,
         }
+
+
+def chosen_strategy(strategy: str | None, placements: Placements | None) -> Strategy:
+    """The strategy that is named or spelled out; sharding everything when neither is given.
+
+    Raises TypeError or ValueError when both are, or for an unknown name.
+    """
+    if placements is None:
+        return strategy_named("optim_grads_params" if strategy is None else strategy)
+    if not isinstance(placements, Placements):
+        raise TypeError(f"placements: expected torch_impl.Placements, got {type(placements).__name__}")
+    if strategy is not None:
+        raise ValueError(
+            f"fully_shard: expected strategy or placements, got both ({strategy!r} and {placements})"
+        )
+    return placements.strategy
 
 
 def check_divisor(divisor: float) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from torch_impl.dtensor import RowDTensor
+from torch_impl.tensor_parallel import TensorParallel, tensor_parallel_of
 
 # Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
 _TAKEN = "_taken_by_unit"
@@ -21,12 +26,30 @@ class OwnedParameter:
     sites: tuple[tuple[nn.Module, str], ...]
 
     @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """How the parameter lies on mesh axes that are not data-parallel."""
+        return tensor_parallel_of(self.name, self.param)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The values, without history; of a tensor-parallel parameter this rank's part."""
+        given = self.param.detach()
+        return given.to_local() if isinstance(given, DTensor) else given
+
+    @property
     def description(self) -> list[object]:
-        """What ranks compare: name, shape, dtype and trainability, as JSON values."""
-        return [self.name, list(self.param.shape), str(self.param.dtype), self.param.requires_grad]
+        """What ranks compare: name, shape, dtype (and whether on the meta device) and trainability, as JSON values."""
+        kind = f"{self.param.dtype}{' on meta' if self.param.is_meta else ''}"
+        return [self.name, list(self.local.shape), kind, self.param.requires_grad]
 
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""
+        if self.param._backward_hooks or getattr(self.param, "_post_accumulate_grad_hooks", None):
+            warnings.warn(
+                f"{self.name}: hooks registered before fully_shard are not called any more; register them on the "
+                "sharded parameter, module.get_parameter(name)",
+                stacklevel=2,
+            )
         setattr(self.param, _TAKEN, unit)
 
 
@@ -43,7 +66,15 @@ def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[
             name = f"{prefix}{attr}"
             _check(name, param)
             found.setdefault(id(param), (name, param, []))[2].append((holder, attr))
-    return [OwnedParameter(name, param, tuple(sites)) for name, param, sites in found.values()]
+    owned = [OwnedParameter(name, param, tuple(sites)) for name, param, sites in found.values()]
+    if len({one.param.is_meta for one in owned}) > 1:
+        meta = next(one.name for one in owned if one.param.is_meta)
+        real = next(one.name for one in owned if not one.param.is_meta)
+        raise ValueError(
+            f"{meta}: expected the parameters of a unit all on the meta device or none, got {real} with values; "
+            "initialize the former or ignore one of them"
+        )
+    return owned
 
 
 def _modules_outside(
@@ -60,12 +91,12 @@ def _modules_outside(
 
 
 def _check(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise ValueError(f"{name}: expected a plain parameter, got a DTensor placed as {param.placements}")
-    if param.is_meta:
+    if isinstance(param, RowDTensor):
         raise ValueError(
-            f"{name}: expected a parameter with values, got one on the meta device; initialize it first"
+            f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
+            "inner modules before outer ones"
         )
+    tensor_parallel_of(name, param)
     if hasattr(param, _TAKEN):
         raise ValueError(
             f"{name}: tied to a parameter that an inner {getattr(param, _TAKEN)} unit owns; shard a module that "

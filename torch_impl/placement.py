@@ -1,48 +1,135 @@
-"""Sharding strategies: which of a unit's weights, gradients and optimizer state are sharded over the ranks.
+"""Which of a unit's weights, gradients and optimizer state are sharded over which axes of the data-parallel mesh.
 
-    =====================  ==========  =========  ===============  =============
-    strategy               parameters  gradients  optimizer state  also known as
-    =====================  ==========  =========  ===============  =============
-    no_shard               replicated  partial    replicated       DDP
-    optim                  replicated  partial    sharded          ZeRO-1
-    optim_grads            replicated  sharded    sharded          ZeRO-2
-    optim_grads_params     sharded     sharded    sharded          ZeRO-3, FSDP
-    =====================  ==========  =========  ===============  =============
+The mesh has one or two axes, outer to inner. A tensor that is sharded over some of them is sharded over the innermost
+ones, so that what a rank holds is one range of each buffer. How many axes that are, for each of the three kinds, is all
+there is to a strategy:
 
-"Partial" gradients may stay unreduced on each rank until the last microbatch of a step.
+    ==================  ==========  =========  ===============  ===========================
+    strategy            parameters  gradients  optimizer state  also known as
+    ==================  ==========  =========  ===============  ===========================
+    no_shard            0           0          0                DDP
+    optim               0           0          1                ZeRO-1
+    optim_grads         0           1          1                ZeRO-2
+    optim_grads_params  1           1          1                ZeRO-3, FSDP; HSDP on two axes
+    hsdp                1           1          1                HSDP, on two axes
+    hfsdp               1           1          2                HFSDP, on two axes
+    ==================  ==========  =========  ===============  ===========================
+
+Parameters are never sharded over more axes than gradients, nor gradients over more than optimizer state: a gradient
+shard can be gathered from nowhere, and an optimizer that holds more rows than it gets gradients for has nothing to
+update them with. Gradients are reduced over the axes they are sharded over in every backward, over the others only in
+the last microbatch of a step; in between they are "partial" there.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_WORDS = {
+    "parameters": ("replicate", "shard"),
+    "gradients": ("partial", "shard"),
+    "optimizer": ("replicate", "shard"),
+}
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded between steps. The optimizer's main weights are sharded as its state is."""
+    """For each kind of tensor, over how many of the innermost mesh axes it is sharded between steps.
+
+    Main weights are sharded as the optimizer state is.
+    """
 
     name: str
-    shard_parameters: bool
-    shard_gradients: bool
-    shard_optimizer: bool
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def shard_parameters(self) -> bool:
+        return self.parameters > 0
+
+
+@dataclass(frozen=True)
+class Placements:
+    """A strategy spelled out: for each mesh axis, outer to inner, what happens to each kind of tensor.
+
+    parameters: "replicate" or "shard" for each axis.
+    gradients: "partial" (reduced once per step) or "shard" (reduced in every backward).
+    optimizer: "replicate" or "shard"; main weights go with the optimizer state.
+
+    ``Placements(("replicate", "shard"), ("partial", "shard"), ("shard", "shard"))`` is HFSDP. Raises ValueError, with
+    the reason, for a combination that cannot work.
+    """
+
+    parameters: Sequence[str]
+    gradients: Sequence[str]
+    optimizer: Sequence[str]
+
+    def __post_init__(self) -> None:
+        depths = []
+        for kind, words in _WORDS.items():
+            given = getattr(self, kind)
+            axes = (given,) if isinstance(given, str) else tuple(given)
+            if not axes or any(word not in words for word in axes):
+                raise ValueError(
+                    f"Placements.{kind}: expected {' or '.join(map(repr, words))} for each mesh axis, got {given!r}"
+                )
+            object.__setattr__(self, kind, axes)
+            if sorted(axes, key="shard".__eq__) != list(axes):
+                raise ValueError(
+                    f"Placements.{kind}: expected the sharded axes to be the innermost ones, so that a rank's part is "
+                    f"one range, got {axes}"
+                )
+            depths.append((kind, axes.count("shard"), len(axes)))
+        if len({ndim for _, _, ndim in depths}) > 1:
+            found = ", ".join(f"{kind} {ndim}" for kind, _, ndim in depths)
+            raise ValueError(f"Placements: expected one entry for each mesh axis in all three, got {found}")
+        for (less, few, _), (more, many, _) in itertools.pairwise(depths):
+            if few > many:
+                raise ValueError(
+                    f"Placements: expected {more} sharded wherever {less} are, got {less}={getattr(self, less)} with "
+                    f"{more}={getattr(self, more)}"
+                )
+
+    @property
+    def strategy(self) -> Strategy:
+        depths = [getattr(self, kind).count("shard") for kind in _WORDS]
+        known = [s.name for s in _STRATEGIES.values() if [s.parameters, s.gradients, s.optimizer] == depths]
+        name = known[0] if known and len(self.parameters) == 1 else f"placements{tuple(depths)}"
+        return Strategy(name, *depths)
 
 
 _STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("no_shard", False, False, False),
-        Strategy("optim", False, False, True),
-        Strategy("optim_grads", False, True, True),
-        Strategy("optim_grads_params", True, True, True),
+        Strategy("no_shard", 0, 0, 0),
+        Strategy("optim", 0, 0, 1),
+        Strategy("optim_grads", 0, 1, 1),
+        Strategy("optim_grads_params", 1, 1, 1),
+        Strategy("hsdp", 1, 1, 1),
+        Strategy("hfsdp", 1, 1, 2),
     )
 }
+_ON_TWO_AXES = ("hsdp", "hfsdp")
 
 
 def strategy_named(name: str) -> Strategy:
     """Look a strategy up; ValueError for an unknown name."""
     if name not in _STRATEGIES:
-        hint = (
-            "; strategies over two data-parallel axes are not available" if name in ("hsdp", "hfsdp") else ""
-        )
-        raise ValueError(f"strategy: expected one of {', '.join(_STRATEGIES)}, got {name!r}{hint}")
+        raise ValueError(f"strategy: expected one of {', '.join(_STRATEGIES)}, got {name!r}")
     return _STRATEGIES[name]
+
+
+def check_axes(strategy: Strategy, placements: Placements | None, ndim: int) -> None:
+    """ValueError when a strategy, or the placements it was spelled out as, does not fit a mesh of ``ndim`` axes."""
+    if placements is not None and len(placements.parameters) != ndim:
+        raise ValueError(
+            f"placements: expected one entry for each of the {ndim} mesh axes, got {len(placements.parameters)}"
+        )
+    if strategy.name in _ON_TWO_AXES and ndim != 2:
+        raise ValueError(
+            f"strategy {strategy.name!r}: expected a mesh of two axes (outer, inner), got {ndim}; make one with "
+            "init_device_mesh(device, (outer, inner))"
+        )

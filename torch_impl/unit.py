@@ -13,22 +13,25 @@ at its end if none does, or for a unit that was called more than once or whose o
 its own last gradient arrives, since ranks may use different parameters of a unit. A group (one dtype of a unit) none of
 whose parameters got a gradient does not reduce, so a program must not leave a group without any gradient on some ranks
 only.
+
+The next unit's weights are gathered and the last one's gradients reduced meanwhile: see ``schedule``.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torch_impl import autograd
+from torch_impl import autograd, main_grad
 from torch_impl.group import ParameterGroup
 from torch_impl.precision import MixedPrecisionPolicy
+from torch_impl.schedule import Schedule
 
 
 class _Call(NamedTuple):
@@ -42,38 +45,74 @@ class Unit:
     """State of a sharded module; holds no reference to the module itself."""
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy, reshard_after_forward: bool
+        self,
+        groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device: torch.device,
     ) -> None:
         self.groups = tuple(groups)
+        self.reference = weakref.ref(self)
+        self._labels = ("all-gather", "reduce")
         self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.last_backward = True
-        self._policy = policy
+        self.exposes_main_grad = False
+        self.forward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
+        self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
+        self._policy, self._device = policy, device
+        self._schedule = Schedule(device)
+        self._rooted = False
+        self._is_root = False
         self._registered_unsharded = False
         self._calls: list[_Call] = []
         self._backwards: dict[int, weakref.ref[Any]] = {}
         self._open_calls: set[int] = set()
         self._numbers = itertools.count()
         self._forwards = 0
+        self._recomputed = False
         for group in self.groups:
             group.on_gradient(self._gradient_arrived)
 
     def attach(self, module: nn.Module) -> None:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
-        self._show(unsharded=False)
+        for group in self.groups:
+            group.register(unsharded=False)
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward)
         module.register_state_dict_pre_hook(self._show_sharded)
         module.register_load_state_dict_pre_hook(self._show_sharded)
 
+    def materialize(self, device: torch.device) -> None:
+        """Give weights that are on the meta device memory on ``device``."""
+        for group in self.groups:
+            if group.on_meta:
+                group.materialize(device)
+
+    def start_unshard(self, refresh: bool = True) -> bool:
+        """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
+        streams = self._schedule.streams
+        with streams.range(self._labels[0]):
+            started = [group.start_unshard(refresh, streams) for group in self.groups]
+        return any(started)
+
     def unshard(self, refresh: bool = True) -> None:
         """Gather the compute weights and show them as the modules' parameters. Collective."""
+        shown = self._registered_unsharded
+        for group in self.groups:
+            if not shown:
+                group.check_registered()
+            group.unshard(refresh, self._schedule.streams)
+        self._show(unsharded=True)
+
+    def drop_prefetched(self) -> None:
+        """Free weights that were gathered for a forward or backward that did not come."""
         if not self._registered_unsharded:
             for group in self.groups:
-                group.check_registered()
-        for group in self.groups:
-            group.unshard(refresh)
-        self._show(unsharded=True)
+                if group.gathering and group.strategy.shard_parameters:
+                    group.free()
 
     def reshard(self) -> None:
         """Show the main weights and free the compute weights, unless the strategy keeps them."""
@@ -83,20 +122,27 @@ class Unit:
         self._show(unsharded=False)
 
     def _show(self, unsharded: bool) -> None:
-        for group in self.groups:
-            group.register(unsharded)
-        self._registered_unsharded = unsharded
+        if unsharded != self._registered_unsharded:
+            for group in self.groups:
+                group.register(unsharded)
+            self._registered_unsharded = unsharded
 
     def _show_sharded(self, *_: Any) -> None:
-        if self._registered_unsharded:
-            self._show(unsharded=False)
+        self._show(unsharded=False)
 
+    @autograd.eager
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         in_backward = autograd.current_backward() is not None
-        if self._backwards and not in_backward:
+        if not self._rooted:
+            self._become_root(module)
+        if in_backward:
+            # The backward of what is recomputed now comes next.
+            self._recomputed = torch.is_grad_enabled()
+            self._schedule.rest_at_end(self)
+        elif self._backwards or self._recomputed:
             self._abandon_backward()
         # Recompute in backward must see the weights that the forward saw.
-        self.unshard(refresh=not in_backward)
+        self._begin(in_backward, refresh=not in_backward)
         # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
@@ -104,21 +150,51 @@ class Unit:
             args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            inputs = autograd.WatchedInputs(_weakly(self._call_done, number))
+            inputs = autograd.WatchedInputs(partial(_call_done, self.reference, number))
             args, kwargs = inputs.watch((args, kwargs))
         self._calls.append(_Call(number, inputs))
+        self._schedule.open_forwards += 1
         return args, kwargs
 
+    def _become_root(self, module: nn.Module) -> None:
+        """Share this unit's schedule with all units below, which runs before them for the first time."""
+        self._is_root = True
+        for name, child in module.named_modules():
+            unit = getattr(child, "_unit", None)
+            if isinstance(unit, Unit):
+                unit._join(self._schedule, name, is_root=unit is self)
+
+    def _join(self, schedule: Schedule, name: str, is_root: bool) -> None:
+        if self._schedule is not schedule:
+            self._schedule.finish_reduction()
+        self._schedule = schedule
+        self._labels = (f"{name} all-gather".lstrip(), f"{name} reduce".lstrip())
+        self._rooted, self._is_root = True, is_root
+
+    def _begin(self, in_backward: bool, refresh: bool) -> None:
+        """Gather this unit's weights, and the next one's meanwhile."""
+        if not self._registered_unsharded:
+            self.start_unshard(refresh)
+            if in_backward:
+                self._schedule.backward_begins(self)
+            else:
+                self._schedule.forward_begins(self)
+        self.unshard(refresh)
+
+    @autograd.eager
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop()
+        self._schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
         output = self._copy_weights_in(output, module)
         seen = True
         if call.inputs is not None:
-            seen = autograd.watch_outputs(output, call.inputs, _weakly(self._backward_started, call))
+            seen = autograd.watch_outputs(
+                output, call.inputs, partial(_backward_started, self.reference, call)
+            )
             output = call.inputs.release(output)
-        self._leave_forward(seen)
+        self._leave_forward(free=seen and self._frees_after_forward)
         return output
 
     def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
@@ -140,23 +216,33 @@ class Unit:
 
     def interrupted(self, open_calls: int) -> None:
         """Drop what a forward left open that raised; ``open_calls`` were running before it."""
+        self._schedule.open_forwards -= len(self._calls) - open_calls
         del self._calls[open_calls:]
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self._registered_unsharded:
-            self._leave_forward(seen=True)
+            self._recomputed = False
+            self._leave_forward(free=True)
 
-    def _leave_forward(self, seen: bool) -> None:
-        if not self._calls and not self._backwards:
-            if self.reshard_after_forward and seen:
+    def _leave_forward(self, free: bool) -> None:
+        if not self._calls and not self._backwards and not self._recomputed:
+            if free:
                 self.reshard()
             else:
                 self._show(unsharded=False)
+        self._schedule.forward_ended(self)
+
+    @property
+    def _frees_after_forward(self) -> bool:
+        if self.reshard_after_forward is None:
+            # The root's backward begins when its forward has ended, if there is one.
+            return not self._is_root or not torch.is_grad_enabled()
+        return self.reshard_after_forward
 
     def _backward_started(self, call: _Call) -> None:
         self._enter_backward()
         if call.inputs is not None and call.number not in self._open_calls and call.inputs.expect():
             self._open_calls.add(call.number)
-        self.unshard(refresh=False)
+        self._begin(in_backward=True, refresh=False)
 
     def _enter_backward(self) -> None:
         task = autograd.current_backward()
@@ -165,20 +251,26 @@ class Unit:
         # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
         if self._backwards and all(ended() is None for ended in self._backwards.values()):
             self._drop_backward()
-        ended = _weakly(self._backward_ended, task)
-        self._backwards[task] = weakref.ref(ended)
-        autograd.at_end_of_backward(ended)
+        self._backwards[task] = self._schedule.join_backward(self, task)
+        if self.exposes_main_grad:
+            for group in self.groups:
+                main_grad.expose(group.unsharded, group.gradient, self._keeps_gradient(group))
 
     def _gradient_arrived(self, group: ParameterGroup, index: int) -> None:
         self._enter_backward()
         param = group.unsharded[index]
         if param.grad is not None:
             with torch.no_grad():
-                group.gradient.add(index, param.grad, self._keeps_gradient(group))
+                if not main_grad.written(param):
+                    group.gradient.add(index, param.grad, self._keeps_gradient(group))
             param.grad = None
 
+    @property
+    def _reduces_all(self) -> bool:
+        return self.last_backward and self.requires_all_reduce
+
     def _keeps_gradient(self, group: ParameterGroup) -> bool:
-        return not self.requires_gradient_sync or not (self.last_backward or group.strategy.shard_gradients)
+        return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
 
     def _call_done(self, number: int) -> None:
         self._open_calls.discard(number)
@@ -189,7 +281,8 @@ class Unit:
             self._finish_gradients()
             self._rest()
 
-    def _backward_ended(self, task: int) -> None:
+    def backward_ended(self, task: int) -> None:
+        """A backward that this unit took part in has computed all gradients."""
         self._backwards.pop(task, None)
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         if not self._backwards:
@@ -198,14 +291,29 @@ class Unit:
             self._forwards = 0
             self._rest()
 
+    def rest_after_recompute(self) -> None:
+        """All backwards have ended: if none followed what was recomputed, its weights are still there."""
+        if self._recomputed and not self._backwards:
+            self._rest()
+
     def _finish_gradients(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._schedule.streams.range(self._labels[1]):
             for group in self.groups:
-                group.gradient.finish(self._keeps_gradient(group))
+                if self.exposes_main_grad:
+                    main_grad.withdraw(group.unsharded, group.gradient)
+                if self._keeps_gradient(group):
+                    group.gradient.keep()
+                else:
+                    self._schedule.reduce(group.gradient, self._reduces_all)
 
     def _rest(self) -> None:
-        if not self._calls:
+        if self._calls:
+            return
+        self._recomputed = False
+        if self.reshard_after_backward:
             self.reshard()
+        else:
+            self._show(unsharded=False)
 
     def _abandon_backward(self) -> None:
         self._drop_backward()
@@ -216,17 +324,20 @@ class Unit:
         self._open_calls.clear()
         self._forwards = 0
         for group in self.groups:
-            group.gradient.drop()
+            main_grad.withdraw(group.unsharded, None)
+            group.gradient.abandon()
             for param in group.unsharded:
                 param.grad = None
 
 
-def _weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
-    """A callback that does not keep the unit alive: graphs outlive deleted models, and units own hooks."""
-    return partial(_call_if_alive, weakref.WeakMethod(method), *args)
+# Graphs outlive deleted models, and units own hooks: what is called back from a graph holds its unit weakly.
+def _call_done(reference: weakref.ref[Unit], number: int) -> None:
+    unit = reference()
+    if unit is not None:
+        unit._call_done(number)
 
 
-def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
-    call = method()
-    if call is not None:
-        call(*args)
+def _backward_started(reference: weakref.ref[Unit], call: _Call) -> None:
+    unit = reference()
+    if unit is not None:
+        unit._backward_started(call)

@@ -102,9 +102,9 @@ def test_places_in_memory_agree_between_whole_buffers_and_shards(plan):
         whole[start : start + size] = np.arange(size)
     for rank in {0, layout.num_shards // 2, layout.num_shards - 1}:
         shard = np.full(layout.shard_size, -1)
-        for of_whole, of_shard in layout.buffer_slices():
-            shards = whole[of_whole].reshape(layout.num_shards, -1)
-            shard[of_shard] = shards[rank]
+        for part in layout.shard_slices:
+            buffer = whole[part.start * layout.num_shards : part.stop * layout.num_shards]
+            shard[part] = buffer.reshape(layout.num_shards, -1)[rank]
         for name, (r0, r1) in layout.row_ranges(rank).items():
             row = layout.slot(name).row_size
             start = layout.shard_start(name, rank)
@@ -458,3 +458,18 @@ def test_a_hundred_thousand_tensors_over_sixteen_thousand_shards_are_planned():
 def test_twenty_thousand_distinct_rows_are_planned():
     plan = plan_layout({f"t{i}": (i % 50 + 1, i + 1) for i in range(20_000)}, 64)
     assert plan.overhead() < 0.01
+
+
+def test_merged_shards_are_those_of_the_same_buffers_cut_more_coarsely() -> None:
+    layout = plan_layout({"a": (7, 6), "b": (6, 7), "c": (9, 6), "d": (6, 9), "e": (6,)}, 4)
+    merged = layout.merged(2)
+    assert merged.num_shards == 2
+    assert merged.padded_size == layout.padded_size
+    for name in "abcde":
+        assert merged.start(name) == layout.start(name)
+        assert merged.row_bounds(name) == layout.row_bounds(name)[::2]
+        assert layout.merged(4).row_bounds(name) == layout.row_bounds(name)[::4]
+    assert layout.merged(1) is layout
+    for count in (0, 3, 8):
+        with pytest.raises(ValueError, match="expected a divisor of the 4 shards"):
+            layout.merged(count)

@@ -35,7 +35,7 @@ def bitwise(strategy: str) -> tuple[int, int]:
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), **OPTIONS)
     on_rows = torch.optim.AdamW(rows, fused=True, **OPTIONS)
     on_whole = torch.optim.AdamW(reference.parameters(), fused=True, **OPTIONS)
-    for step in range(5):
+    for step in range(10):
         set_gradients(model, step)
         set_gradients(reference, step)
         for row, param in zip(rows, model.parameters(), strict=True):
@@ -44,7 +44,7 @@ def bitwise(strategy: str) -> tuple[int, int]:
             one.step()
         for param, row, want in zip(model.parameters(), rows, reference.parameters(), strict=True):
             assert torch.equal(local_of(param), row)
-            torch.testing.assert_close(whole(param), want.detach(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(whole(param), want.detach(), rtol=1e-6, atol=1e-6)
             state = optimizer.state[param]
             assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
             for key in ("exp_avg", "exp_avg_sq"):
@@ -72,7 +72,10 @@ def test_ordinary_tensors_are_updated_like_fused_adamw(dtype: torch.dtype) -> No
     mine, other = Toy().to(dtype), Toy().to(dtype)
     mine.head.bias.requires_grad_(False)
     other.head.bias.requires_grad_(False)
-    optimizer = torch_impl.MainWeightAdamW(mine.parameters(), **OPTIONS)
+    stored = torch.float32 if dtype == torch.float64 else dtype
+    optimizer = torch_impl.MainWeightAdamW(
+        mine.parameters(), **OPTIONS, exp_avg_dtype=stored, exp_avg_sq_dtype=stored
+    )
     expected = torch.optim.AdamW(other.parameters(), fused=True, **OPTIONS)
     for step in range(3):
         for model in (mine, other):

@@ -499,7 +499,7 @@ def test_a_parent_without_parameters_of_its_own_trains(ranks: RankGroup) -> None
 
 
 def marked_microbatches(strategy: str, microbatches: int) -> tuple[int, dict[str, int], dict[str, int]]:
-    model = sharded_toy(strategy=strategy)
+    model = sharded_toy(strategy=strategy, reshard_after_forward=True)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens, targets = batch(0, world, microbatches)
@@ -576,7 +576,7 @@ def parallel_calls(strategy: str) -> list[int]:
     model, trained = Block().requires_grad_(False), Block()
     references = copy.deepcopy(model), copy.deepcopy(trained)
     for unit in (model, trained):
-        torch_impl.fully_shard(unit, strategy=strategy)
+        torch_impl.fully_shard(unit, strategy=strategy, reshard_after_forward=True)
     gathers = []
     for call, reference in ((model, references[0]), (trained, references[1])):
         mine, everyone, _ = inputs(0)

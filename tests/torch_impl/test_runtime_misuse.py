@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -21,22 +22,30 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 def wrong_arguments() -> None:
     already = torch_impl.fully_shard(Block())
-    on_meta = Block().to("meta")
-    two_axes = init_device_mesh("cpu", (1, 1))
+    with_own_unit = Block()
+    with_own_unit._unit = 3
+    three_axes = init_device_mesh("cpu", (1, 1, 1))
     cases = [
-        (TypeError, "expected a torch.nn.Module, got list", [Block()], {}),
-        (ValueError, "a forward, got ModuleList", nn.ModuleList([Block()]), {}),
+        (TypeError, "expected a torch.nn.Module or a list of them, got str", "block", {}),
+        (ValueError, "a forward, got ModuleList; .*as one unit", nn.ModuleList([Block()]), {}),
+        (ValueError, "a forward, got ParameterList", nn.ParameterList([torch.ones(2)]), {}),
+        (
+            TypeError,
+            "module of Python code, got RecursiveScriptModule",
+            torch.jit.script(nn.Linear(5, 2)),
+            {},
+        ),
         (ValueError, "FSDPBlock is sharded already", already, {}),
+        (ValueError, "an attribute '_unit' of its own, .*rename it", with_own_unit, {}),
         (
             ValueError,
-            "no_shard, optim, optim_grads, optim_grads_params, got 'zero3'",
+            "no_shard, optim, optim_grads, optim_grads_params, .*got 'zero3'",
             Block(),
             {"strategy": "zero3"},
         ),
-        (ValueError, "two data-parallel axes are not available", Block(), {"strategy": "hsdp"}),
-        (ValueError, r"one data-parallel axis, got shape \(1, 1\)", Block(), {"mesh": two_axes}),
+        (ValueError, "strategy 'hsdp': expected a mesh of two axes", Block(), {"strategy": "hsdp"}),
+        (ValueError, r"one or two data-parallel axes, got shape \(1, 1, 1\)", Block(), {"mesh": three_axes}),
         (TypeError, "expected a DeviceMesh, got int", Block(), {"mesh": 4}),
-        (TypeError, "reshard_after_forward: expected a bool, got 2", Block(), {"reshard_after_forward": 2}),
         (
             TypeError,
             "expected a torch_impl.MixedPrecisionPolicy, got dtype",
@@ -51,8 +60,7 @@ def wrong_arguments() -> None:
         ),
         (ValueError, "granularity", Block(), {"granularity": "column"}),
         (ValueError, "positive number, got 0", Block(), {"grad_divisor": 0}),
-        (TypeError, "no argument offload_policy; .*CPU offload", Block(), {"offload_policy": None}),
-        (ValueError, "stack: .*meta device", on_meta, {}),
+        (TypeError, "unexpected keyword argument 'sharding'", Block(), {"sharding": True}),
     ]
     for error, message, module, options in cases:
         before = (type(module), list(module.parameters()) if isinstance(module, nn.Module) else None)
@@ -63,7 +71,7 @@ def wrong_arguments() -> None:
             assert all(a is b for a, b in zip(module.parameters(), before[1], strict=True))
             assert not module._forward_pre_hooks
             assert not module._forward_hooks
-            if module is not on_meta and not isinstance(module, nn.ModuleList):
+            if isinstance(module, Block) and module is not with_own_unit:
                 torch_impl.fully_shard(module)
                 module(torch.ones(1, 5))
 
@@ -108,9 +116,9 @@ def test_ranks_that_differ_all_get_the_first_difference(ranks: RankGroup) -> Non
     for case, message in {
         "shape": r"rank 0 has down.weight \(5, 3\) torch.float32, rank 2 has down.weight \(4, 3\)",
         "missing": r"rank 0 has gain \(\) torch.float32, rank 2 has stack|rank 0 has .*gain",
-        "strategy": "strategy: rank 0 has 'optim_grads_params', rank 2 has 'optim'",
+        "strategy": "strategy: rank 0 has .*'optim_grads_params'.*, rank 2 has .*'optim'",
         "frozen": r"rank 0 has stack \(2, 3, 7\) torch.float32, rank 2 has stack \(2, 3, 7\) torch.float32 frozen",
-        "meta": "stack: .*meta|rank 2 lacks it",
+        "meta": "stack: .*meta|rank 2 lacks it|rank 2 has .* on meta",
     }.items():
         for text in ranks.run(3, different_models, case):
             assert re.search(message, text), (case, text)
@@ -302,3 +310,104 @@ def ignored_parameters() -> None:
 
 def test_ignored_parameters_stay_plain(ranks: RankGroup) -> None:
     ranks.run(2, ignored_parameters)
+
+
+def outer_before_inner() -> None:
+    model = Toy()
+    torch_impl.fully_shard(model)
+    with pytest.raises(
+        ValueError, match=r"^stack: .*a unit further out has sharded already; shard inner modules"
+    ):
+        torch_impl.fully_shard(model.blocks[0])
+    assert type(model.blocks[0]) is Block
+    tokens, targets = batch(0, 1, 1)
+    mse(model, tokens, targets).backward()
+
+
+def test_sharding_an_outer_module_first_is_named(ranks: RankGroup) -> None:
+    ranks.run(1, outer_before_inner)
+
+
+class Final(nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+
+def failing_late() -> None:
+    module = Final(5, 3)
+    params = list(module.parameters())
+    with pytest.raises(TypeError, match="Final is final"):
+        torch_impl.fully_shard(module)
+    assert type(module) is Final
+    assert all(a is b for a, b in zip(module.parameters(), params, strict=True))
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_pre_hooks):
+        assert not hooks
+    # Nothing marks the parameters as taken, so an outer module may own them.
+    outer = torch_impl.fully_shard(nn.Sequential(module))
+    outer(torch.ones(1, 5)).sum().backward()
+    assert outer._unit.groups[0].names == ["0.weight", "0.bias"]
+
+
+def test_a_class_that_cannot_be_extended_stays_as_it_was(ranks: RankGroup) -> None:
+    ranks.run(1, failing_late)
+
+
+def hooks_on_given_parameters() -> None:
+    model = Block()
+    model.up.bias.register_hook(lambda grad: grad)
+    with pytest.warns(
+        UserWarning, match=r"^up.bias: hooks registered before fully_shard are not called any more"
+    ):
+        torch_impl.fully_shard(model)
+    model = Block()
+    model.stack.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.warns(UserWarning, match="^stack: hooks registered before fully_shard"):
+        torch_impl.fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_impl.fully_shard(Block())
+
+
+def test_hooks_on_the_given_parameters_are_warned_of(ranks: RankGroup) -> None:
+    ranks.run(1, hooks_on_given_parameters)
+
+
+def names_and_attributes() -> None:
+    model, reference = Toy(), Toy()
+    model.blocks[0].stack.role = "expert"
+    for module in (model, reference):
+        module.tied = nn.Linear(5, 1)
+        module.tied.weight = module.head.weight
+        module.register_buffer("steps", torch.zeros(3))
+    for block in model.blocks:
+        torch_impl.fully_shard(block)
+    torch_impl.fully_shard(model)
+    for names in (
+        lambda m: [name for name, _ in m.named_parameters()],
+        lambda m: [name for name, _ in m.named_parameters(remove_duplicate=False)],
+        lambda m: list(m.state_dict()),
+        lambda m: [name for name, _ in m.named_modules()],
+    ):
+        assert names(model) == names(reference)
+        model.blocks[0].unshard()
+        assert names(model) == names(reference)
+        assert model.blocks[0].stack.role == "expert"
+        model.blocks[0].reshard()
+    assert model.blocks[0].stack.role == "expert"
+    assert repr(model).replace("FSDP", "") == repr(reference)
+
+
+def test_names_and_attributes_are_those_of_the_unsharded_module(ranks: RankGroup) -> None:
+    ranks.run(2, names_and_attributes)
+
+
+def assigned_parameter() -> None:
+    model = sharded_toy()
+    model.head.bias = nn.Parameter(torch.zeros(1))
+    tokens, _ = batch(0, 1, 1)
+    with pytest.raises(RuntimeError, match=r"parameter 'head.bias' was replaced after fully_shard"):
+        model(tokens.view(-1))
+
+
+def test_assigning_a_parameter_is_noticed(ranks: RankGroup) -> None:
+    ranks.run(1, assigned_parameter)

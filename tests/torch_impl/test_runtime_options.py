@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_impl
 from tests.ranks import RankGroup
-from tests.torch_impl.toy import batch, counted, mse, sharded_toy, whole
+from tests.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
 
 WORLD = 2
 Policy = torch_impl.MixedPrecisionPolicy
@@ -78,7 +78,7 @@ def test_gradients_are_divided_once_by_the_factor_that_was_set(ranks: RankGroup,
 
 
 def setters() -> None:
-    model = sharded_toy()
+    model = sharded_toy(reshard_after_forward=True)
     units = [model, *model.blocks]
 
     def flags(name: str) -> list[bool]:
@@ -116,14 +116,20 @@ def test_setters_reach_the_units_below_unless_told_not_to(ranks: RankGroup) -> N
 
 def asynchronous_unshard() -> None:
     model = sharded_toy()
-    with counted() as counts, pytest.raises(ValueError, match="expected async_op=False, got True"):
-        model.unshard(async_op=True)
-    assert counts["all_gather"] == 0
-    model.unshard(async_op=False)
+    with counted() as counts:
+        handle = model.unshard(async_op=True)
+        assert type(model.head.weight) is not nn.Parameter
+        handle.wait()
+        handle.wait()
+        assert torch.equal(model.head.weight, Toy().head.weight)
+        assert model.unshard(async_op=False) is None
+    assert counts["all_gather"] == 1
+    model.reshard()
+    assert_at_rest(model)
 
 
-def test_an_asynchronous_unshard_is_refused(ranks: RankGroup) -> None:
-    ranks.run(1, asynchronous_unshard)
+def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: RankGroup) -> None:
+    ranks.run(2, asynchronous_unshard)
 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:

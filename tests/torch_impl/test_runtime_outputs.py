@@ -97,7 +97,7 @@ class Wraps(nn.Module):
 
 
 def returned_subclasses(strategy: str) -> None:
-    model = torch_impl.fully_shard(Wraps(), strategy=strategy)
+    model = torch_impl.fully_shard(Wraps(), strategy=strategy, reshard_after_forward=True)
     x = rank_inputs()[dist.get_rank()][:, :4]
     table = torch.arange(20.0).view(4, 5)
     assert isinstance(model("inner weight", x), RowDTensor)

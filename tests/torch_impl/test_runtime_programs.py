@@ -263,7 +263,7 @@ class Segments(nn.Module):
 
 
 def segments() -> dict[str, int]:
-    model, reference = torch_impl.fully_shard(seeded(Segments)), seeded(Segments)
+    model, reference = torch_impl.fully_shard(seeded(Segments), reshard_after_forward=True), seeded(Segments)
     inputs = rank_inputs()
     with counted() as counts:
         model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()

@@ -1,0 +1,316 @@
+"""Our runtime against FSDP2 and DDP in one interleaved run: time, memory and what the hooks of a unit cost.
+
+All engines train the same decoder (71.3 M parameters, a unit per block and one for the rest) with torch's fused AdamW
+on the same tokens, different on each rank; the losses must agree, else the program exits with 1. First table: one step,
+and the ratios ours / theirs as median and range over the rounds. Second: what forward and backward of 200 tiny units
+cost beyond the same module without sharding, per unit.
+
+    python -m tests.bench.bench_torch
+    python -m tests.bench.bench_torch --quick --ranks 2 --dtype float32
+    python -m tests.bench.bench_torch --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.bench.torch_engines import (
+    BASELINE,
+    ENGINES,
+    NAMES,
+    TINY,
+    Training,
+    build_chain,
+    build_step,
+    prototype,
+)
+from tests.bench.torch_memory import LiveBytes, live_bytes
+from tests.bench.torch_rounds import Cost, Ratio, interleaved, over_ranks, ratio, unequal_losses
+from tests.ranks import MAX_WORLD, RankGroup
+
+LIMITS = {
+    torch.float32: {"ours": 1e-6, "ddp": 1e-5},
+    torch.bfloat16: {"ours": 2e-3, "ddp": 2e-2},
+}
+"""By how much a loss may differ from FSDP2's, relatively. Autocast rounds elsewhere than a bfloat16 module."""
+MOST_LEFT = 65536
+WARM_STEPS = 2
+CHAIN = ("plain", "ours", "fsdp2")
+
+Launch = Callable[..., list[Any]]
+"""``(world, function, *args)``: the function's result on every rank."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting: for each engine the cost of a step in every round, live bytes and the losses of each rank."""
+
+    ranks: int
+    dtype: str
+    tokens: int
+    costs: dict[str, list[Cost]]
+    memory: dict[str, LiveBytes]
+    losses: dict[str, list[list[float]]]
+
+    def ratio(self, field: str, peer: str) -> Ratio:
+        """Ours over the peer's ``field`` of ``Cost``."""
+        return ratio(*([getattr(cost, field) for cost in self.costs[name]] for name in ("ours", peer)))
+
+    def median(self, field: str, engine: str) -> float:
+        return statistics.median(getattr(cost, field) for cost in self.costs[engine])
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds per unit and step beyond the plain module, one number for each round."""
+
+    ranks: int
+    what: str
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+
+def train(
+    training: Training, rounds: int, repeat: int
+) -> tuple[dict[str, list[Cost]], dict[str, list[float]]]:
+    """A rank's part: all engines in turn in the same process. Returns costs and losses, the warm steps' included."""
+    model = prototype(training)
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in ENGINES}
+
+    def call(step: Callable[[], torch.Tensor], into: list[torch.Tensor]) -> None:
+        into.append(step())
+
+    calls = {
+        name: functools.partial(call, build_step(name, training, model), losses[name]) for name in ENGINES
+    }
+    interleaved(calls, 1, WARM_STEPS, training.device)
+    costs = interleaved(calls, rounds, repeat, training.device)
+    return costs, {name: [float(loss) for loss in steps] for name, steps in losses.items()}
+
+
+def weigh(training: Training, engine: str) -> LiveBytes:
+    """A rank's part: the memory of one engine, with nothing else of its kind in the process."""
+    model = prototype(training)
+    return live_bytes(lambda: build_step(engine, training, model), torch.device(training.device), WARM_STEPS)
+
+
+def chain(units: int, device: str, rounds: int, repeat: int) -> list[dict[str, list[Cost]]]:
+    """A rank's part: costs of forward and backward, and of the optimizer's step."""
+    built = {name: build_chain(name, units, device) for name in CHAIN}
+    both: list[dict[str, list[Cost]]] = [{name: [] for name in CHAIN} for _ in range(2)]
+    for number in range(rounds + 1):
+        for _ in range(repeat):
+            for part, found in enumerate(both):
+                one = interleaved({name: calls[part] for name, calls in built.items()}, 1, 1, device)
+                if number:
+                    for name in CHAIN:
+                        found[name] += one[name]
+    return [{name: _means(costs, repeat) for name, costs in found.items()} for found in both]
+
+
+def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
+    """A mean for every ``repeat`` costs in a row."""
+    parts = [costs[k : k + repeat] for k in range(0, len(costs), repeat)]
+    return [
+        Cost(statistics.fmean(c.wall for c in part), statistics.fmean(c.cpu for c in part)) for part in parts
+    ]
+
+
+def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat: int) -> Measured:
+    """All engines at one number of ranks and one dtype. Memory is measured apart, since tracing takes time."""
+    found = launch(ranks, train, training, rounds, repeat)
+    memory = {name: _heaviest(launch, ranks, training, name) for name in ENGINES}
+    return Measured(
+        ranks,
+        str(training.dtype).removeprefix("torch."),
+        training.tokens * ranks,
+        over_ranks([costs for costs, _ in found]),
+        memory,
+        {name: [losses[name] for _, losses in found] for name in ENGINES},
+    )
+
+
+def _heaviest(launch: Launch, ranks: int, training: Training, engine: str) -> LiveBytes:
+    """The most of all ranks; again when a release went unseen, which a busy machine makes possible."""
+    for _ in range(3):
+        weights: list[LiveBytes] = launch(ranks, weigh, training, engine)
+        fields = (field.name for field in dataclasses.fields(LiveBytes))
+        heaviest = LiveBytes(*(max(getattr(one, field) for one in weights) for field in fields))
+        if heaviest.left <= MOST_LEFT:
+            break
+    return heaviest
+
+
+def broken_promises(found: Sequence[Measured]) -> list[str]:
+    """Why the numbers mean nothing, a sentence each: losses that differ, memory that was not handed back."""
+    sentences = []
+    for one in found:
+        where = f"{one.ranks} ranks, {one.dtype}"
+        limits = LIMITS[getattr(torch, one.dtype)]
+        sentences += [f"{where}: {sentence}" for sentence in unequal_losses(one.losses, limits, "fsdp2")]
+        sentences += [
+            f"{where}: expected at most {MOST_LEFT} live bytes of {NAMES[name]} after its deletion, got {memory.left}"
+            for name, memory in one.memory.items()
+            if memory.left > MOST_LEFT
+        ]
+    return sentences
+
+
+def overheads(
+    launch: Launch, ranks: int, units: int, device: str, rounds: int, repeat: int
+) -> list[Overhead]:
+    """What sharding costs each unit at one number of ranks."""
+    found = launch(ranks, chain, units, device, rounds, repeat)
+    result = []
+    for part, what in enumerate(("forward and backward", "optimizer step")):
+        costs = over_ranks([rank[part] for rank in found])
+        wall, cpu = (
+            {
+                name: [
+                    1e6 * (getattr(cost, field) - getattr(plain, field)) / units
+                    for cost, plain in zip(costs[name], costs["plain"], strict=True)
+                ]
+                for name in CHAIN[1:]
+            }
+            for field in ("wall", "cpu")
+        )
+        result.append(Overhead(ranks, what, wall, cpu))
+    return result
+
+
+def print_steps(found: Sequence[Measured]) -> None:
+    print("One step: medians; live bytes on the rank that holds most\n")
+    print(
+        "| ranks | dtype | engine | wall s | CPU s per rank | tokens/s | at rest MB | peak MB | losses, rank 0 |"
+    )
+    print("|---:|---|---|---:|---:|---:|---:|---:|---|")
+    for one in found:
+        for name in ENGINES:
+            wall, cpu, memory = one.median("wall", name), one.median("cpu", name), one.memory[name]
+            steps = one.losses[name][0]
+            shown = ", ".join(f"{loss:.6f}" for loss in (steps[0], steps[1], steps[-1]))
+            print(
+                f"| {one.ranks} | {one.dtype} | {NAMES[name]} | {wall:.3f} | {cpu:.3f} | {one.tokens / wall:.0f} | "
+                f"{memory.rest / 1e6:.1f} | {memory.peak / 1e6:.1f} | {shown} |"
+            )
+    print("\nOurs over theirs: median (least-most) of the rounds\n")
+    print("| ranks | dtype | over | wall | CPU | at rest | peak |")
+    print("|---:|---|---|---:|---:|---:|---:|")
+    for one in found:
+        for peer in ENGINES[1:]:
+            ours, theirs = one.memory["ours"], one.memory[peer]
+            print(
+                f"| {one.ranks} | {one.dtype} | {NAMES[peer]} | {one.ratio('wall', peer)} | "
+                f"{one.ratio('cpu', peer)} | {ours.rest / theirs.rest:.3f} | {ours.peak / theirs.peak:.3f} |"
+            )
+
+
+def print_overheads(found: Sequence[Overhead], units: int) -> None:
+    print(
+        f"\nBeyond the plain module, microseconds per unit, {units} units: median (least-most) of the rounds\n"
+    )
+    print("| ranks | of | Twinshard CPU | FSDP2 CPU | ratio | Twinshard wall | FSDP2 wall |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    for one in found:
+        times = [spread(costs[name]) for costs in (one.cpu, one.wall) for name in CHAIN[1:]]
+        over = ratio(one.cpu["ours"], one.cpu["fsdp2"])
+        print(f"| {one.ranks} | {one.what} | {times[0]} | {times[1]} | {over} | {times[2]} | {times[3]} |")
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
+
+
+def on_cuda(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """In this process, which is the only rank."""
+    if world != 1:
+        raise ValueError(f"--device cuda: expected 1 rank, got {world}")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return [function(*args)]
+    finally:
+        dist.destroy_process_group()
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_WORLD for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {MAX_WORLD}, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=_numbers, metavar="N,N,...", help="default 2,4; on cuda 1")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="steps of an engine in one round")
+    parser.add_argument("--units", type=int, default=200, help="of the model that measures hooks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds: whether it runs")
+    parser.add_argument("--only", choices=["steps", "hooks"], help="one of the two tables")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number")
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    ranks = options.ranks or ([1] if on_gpu else [2, 4])
+    if on_gpu and ranks != [1]:
+        parser.error(f"--ranks: expected 1 with --device cuda, got {ranks}")
+    dtypes = ["float32", "bfloat16"] if options.dtype == "both" else [options.dtype]
+    rounds, repeat, units = (2, 1, 20) if options.quick else (options.rounds, options.steps, options.units)
+    config = TINY if options.quick else BASELINE
+
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "twinshard"))
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {versions}, {options.device}; {rounds} rounds of {repeat} steps\n"
+    )
+    group = RankGroup()
+    launch: Launch = on_cuda if on_gpu else functools.partial(group.run, timeout=1800)
+    try:
+        steps = [
+            measure(launch, world, Training(config, getattr(torch, dtype), options.device), rounds, repeat)
+            for world in ([] if options.only == "hooks" else ranks)
+            for dtype in dtypes
+        ]
+        hooks = [
+            one
+            for world in ([] if options.only == "steps" else [1] if on_gpu else [1, 2])
+            for one in overheads(launch, world, units, options.device, rounds, 5 * repeat)
+        ]
+    finally:
+        group.close()
+    if steps:
+        print_steps(steps)
+    if hooks:
+        print_overheads(hooks, units)
+    if options.json:
+        report = {"steps": steps, "hooks": hooks}
+        plain = {key: [dataclasses.asdict(one) for one in found] for key, found in report.items()}
+        options.json.write_text(json.dumps(plain, indent=1) + "\n")
+    broken = broken_promises(steps)
+    for sentence in broken:
+        print(f"broken: {sentence}")
+    if broken:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The benchmark of the runtime keeps its books right; how fast anything is, is not judged here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bench.bench_torch import (
+    LIMITS,
+    Measured,
+    broken_promises,
+    measure,
+    overheads,
+    print_overheads,
+    print_steps,
+)
+from tests.bench.torch_engines import ENGINES, TINY, Training, build_step, prototype
+from tests.bench.torch_memory import LiveBytes, from_events, live_bytes
+from tests.bench.torch_rounds import Cost, interleaved, over_ranks, ratio, unequal_losses
+from tests.ranks import RankGroup
+
+KB = 1024
+CPU = torch.device("cpu")
+
+
+def known_program() -> Callable[[], None]:
+    kept = torch.zeros(64 * KB, dtype=torch.uint8)
+
+    def step() -> None:
+        first = torch.empty(100 * KB, dtype=torch.uint8)
+        first.untyped_storage().resize_(0)
+        second = torch.empty(200 * KB, dtype=torch.uint8)
+        first.untyped_storage().resize_(300 * KB)
+        del second
+        kept.add_(1)
+
+    return step
+
+
+def test_live_bytes_of_a_known_program_are_exact_and_see_resized_storages() -> None:
+    assert live_bytes(known_program, CPU) == LiveBytes(64 * KB, (64 + 200 + 300) * KB, 0)
+
+
+def test_live_bytes_see_what_a_warm_step_leaves_behind() -> None:
+    def build() -> Callable[[], None]:
+        kept: list[torch.Tensor] = []
+        return lambda: kept.append(torch.empty(10 * KB, dtype=torch.uint8))
+
+    assert live_bytes(build, CPU, warm=3) == LiveBytes(30 * KB, 40 * KB, 0)
+
+
+def reduce_scattered() -> LiveBytes:
+    def build() -> Callable[[], None]:
+        shard = torch.zeros(500 * KB)
+        return lambda: dist.reduce_scatter_tensor(shard, torch.ones(1000 * KB))
+
+    return live_bytes(build, CPU)
+
+
+def test_live_bytes_see_the_memory_of_gloo_threads_come_and_go(ranks: RankGroup) -> None:
+    for found in ranks.run(2, reduce_scattered):
+        # gloo reduces a copy of the input, 4000 KB, besides the input and the shard of 2000 KB.
+        assert found.rest == 2000 * KB
+        assert 10_000 * KB <= found.peak <= 10_001 * KB
+        assert found.left < KB
+
+
+def event(ts: float, address: int, size: int) -> dict[str, Any]:
+    return {"name": "[memory]", "ts": ts, "args": {"Addr": address, "Bytes": size}}
+
+
+def test_events_count_by_their_time_and_addresses_that_return_were_released() -> None:
+    step = {"name": "twinshard: measured step", "ts": 10.0, "dur": 10.0}
+    seen = [event(11, 2, 7), event(1, 1, 5), step, event(12, 2, -7), event(13, 3, 4), event(30, 4, 100)]
+    assert from_events(seen) == LiveBytes(5, 12, 109)
+    # Address 1 comes back without a release in between.
+    assert from_events([*seen, event(2, 1, 6)]) == LiveBytes(6, 13, 110)
+    with pytest.raises(RuntimeError, match="memory events"):
+        from_events([step])
+
+
+def test_engines_take_turns_in_every_round() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        costs = interleaved(calls, rounds=2, repeat=2, device="cpu")
+    finally:
+        dist.destroy_process_group()
+    assert "".join(order) == "aabbccaabbcc"
+    assert {name: len(found) for name, found in costs.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_costs_are_those_of_one_call_and_cpu_seconds_count_all_threads() -> None:
+    def threaded() -> None:
+        worker = threading.Thread(target=lambda: sum(range(300_000)))
+        worker.start()
+        worker.join()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        one = interleaved({"a": threaded}, rounds=1, repeat=1, device="cpu")["a"][0]
+        many = interleaved({"a": threaded}, rounds=1, repeat=20, device="cpu")["a"][0]
+    finally:
+        dist.destroy_process_group()
+    assert one.cpu > 1e-3
+    assert many.cpu < 10 * one.cpu
+
+
+def test_the_slowest_rank_is_the_wall_time_and_cpu_seconds_are_the_mean() -> None:
+    first = {"ours": [Cost(1.0, 2.0), Cost(5.0, 1.0)]}
+    second = {"ours": [Cost(3.0, 4.0), Cost(4.0, 2.0)]}
+    assert over_ranks([first, second]) == {"ours": [Cost(3.0, 3.0), Cost(5.0, 1.5)]}
+
+
+def test_a_ratio_is_taken_within_each_round() -> None:
+    found = ratio([1.0, 9.0, 4.0], [2.0, 3.0, 4.0])
+    assert (found.least, found.median, found.most) == (0.5, 1.0, 3.0)
+    assert str(found) == "1.00 (0.50-3.00)"
+    with pytest.raises(ValueError, match="zip"):
+        ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("wrong", [1.00002, math.nan, math.inf])
+def test_losses_that_differ_on_one_rank_in_one_step_are_named(wrong: float) -> None:
+    losses = {"fsdp2": [[2.0, 1.0], [3.0, 1.0]], "ours": [[2.0, 1.0], [3.0, 1.0]]}
+    assert unequal_losses(losses, {"ours": 1e-5}, "fsdp2") == []
+    losses["ours"][1][1] = wrong
+    (sentence,) = unequal_losses(losses, {"ours": 1e-5}, "fsdp2")
+    assert sentence.startswith("ours, rank 1, step 2: expected the loss of fsdp2, 1.0000000, within 1e-05")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_whole_benchmark_in_small(
+    ranks: RankGroup, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(TINY, dtype, batch=2, length=8)
+    found = measure(ranks.run, 2, training, rounds=2, repeat=2)
+    assert broken_promises([found]) == []
+    assert found.tokens == 2 * 2 * 8
+    for name in ENGINES:
+        assert len(found.costs[name]) == 2
+        assert all(cost.wall > 0 and cost.cpu > 0 for cost in found.costs[name])
+        assert [len(steps) for steps in found.losses[name]] == [2 + 2 * 2] * 2
+        # Each rank has tokens of its own, and every engine trains.
+        assert found.losses[name][0] != found.losses[name][1]
+        assert all(steps[-1] < steps[0] for steps in found.losses[name])
+    parameters = sum(param.numel() for param in prototype(training).parameters())
+    assert found.memory["ddp"].rest >= 4 * 4 * parameters
+    for name in ("ours", "fsdp2"):
+        assert 3 * 4 * parameters / 2 <= found.memory[name].rest < 3 * 4 * parameters / 2 + 16 * KB
+        assert found.memory[name].peak > found.memory[name].rest
+    print_steps([found])
+    assert capsys.readouterr().out.count("| 2 |") == len(ENGINES) + len(ENGINES) - 1
+
+
+def test_an_engine_that_trains_something_else_is_reported() -> None:
+    costs = {name: [Cost(1.0, 1.0)] for name in ENGINES}
+    memory = {name: LiveBytes(1, 2, 0) for name in ENGINES}
+    losses = {name: [[3.0, 2.0]] for name in ENGINES}
+    right = Measured(1, "float32", 1, costs, memory, losses)
+    assert broken_promises([right]) == []
+    other = dataclasses.replace(
+        right, losses={**losses, "ours": [[3.0, 2.0 + 4 * LIMITS[torch.float32]["ours"]]]}
+    )
+    leaking = dataclasses.replace(right, memory={**memory, "ddp": LiveBytes(1, 2, 10**6)})
+    assert [len(broken_promises([one])) for one in (other, leaking)] == [1, 1]
+
+
+def test_hooks_are_counted_per_unit_beyond_the_plain_module(
+    ranks: RankGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = overheads(ranks.run, 1, 3, "cpu", 2, 2)
+    assert [one.what for one in found] == ["forward and backward", "optimizer step"]
+    for one in found:
+        assert {name: len(values) for name, values in one.cpu.items()} == {"ours": 2, "fsdp2": 2}
+    print_overheads(found, 3)
+    assert "| 1 | forward and backward |" in capsys.readouterr().out
+
+
+def test_overhead_is_the_difference_in_microseconds_over_the_units() -> None:
+    def launch(world: int, *_: Any) -> list[Any]:
+        part = {"plain": [Cost(1.0, 2.0)], "ours": [Cost(1.5, 2.2)], "fsdp2": [Cost(2.0, 2.4)]}
+        return [[part, part]] * world
+
+    one = overheads(launch, 2, 100, "cpu", 1, 1)[0]
+    assert one.wall == {"ours": [pytest.approx(5000)], "fsdp2": [pytest.approx(10_000)]}
+    assert one.cpu == {"ours": [pytest.approx(2000)], "fsdp2": [pytest.approx(4000)]}
+
+
+def test_unknown_engines_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of ours, fsdp2, ddp, plain, got 'fsdp'"):
+        build_step("fsdp", Training(TINY), prototype(Training(TINY)))

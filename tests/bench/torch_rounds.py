@@ -1,0 +1,100 @@
+"""Rounds in which every engine takes its turn, and what they are worth compared with each other.
+
+A shared machine is slow for seconds at a time. Within one round all engines meet about the same machine, so that the
+ratio of two of them means more than either number; the median over the rounds drops the rounds that were disturbed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One call: wall seconds, and CPU seconds of the process with all its threads (gloo's too)."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and range over the rounds of one engine's cost over another's in the same round."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, repeat: int, device: str
+) -> dict[str, list[Cost]]:
+    """``repeat`` calls of each function in turn, ``rounds`` times; costs are those of one call. Collective."""
+    costs: dict[str, list[Cost]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _settle(device)
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(repeat):
+                call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            cpu = time.process_time() - cpu
+            costs[name].append(Cost((time.perf_counter() - wall) / repeat, cpu / repeat))
+    return costs
+
+
+def _settle(device: str) -> None:
+    """Start together, with nothing left to do of the call before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def over_ranks(ranks: Sequence[Mapping[str, Sequence[Cost]]]) -> dict[str, list[Cost]]:
+    """One cost for each engine and round: the slowest rank's wall seconds, the mean of the CPU seconds."""
+    return {
+        name: [
+            Cost(max(cost.wall for cost in costs), statistics.fmean(cost.cpu for cost in costs))
+            for costs in zip(*(rank[name] for rank in ranks), strict=True)
+        ]
+        for name in ranks[0]
+    }
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Ours over theirs, round by round; ValueError for different numbers of rounds."""
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(statistics.median(each), min(each), max(each))
+
+
+def unequal_losses(
+    losses: Mapping[str, Sequence[Sequence[float]]], limits: Mapping[str, float], reference: str
+) -> list[str]:
+    """Engines that train something else, a sentence each. ``losses`` holds a list of steps for every rank.
+
+    An engine may differ from ``reference`` by its limit, relatively, in each step on each rank.
+    """
+    found = []
+    for name, limit in limits.items():
+        for rank, (steps, expected) in enumerate(zip(losses[name], losses[reference], strict=True)):
+            off = [abs(a - b) / abs(b) for a, b in zip(steps, expected, strict=True)]
+            # A NaN compares false, and must be found.
+            wrong = [k for k, difference in enumerate(off) if not difference <= limit]
+            if wrong:
+                k = wrong[0]
+                found.append(
+                    f"{name}, rank {rank}, step {k + 1}: expected the loss of {reference}, {expected[k]:.7f}, "
+                    f"within {limit:g} of it, got {steps[k]:.7f}"
+                )
+    return found

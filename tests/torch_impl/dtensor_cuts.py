@@ -1,0 +1,94 @@
+"""Tensors cut in all the ways that meshes of one to three axes allow, for the tests of ``RowDTensor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from torch_impl.dtensor import RowDTensor, local_shape, make_dtensor
+from torch_impl.row_shard import shard_index, tensor_parallel_box
+from torch_impl.rows import rows_of
+
+SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (0, 4), (4, 4, 2), (6, 1)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a mesh of this shape holds tensors; rows are not cut at all with ``axes`` 0."""
+
+    mesh_shape: tuple[int, ...]
+    axes: int = 1
+    tensor_parallel: tuple[Placement, ...] = ()
+
+    def mesh(self) -> DeviceMesh:
+        names = ("outer", "inner", "tensor", "expert")[: len(self.mesh_shape)]
+        return init_device_mesh("cpu", self.mesh_shape, mesh_dim_names=names)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        return all(p.dim < len(shape) for p in self.tensor_parallel if isinstance(p, Shard))
+
+
+# For four ranks.
+CUTS = [
+    Cut((4,)),
+    Cut((2, 2)),
+    Cut((2, 2), axes=2),
+    Cut((4, 1), axes=2),
+    Cut((2, 2), axes=0),
+    Cut((2, 2), tensor_parallel=(Shard(0),)),
+    Cut((2, 2), tensor_parallel=(Shard(1),)),
+    Cut((2, 2), tensor_parallel=(Replicate(),)),
+    Cut((1, 4), tensor_parallel=(Shard(0),)),
+    Cut((1, 2, 2), axes=2, tensor_parallel=(Shard(1),)),
+    Cut((2, 1, 2), axes=2, tensor_parallel=(Shard(0),)),
+    Cut((2, 1, 2), axes=1, tensor_parallel=(Shard(0),)),
+    Cut((1, 2, 2), axes=0, tensor_parallel=(Shard(1),)),
+    Cut((1, 1, 2, 2), axes=2, tensor_parallel=(Shard(0), Shard(0))),
+]
+
+
+def values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def uneven_bounds(num_rows: int, shards: int) -> tuple[int, ...]:
+    """The first shard has half the rows, the last but one none, the last the rest."""
+    inner = [min(num_rows, (num_rows + 1) // 2 + k) for k in range(shards - 1)]
+    if shards > 2:
+        inner[-1] = inner[-2]
+    return (0, *inner, num_rows)
+
+
+def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
+    """``full``, which all ranks hold, as ``cut`` says; the local tensor has memory of its own."""
+    data = mesh.ndim - len(cut.tensor_parallel)
+    everywhere = (*[Replicate()] * data, *cut.tensor_parallel)
+    offsets, sizes = tensor_parallel_box(full.shape, mesh, everywhere)
+    part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
+    options = {"axes": cut.axes, "tensor_parallel": cut.tensor_parallel}
+    if cut.axes == 0:
+        return make_dtensor(part.clone(), mesh, full.shape, None, **options)
+    over = range(data - cut.axes, data)
+    shards = 1
+    for axis in over:
+        shards *= mesh.size(axis)
+    row_size, num_rows = rows_of(part.shape)
+    bounds = uneven_bounds(num_rows, shards)
+    at = shard_index(mesh, list(over))
+    r0, r1 = bounds[at], bounds[at + 1]
+    local = part.reshape(-1)[r0 * row_size : r1 * row_size].clone()
+    return make_dtensor(local.view(local_shape(part.shape, r1 - r0)), mesh, full.shape, bounds, **options)
+
+
+def placed(seed: int = 0, cuts: Sequence[Cut] = CUTS) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:
+    """Every shape under every one of ``cuts``."""
+    for cut in cuts:
+        mesh = cut.mesh()
+        for index, shape in enumerate(SHAPES):
+            if cut.fits(shape):
+                full = values(shape, seed + index)
+                yield cut, full, place(full, cut, mesh)

@@ -1,0 +1,105 @@
+"""A training script as users write them for ``torch.distributed.fsdp``, with the module to import from as an argument.
+
+Nothing else here knows which of the two libraries runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.torch_impl.real_models import MODELS, STEPS, rank_batch
+from torch_impl.models import Decoder, DecoderConfig, next_token_loss
+
+_CONFIG = DecoderConfig(
+    vocab_size=61, d_model=21, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=29, rope_theta=10000
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What differs between the scripts; dtypes by name, None as in ``MixedPrecisionPolicy``.
+
+    accumulate: how microbatches before the last are treated: "sync" reduces each, "no_sync" sets
+        ``set_requires_gradient_sync(False)``, "last" sets ``set_is_last_backward(False)``.
+    """
+
+    model: str = "decoder"
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard_after_forward: bool | None = None
+    microbatches: int = 1
+    accumulate: str = "sync"
+    max_norm: float | None = None
+    set_to_none: bool = True
+    foreach: bool = True
+
+
+def run(library: str, script: Script) -> list[tuple[float, float]]:
+    """Train ``STEPS`` steps with ``library``, "torch.distributed.fsdp" or "torch_impl".
+
+    Returns for each step the mean loss over the ranks and the norm of the gradient, 0 where it is not clipped.
+    """
+    fsdp = import_module(library)
+    model, units = _model(script.model)
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=_dtype(script.param_dtype), reduce_dtype=_dtype(script.reduce_dtype)
+    )
+    options: dict[str, Any] = {"mp_policy": policy}
+    if script.reshard_after_forward is not None:
+        options["reshard_after_forward"] = script.reshard_after_forward
+    for layer in units:
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(model, **options)
+    assert isinstance(model, fsdp.FSDPModule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=script.foreach)
+
+    results = []
+    for step in range(STEPS):
+        mean_loss = torch.zeros(())
+        for k in range(script.microbatches):
+            last = k == script.microbatches - 1
+            if script.accumulate == "no_sync":
+                model.set_requires_gradient_sync(last)
+            if script.accumulate == "last":
+                model.set_is_last_backward(last)
+            loss = _loss(model, script, step * script.microbatches + k) / script.microbatches
+            loss.backward()
+            mean_loss += loss.detach().float()
+        norm = 0.0
+        if script.max_norm is not None:
+            total = nn.utils.clip_grad_norm_(model.parameters(), script.max_norm)
+            norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=script.set_to_none)
+        dist.all_reduce(mean_loss)
+        results.append((mean_loss.item() / dist.get_world_size(), norm))
+    return results
+
+
+def _model(name: str) -> tuple[Any, Iterable[nn.Module]]:
+    if name == "decoder":
+        decoder = Decoder(_CONFIG)
+        decoder.init_weights(0)
+        return decoder, decoder.layers
+    model = MODELS[name].seeded()
+    return model, MODELS[name].layers(model)
+
+
+def _loss(model: nn.Module, script: Script, index: int) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if script.model != "decoder":
+        return model(**rank_batch(script.model, index, rank, world)).loss
+    tokens = rank_batch("llama", index, rank, world)["input_ids"]
+    return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,95 @@
+"""Compiled blocks: however ``torch.compile`` and ``fully_shard`` are combined, the compiler sees the forward only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import Toy, assert_at_rest, assert_same_gradients, assert_same_weights, batch, mse
+
+
+def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.Module:
+    model = Toy()
+    for index, block in enumerate(model.blocks):
+        if how == "method before":
+            block.compile(backend=backend)
+            torch_impl.fully_shard(block, strategy=strategy)
+        elif how == "method after":
+            torch_impl.fully_shard(block, strategy=strategy)
+            block.compile(backend=backend)
+        elif how == "function before":
+            model.blocks[index] = torch.compile(block, backend=backend)
+            torch_impl.fully_shard(model.blocks[index], strategy=strategy)
+        else:
+            torch_impl.fully_shard(block, strategy=strategy)
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return torch_impl.fully_shard(model, strategy=strategy)
+
+
+def train(how: str, strategy: str) -> None:
+    torch._dynamo.reset()
+    # The default backend differs in how it generates code, not in what it is given.
+    graphs = CompileCounterWithBackend("aot_eager")
+    model, reference = compiled_and_sharded(how, strategy, graphs), Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    compiled = []
+    for step in range(3):
+        tokens, targets = batch(step, world, 1)
+        mse(model, tokens[rank], targets[rank]).backward()
+        mse(reference, tokens, targets).backward()
+        names = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+        assert list(names) == [name for name, _ in reference.named_parameters()]
+        for (name, param), want in zip(names.items(), reference.parameters(), strict=True):
+            torch.testing.assert_close(
+                torch_impl.full_tensor(param.grad), want.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        compiled.append(graphs.frame_count)
+        assert_at_rest(model.blocks)
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+    # One graph serves all blocks and all steps: nothing of the runtime is traced or guarded.
+    assert compiled == [1, 1, 1]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("method before", "optim_grads_params"),
+        pytest.param("method after", "optim_grads_params", marks=pytest.mark.slow),
+        ("function before", "optim_grads_params"),
+        pytest.param("function after", "optim_grads_params", marks=pytest.mark.slow),
+        pytest.param("method before", "optim", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_train_as_uncompiled_ones(ranks: RankGroup, how: str, strategy: str) -> None:
+    ranks.run(2, train, how, strategy)
+
+
+def whole_model() -> None:
+    torch._dynamo.reset()
+    model, reference = Toy(), Toy()
+    for block in model.blocks:
+        torch_impl.fully_shard(block)
+    torch_impl.fully_shard(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        tokens, targets = batch(step, world, 1)
+        mse(compiled, tokens[rank], targets[rank]).backward()
+        mse(reference, tokens, targets).backward()
+        assert_same_gradients(model, reference)
+    assert_same_weights(model, reference)
+    torch._dynamo.reset()
+
+
+def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
+    ranks.run(2, whole_model)

@@ -1,0 +1,205 @@
+"""Models built on the meta device: sharded without memory, materialized by ``to_empty``, initialized in place."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+PLACED = [
+    *((2, (2,), strategy) for strategy in STRATEGIES),
+    (3, (3,), "optim_grads_params"),
+    (4, (2, 2), "hsdp"),
+    (4, (2, 2), "hfsdp"),
+]
+
+
+class Net(nn.Module):
+    """Linear, embedding and norm layers, bare parameters, a tie, a frozen layer and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.gain = nn.Parameter(torch.empty(2, 3, 6))
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(6, 3).requires_grad_(False)
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def init_weights(self) -> None:
+        self.embed.reset_parameters()
+        for layer in self.layers:
+            nn.init.trunc_normal_(layer.weight, std=0.3)
+            nn.init.zeros_(layer.bias)
+        self.norm.reset_parameters()
+        nn.init.normal_(self.gain, mean=1.0, std=0.1)
+        self.frozen.reset_parameters()
+        self.scale.fill_(0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale
+        x = self.norm(x) * self.gain.mean((0, 1))
+        return self.head(x).sum(-1) + self.frozen(x).sum(-1)
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def sharded(model: Net, **options: object) -> Net:
+    for layer in model.layers:
+        torch_impl.fully_shard(layer, **options)
+    return torch_impl.fully_shard(model, **options)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, full_batch: bool) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        tokens, targets = batch(step, world, 1)
+        part = slice(None) if full_batch else rank
+        mse(model, tokens[part], targets[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_as_one_process(shape: tuple[int, ...], strategy: str) -> None:
+    reference = Net()
+    torch.manual_seed(7)
+    reference.init_weights()
+    expected_next = torch.rand(3)
+
+    model = on_meta()
+    model.gain.note = "kept"
+    sharded(model, mesh=init_device_mesh("cpu", shape), strategy=strategy)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    # Ranks of data-parallel replicas may be seeded differently; the first rank's seed decides.
+    torch.manual_seed(7 + dist.get_rank())
+    before = torch.get_rng_state()
+    model.init_weights()
+    assert_at_rest(model)
+    for (name, param), (wanted_name, want) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert name == wanted_name
+        assert torch.equal(whole(param), want), name
+        assert param.requires_grad == want.requires_grad
+    if dist.get_rank():
+        assert torch.equal(torch.get_rng_state(), before)
+    else:
+        assert torch.equal(torch.rand(3), expected_next)
+    assert model.head.weight is model.embed.weight
+    assert model.gain.note == "kept"
+
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05, weight_decay=0.01)
+    steps(model, optimizer, full_batch=False)
+    steps(reference, torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.01), full_batch=True)
+    assert_same_weights(model, reference)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
+def test_all_ranks_get_the_weights_of_a_single_process_bit_for_bit(
+    ranks: RankGroup, world: int, shape: tuple[int, ...], strategy: str
+) -> None:
+    ranks.run(world, same_as_one_process, shape, strategy)
+
+
+def loaded() -> None:
+    reference = Net()
+    reference.init_weights()
+    for value in (*reference.parameters(), *reference.buffers()):
+        dist.broadcast(value.detach(), 0)
+    model = sharded(on_meta())
+    model.to_empty(device="cpu")
+    model.load_state_dict(reference.state_dict())
+    assert_same_weights(model, reference, rtol=0, atol=0)
+    tokens, _ = batch(0, 1, 1)
+    torch.testing.assert_close(model(tokens.view(-1)), reference(tokens.view(-1)))
+
+
+def test_a_state_dict_may_be_loaded_instead(ranks: RankGroup) -> None:
+    ranks.run(2, loaded)
+
+
+def misuse() -> None:
+    model = sharded(on_meta())
+    tokens, _ = batch(0, 1, 1)
+    for attempt in (lambda: model(tokens.view(-1)), lambda: model.layers[1].unshard()):
+        with pytest.raises(RuntimeError, match=r"is on the meta device: call model.to_empty\(device=...\)"):
+            attempt()
+    with pytest.raises(
+        TypeError, match=r"a sharded parameter stays torch\.float32 .*conversion to torch\.bfloat16"
+    ):
+        model.bfloat16()
+    assert all(param.is_meta for param in model.parameters())
+    half = Toy()
+    half.blocks[0].to("meta")
+    with pytest.raises(ValueError, match=r"blocks\.0\.stack: expected .* all on the meta device or none"):
+        torch_impl.fully_shard(half)
+    assert type(half) is Toy
+    # Values that are there stay there.
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    values = [whole(param) for param in model.parameters()]
+    model.to_empty(device="cpu")
+    for param, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(whole(param), value)
+
+
+def test_wrong_use_of_the_meta_device_is_named(ranks: RankGroup) -> None:
+    ranks.run(2, misuse)
+
+
+def inside_another_module() -> None:
+    with torch.device("meta"):
+        outer = nn.Sequential(nn.Linear(9, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 2))
+    ignored = outer[2].bias
+    torch_impl.fully_shard(outer[1])
+    torch_impl.fully_shard(outer[2], ignored_params=[ignored])
+    outer.to_empty(device="cpu")
+    assert {param.device.type for param in outer.parameters()} == {"cpu"}
+    assert type(outer[2].bias) is nn.Parameter
+    for layer in outer:
+        nn.init.ones_(layer.weight)
+    for layer in outer[1:]:
+        nn.init.zeros_(layer.bias)
+    assert torch.equal(outer(torch.ones(1, 9)), torch.full((1, 2), 9.0 * 6 * 6))
+
+
+def test_sharded_modules_below_a_plain_one_are_materialized(ranks: RankGroup) -> None:
+    ranks.run(2, inside_another_module)
+
+
+def freed() -> None:
+    gc.collect()
+    model = sharded(on_meta())
+    model.to_empty(device="cpu")
+    storages = [group.main.flat.untyped_storage() for group in model._unit.groups]
+    pointers = [torch.UntypedStorage._weak_ref(storage) for storage in storages]
+    del storages
+    gc.disable()
+    try:
+        del model
+        assert all(torch.UntypedStorage._expired(pointer) for pointer in pointers)
+    finally:
+        gc.enable()
+
+
+def test_a_materialized_model_is_freed_with_its_last_reference(ranks: RankGroup) -> None:
+    ranks.run(1, freed)

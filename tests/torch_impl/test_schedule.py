@@ -1,0 +1,308 @@
+"""Prefetching and the order of reductions: what is issued when, and how much memory is in use at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_impl
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import (
+    assert_at_rest,
+    assert_same_gradients,
+    counted,
+    rank_inputs,
+    seeded,
+)
+from torch_impl import collectives
+
+WORLD = 2
+UNITS = 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Runs its layers in ``order``; ``recompute`` None, True (reentrant) or False."""
+
+    order: tuple[int, ...] = tuple(range(UNITS))
+    recompute: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(UNITS))
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k in self.order:
+            if self.recompute is None:
+                x = self.layers[k](x)
+            else:
+                x = checkpoint(self.layers[k], x, use_reentrant=self.recompute)
+        return self.head(x)
+
+
+def sharded_chain(**options: Any) -> Chain:
+    model = seeded(Chain)
+    for layer in model.layers:
+        torch_impl.fully_shard(layer, **options)
+    torch_impl.fully_shard(model, **options)
+    return model
+
+
+@contextmanager
+def logged(model: Chain) -> Iterator[list[str]]:
+    """What happens, in order: ``gather k`` and ``reduce k`` when issued, ``run k`` when layer k computes."""
+    events: list[str] = []
+    groups = [layer._unit.groups[0] for layer in model.layers]
+    units = {group.compute.flat.untyped_storage()._cdata: k for k, group in enumerate(groups)}
+    handles = []
+    for k, layer in enumerate(model.layers):
+        handles.append(layer.linear.register_forward_pre_hook(lambda *_, k=k: events.append(f"run {k}")))
+    gather = collectives.all_gather
+    starts = [group.gradient.start for group in groups]
+
+    def all_gather(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        k = units.get(outputs[0].untyped_storage()._cdata)
+        if k is not None:
+            events.append(f"gather {k}")
+        return gather(outputs, *args, **kwargs)
+
+    def start_of(k: int) -> Callable[..., bool]:
+        def start(*args: Any) -> bool:
+            began = starts[k](*args)
+            if began:
+                events.append(f"reduce {k}")
+            return began
+
+        return start
+
+    collectives.all_gather = all_gather
+    for k, group in enumerate(groups):
+        group.gradient.start = start_of(k)  # type: ignore[method-assign]  # restored below
+    try:
+        yield events
+    finally:
+        collectives.all_gather = gather
+        for group in groups:
+            del group.gradient.start  # type: ignore[attr-defined]  # the instance's own
+        for handle in handles:
+            handle.remove()
+
+
+def step(model: Chain, reference: Chain, scale: float = 1.0) -> None:
+    inputs = rank_inputs()
+    (model(inputs[dist.get_rank()] * scale)).square().mean().backward()
+    for part in inputs:
+        ((reference(part * scale)).square().mean() / len(inputs)).backward()
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+    for one in (model, reference):
+        one.zero_grad()
+
+
+def pipelined() -> tuple[list[str], list[str]]:
+    model, reference = sharded_chain(), seeded(Chain)
+    logs = []
+    for _ in range(2):
+        with logged(model) as events:
+            step(model, reference)
+        logs.append(events)
+    return logs[0], logs[1]
+
+
+def test_from_the_second_step_on_the_next_unit_is_gathered_while_one_computes(ranks: RankGroup) -> None:
+    first, second = ranks.run(WORLD, pipelined)[0]
+    forward = ["gather 0", "run 0", "gather 1", "run 1", "gather 2", "run 2", "gather 3", "run 3"]
+    # The first backward expects the reverse of the forward.
+    backward = [
+        "gather 3",
+        "gather 2",
+        "reduce 3",
+        "gather 1",
+        "reduce 2",
+        "gather 0",
+        "reduce 1",
+        "reduce 0",
+    ]
+    assert first == forward + backward
+    ahead = ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "gather 3", "run 2", "run 3"]
+    assert second == ahead + backward
+
+
+def departing(orders: list[tuple[int, ...]]) -> None:
+    model, reference = sharded_chain(), seeded(Chain)
+    for order in orders:
+        model.order = reference.order = order
+        step(model, reference)
+        with torch.no_grad():
+            model(rank_inputs()[0])
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [(0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)],
+        [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3), (0, 2, 3)],
+        [(0, 1, 0, 1), (0, 1, 2, 3), (3, 3, 3)],
+        [(), (0, 1, 2, 3), ()],
+    ],
+)
+def test_programs_that_depart_from_the_record_train_alike_and_leave_nothing_behind(
+    ranks: RankGroup, orders: list[tuple[int, ...]]
+) -> None:
+    ranks.run(WORLD, departing, orders)
+
+
+def explicit() -> list[str]:
+    model, reference = sharded_chain(), seeded(Chain)
+    layers = list(model.layers)
+    layers[0].set_modules_to_forward_prefetch([layers[2], layers[3]])
+    layers[1].set_modules_to_forward_prefetch([])
+    layers[2].set_modules_to_forward_prefetch([])
+    layers[3].set_modules_to_backward_prefetch([layers[0]])
+    layers[2].set_modules_to_backward_prefetch([])
+    layers[1].set_modules_to_backward_prefetch([])
+    step(model, reference)
+    with logged(model) as events:
+        step(model, reference)
+    return [event for event in events if event[:3] != "red"]
+
+
+def test_explicit_lists_replace_the_record(ranks: RankGroup) -> None:
+    forward = ["gather 0", "gather 2", "gather 3", "run 0", "gather 1", "run 1", "run 2", "run 3"]
+    backward = ["gather 3", "gather 0", "gather 2", "gather 1"]
+    assert ranks.run(WORLD, explicit)[0] == forward + backward
+
+
+def live(recompute: bool | None, microbatches: int) -> tuple[int, int, int, int]:
+    """The most compute buffers and gradient buffers of layers in use at a time, in the second step, and collectives."""
+    model, reference = sharded_chain(), seeded(Chain)
+    model.recompute = reference.recompute = recompute
+    if recompute:
+        inputs_need = [x.requires_grad_() for x in rank_inputs()]
+        assert len(inputs_need) == WORLD
+    step(model, reference)
+    most = [0, 0]
+    groups = [layer._unit.groups[0] for layer in model.layers]
+
+    def look(*_: Any) -> None:
+        most[0] = max(most[0], sum(group.compute.allocated for group in groups))
+        reducing = [group.gradient._transfer is not None for group in groups]
+        collecting = [bool(group.gradient.collecting) for group in groups]
+        most[1] = max(most[1], sum(reducing) + sum(collecting))
+
+    handles = [group.unsharded[0].register_post_accumulate_grad_hook(look) for group in groups]
+    handles += [layer.linear.register_forward_pre_hook(look) for layer in model.layers]
+    with counted() as counts:
+        inputs = rank_inputs()[dist.get_rank()].requires_grad_()
+        for _ in range(microbatches):
+            model(inputs).square().mean().backward()
+    for handle in handles:
+        handle.remove()
+    return most[0], most[1], counts["all_gather"], counts["reduce_scatter"]
+
+
+@pytest.mark.parametrize("recompute", [None, True, False])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_two_units_weights_and_two_units_gradients_are_in_use_at_most(
+    ranks: RankGroup, recompute: bool | None, microbatches: int
+) -> None:
+    weights, gradients, gathers, scatters = ranks.run(WORLD, live, recompute, microbatches)[0]
+    assert (weights, gradients) == (2, 2)
+    # Recomputation happens while the weights are there for backward; the root keeps its own from forward on.
+    assert gathers == microbatches * (2 * UNITS + 1)
+    assert scatters == microbatches * (UNITS + 1)
+
+
+class Breaks(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        if Breaks.armed:
+            raise ValueError("planned")
+        return grads[0]
+
+
+def interrupted() -> None:
+    model, reference = sharded_chain(), seeded(Chain)
+    step(model, reference)
+    for where in (1, 2):
+        handle = model.layers[where].register_forward_hook(lambda _m, _a, output: Breaks.apply(output))
+        Breaks.armed = True
+        with pytest.raises(ValueError, match="planned"):
+            model(rank_inputs()[dist.get_rank()]).square().mean().backward()
+        Breaks.armed = False
+        # What was being reduced when the backward raised must not turn up in the next step's gradients.
+        model.zero_grad()
+        handle.remove()
+        step(model, reference)
+
+
+def test_a_backward_that_raised_leaves_no_reduction_and_no_prefetched_weights(ranks: RankGroup) -> None:
+    ranks.run(WORLD, interrupted)
+
+
+def edited_meanwhile() -> None:
+    """Weights of a unit that is being gathered ahead change before it runs."""
+    model, reference = sharded_chain(), seeded(Chain)
+    step(model, reference)
+
+    def edit(*_: Any) -> None:
+        with torch.no_grad():
+            model.layers[1]._unit.groups[0].params[0].mul_(2)
+
+    handle = model.layers[0].linear.register_forward_pre_hook(edit)
+    mine = rank_inputs()[dist.get_rank()]
+    got = model(mine)
+    handle.remove()
+    with torch.no_grad():
+        reference.layers[1].linear.weight.mul_(2)
+    torch.testing.assert_close(got, reference(mine))
+
+
+def test_weights_that_change_after_they_were_prefetched_are_gathered_again(ranks: RankGroup) -> None:
+    ranks.run(WORLD, edited_meanwhile)
+
+
+def separate_roots() -> None:
+    """A sharded module inside a plain one is a root, until an outer unit takes over."""
+    last = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for one in last:
+        one.load_state_dict({"weight": torch.full((1, 1), 0.5), "bias": torch.zeros(1)})
+    outer, reference = nn.Sequential(sharded_chain(), last[0]), nn.Sequential(seeded(Chain), last[1])
+    mine = rank_inputs()[dist.get_rank()]
+    torch.testing.assert_close(outer[0](mine), reference[0](mine))
+    torch_impl.fully_shard(outer)
+    for _ in range(2):
+        outer(mine).square().mean().backward()
+        for part in rank_inputs():
+            (reference(part).square().mean() / WORLD).backward()
+        assert_same_gradients(outer, reference)
+        assert_at_rest(outer)
+        for one in (outer, reference):
+            one.zero_grad()
+
+
+def test_a_root_may_become_an_inner_unit(ranks: RankGroup) -> None:
+    ranks.run(WORLD, separate_roots)

@@ -1,0 +1,219 @@
+"""One AdamW update of many local tensors by torch's fused kernel.
+
+resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
+staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_impl.dtensor import RowDTensor, local_of
+from torch_impl.moments import MomentFormat, first_row
+from torch_impl.offload import Transfers
+
+# Elements of the tensors that are staged together, unless one tensor is larger.
+_CHUNK = 1 << 22
+
+
+@dataclass(slots=True, eq=False)
+class ParameterUpdate:
+    """What an update of one parameter needs of it, looked up once. ``state`` is the optimizer's, in ``formats``.
+
+    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``.
+    ``made_by_unit``: the parameter is what ``fully_shard`` makes of one.
+    """
+
+    param: nn.Parameter
+    state: dict[str, torch.Tensor]
+    formats: tuple[MomentFormat, MomentFormat]
+    offloaded: bool
+    made_by_unit: bool = field(init=False)
+    placements: Any = field(init=False)
+    shape: torch.Size = field(init=False)
+    weight: torch.Tensor = field(init=False)
+    moments: list[tuple[torch.Tensor, torch.Tensor | None]] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    resident: bool = field(init=False)
+    step: torch.Tensor = field(init=False)
+    _held: tuple[torch.Tensor, torch.Tensor] = field(init=False)
+    _weight_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        first, second = self.formats
+        self._held = self.state[first.key], self.state[second.key]
+        self.made_by_unit = isinstance(self.param, RowDTensor)
+        self.placements = self.param.placements if isinstance(self.param, DTensor) else None
+        self.shape = self.param.shape
+        self.weight = local_of(self.param)
+        self.moments = [
+            (
+                local_of(self.state[one.key]),
+                local_of(self.state[one.scale_key]) if one.scale_key in self.state else None,
+            )
+            for one in self.formats
+        ]
+        stored = [tensor for tensor, _ in self.moments]
+        uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
+        unscaled = all(scale is None for _, scale in self.moments)
+        if uniform and unscaled:
+            self.dtype = self.weight.dtype
+        else:
+            self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
+        self.resident = uniform and unscaled and alike and not self.offloaded
+        self.step = self.state["step"]
+        self._weight_dtype = self.weight.dtype
+
+    def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:
+        """Whether parameter and state are still made of these tensors."""
+        return (
+            state is self.state
+            and local_of(self.param) is self.weight
+            and self.weight.dtype == self._weight_dtype
+            and state[self.formats[0].key] is self._held[0]
+            and state[self.formats[1].key] is self._held[1]
+            and state["step"] is self.step
+        )
+
+    def travelling(self) -> list[torch.Tensor]:
+        """The tensors that are fetched and sent back when the state is offloaded."""
+        return [tensor for pair in self.moments for tensor in pair if tensor is not None]
+
+
+def update(
+    updates: Sequence[ParameterUpdate],
+    grads: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
+    transfers: Transfers,
+) -> None:
+    """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
+
+    Their steps are counted already. Local tensors without elements are skipped.
+    """
+    resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
+    staged: list[tuple[ParameterUpdate, torch.Tensor]] = []
+    for one, grad in zip(updates, grads, strict=True):
+        if one.weight.numel() == 0:
+            continue
+        if one.resident and grad.dtype == one.dtype and grad.stride() == one.weight.stride():
+            resident.setdefault(one.dtype, []).append((one, grad))
+        else:
+            staged.append((one, grad))
+    for pairs in resident.values():
+        _fused(
+            [one.weight for one, _ in pairs],
+            [grad for _, grad in pairs],
+            [one.moments[0][0] for one, _ in pairs],
+            [one.moments[1][0] for one, _ in pairs],
+            [one.step for one, _ in pairs],
+            group,
+        )
+    at_home = [pair for pair in staged if not pair[0].offloaded]
+    for pairs in _chunks(at_home):
+        _update_staged(pairs, [one.moments for one, _ in pairs], group)
+    chunks = list(_chunks([pair for pair in staged if pair[0].offloaded]))
+    batches = [[tensor for one, _ in pairs for tensor in one.travelling()] for pairs in chunks]
+    for pairs, copies in zip(chunks, transfers.stream(batches), strict=True):
+        fetched = iter(copies)
+        moments = [
+            [(next(fetched), None if scale is None else next(fetched)) for _, scale in one.moments]
+            for one, _ in pairs
+        ]
+        _update_staged(pairs, moments, group)
+
+
+def _chunks(
+    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
+) -> Iterator[list[tuple[ParameterUpdate, torch.Tensor]]]:
+    """Consecutive pairs of one dtype and up to ``_CHUNK`` elements together."""
+    chunk: list[tuple[ParameterUpdate, torch.Tensor]] = []
+    size = 0
+    for one, grad in pairs:
+        if chunk and (size + one.weight.numel() > _CHUNK or chunk[0][0].dtype != one.dtype):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((one, grad))
+        size += one.weight.numel()
+    if chunk:
+        yield chunk
+
+
+def _update_staged(
+    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
+    moments: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
+    group: Mapping[str, Any],
+) -> None:
+    """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
+    dtype = pairs[0][0].dtype
+    weights = [_like(one.weight, one.weight, dtype) for one, _ in pairs]
+    grads = [_like(grad, one.weight, dtype) for one, grad in pairs]
+    values: list[list[torch.Tensor]] = []
+    for (one, _), stored in zip(pairs, moments, strict=True):
+        values.append([])
+        for kind, (tensor, scale) in zip(one.formats, stored, strict=True):
+            value = _like(tensor, one.weight, dtype) if scale is None else _empty(one.weight, dtype)
+            if scale is not None:
+                kind.decode(tensor, scale, value)
+            values[-1].append(value)
+    _fused(
+        weights, grads, [v[0] for v in values], [v[1] for v in values], [one.step for one, _ in pairs], group
+    )
+    for (one, _), weight, stored, new in zip(pairs, weights, moments, values, strict=True):
+        if weight is not one.weight:
+            one.weight.copy_(weight)
+        for kind, (tensor, scale), value in zip(one.formats, stored, new, strict=True):
+            if value is not tensor:
+                kind.encode(
+                    value,
+                    tensor,
+                    scale,
+                    first_row(one.param),
+                    int(one.step.item()) if scale is not None else 0,
+                )
+
+
+def _empty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(weight, dtype=dtype)
+
+
+def _like(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or a copy in the dtype and memory order that one fused call needs of all."""
+    if tensor.dtype == dtype and tensor.stride() == weight.stride():
+        return tensor
+    return _empty(weight, dtype).copy_(tensor)
+
+
+def _fused(
+    weights: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    firsts: list[torch.Tensor],
+    seconds: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    device = weights[0].device
+    if device.type != "cpu":
+        # One transfer for all, without waiting for the device.
+        steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
+    torch._fused_adamw_(
+        weights,
+        grads,
+        firsts,
+        seconds,
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )

@@ -1,0 +1,128 @@
+"""How many collectives a program runs, and how many bytes they carry, by unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_impl import collectives
+from torch_impl.model_tensors import named_units
+from torch_impl.streams import Step, Streams, Transfer
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+# Of what no unit began: the exchange at fully_shard, full_tensor, norms.
+ELSEWHERE = "elsewhere"
+
+
+class CollectiveCount:
+    """Calls and bytes since counting began, by ``(unit, kind)``; kinds are all_gather, reduce_scatter and all_reduce.
+
+    A unit is named as its module is, the root by ""; what runs outside of units counts as "elsewhere". Bytes are those
+    of the whole buffer: what a gather fills, what a reduction reads. Several buffers in one operation are one call.
+    """
+
+    def __init__(self) -> None:
+        self.calls_of: Counter[tuple[str, str]] = Counter()
+        self.bytes_of: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls of all units, by kind."""
+        return _by_kind(self.calls_of)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of all units, by kind."""
+        return _by_kind(self.bytes_of)
+
+    def __str__(self) -> str:
+        units = list(dict.fromkeys(unit for unit, _ in self.calls_of))
+        width = max([len("unit"), *(len(unit or "(root)") for unit in units)])
+        lines = ["unit".ljust(width) + "".join(f"{kind:>32}" for kind in KINDS)]
+        for unit in [*units, None]:
+            line = ("total" if unit is None else unit or "(root)").ljust(width)
+            for kind in KINDS:
+                calls = self.calls[kind] if unit is None else self.calls_of[unit, kind]
+                nbytes = self.nbytes[kind] if unit is None else self.bytes_of[unit, kind]
+                line += f"{calls:>10} x{nbytes:>18,} B"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+@contextmanager
+def count_collectives(model: nn.Module | None = None) -> Iterator[CollectiveCount]:
+    """Count this rank's collectives while the context is open; by unit with a ``model``."""
+    count, current = CollectiveCount(), [ELSEWHERE]
+    originals = {kind: getattr(collectives, kind) for kind in KINDS}
+    units = {} if model is None else named_units(model)
+    schedules = {id(unit._schedule): unit._schedule for unit in units}.values()
+    plain = [schedule.streams for schedule in schedules]
+    try:
+        for kind, original in originals.items():
+            setattr(collectives, kind, _counting(kind, original, count, current))
+        for schedule in schedules:
+            schedule.streams = _LabelledStreams(schedule.streams, current)
+        yield count
+    finally:
+        for kind, original in originals.items():
+            setattr(collectives, kind, original)
+        for schedule, streams in zip(schedules, plain, strict=True):
+            schedule.streams = streams
+
+
+def _counting(
+    kind: str, original: Callable[..., Any], count: CollectiveCount, current: list[str]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The whole buffers: outputs of a gather, values of a reduction.
+        whole = args[1] if kind == "reduce_scatter" else args[0]
+        tensors: Sequence[torch.Tensor] = [whole] if isinstance(whole, torch.Tensor) else whole
+        count.calls_of[current[-1], kind] += 1
+        count.bytes_of[current[-1], kind] += sum(t.numel() * t.element_size() for t in tensors)
+        return original(*args, **kwargs)
+
+    return call
+
+
+class _LabelledStreams:
+    """Streams that note which unit's steps run, also when they run later than they were started."""
+
+    def __init__(self, streams: Streams, current: list[str]) -> None:
+        self._streams, self._current = streams, current
+
+    def start(self, steps: Sequence[Step]) -> Transfer:
+        label = self._current[-1]
+        return self._streams.start([(lane, self._labelled(label, step)) for lane, step in steps])
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        # Ranges are named "<unit> <what>".
+        with self._streams.range(name), self._as(name.rpartition(" ")[0]):
+            yield
+
+    def _labelled(self, label: str, step: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        def call(async_op: bool) -> Any:
+            with self._as(label):
+                return step(async_op)
+
+        return call
+
+    def _as(self, label: str) -> AbstractContextManager[None]:
+        @contextmanager
+        def inside() -> Iterator[None]:
+            self._current.append(label)
+            try:
+                yield
+            finally:
+                self._current.pop()
+
+        return inside()
+
+
+def _by_kind(counter: Counter[tuple[str, str]]) -> dict[str, int]:
+    return {kind: sum(value for (_, of), value in counter.items() if of == kind) for kind in KINDS}

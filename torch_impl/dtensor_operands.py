@@ -1,0 +1,119 @@
+"""What the operands of one element-wise computation are on this rank.
+
+Tensors cut alike stand for their local rows. Beside a cut tensor, replicated ones and those with a last dimension of
+one are broadcast as between whole tensors::
+
+    (4, 3, 5) cut, rows [2, 9)    local (7, 5)
+    (4, 3, 1) cut alike           local (7, 1)
+    (4, 1, 1) replicated          its values for rows [2, 9): (7, 1)
+    ()                            as it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from torch_impl import dtensor
+from torch_impl.row_shard import replicated, row_axes
+
+
+class Placing(NamedTuple):
+    """How the result of an element-wise computation is placed: like ``origin``, if any, but of this shape."""
+
+    origin: Any
+    shape: torch.Size
+
+    def wrap(self, local: torch.Tensor) -> Any:
+        if self.origin is None:
+            return local
+        if self.shape == self.origin.shape:
+            return dtensor.wrap_like(self.origin, local)
+        return dtensor.wrap_rows(self.origin, local, self.shape, dtensor.row_bounds_of(self.origin))
+
+
+def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
+    """The local values of ``operands``, and how the result is placed.
+
+    Raises RuntimeError for tensors that are cut otherwise, and for plain ones other than scalars: nothing says that
+    they are equal on all ranks.
+    """
+    if all(_like_first(operands[0], one) for one in operands):
+        return [_local(one) for one in operands], Placing(operands[0], operands[0].shape)
+    tensors = [one for one in operands if isinstance(one, torch.Tensor) and not _is_scalar(one)]
+    sharded = [one for one in tensors if isinstance(one, DTensor)]
+    if not sharded:
+        scalar = None if tensors else next((one for one in operands if isinstance(one, DTensor)), None)
+        return [_local(one) for one in operands], Placing(scalar, torch.Size())
+    first = sharded[0]
+    if len(sharded) == len(tensors) and all(_cut(one) == _cut(first) for one in sharded[1:]):
+        return [_local(one) for one in operands], Placing(first, first.shape)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    origin = next((one for one in sharded if _has_rows_of(one, shape)), first)
+    if any(not _fits(one, origin, shape) for one in tensors):
+        found = ", ".join(map(_describe, tensors))
+        raise RuntimeError(f"{func}: expected tensors of one shape and placement, got {found}")
+    return [_rows_for(one, origin, shape) for one in operands], Placing(origin, shape)
+
+
+def _like_first(first: Any, other: Any) -> bool:
+    """Whether two DTensors share their placement as objects: the usual case, seen without comparing anything long."""
+    if not isinstance(first, DTensor) or first.ndim == 0:
+        return False
+    if not isinstance(other, DTensor):
+        return not isinstance(other, torch.Tensor) or other.ndim == 0
+    return (
+        other.placements is first.placements
+        and other.device_mesh is first.device_mesh
+        and other.shape == first.shape
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    placed = f"as {tensor.placements}" if isinstance(tensor, DTensor) else "plain"
+    return f"{tuple(tensor.shape)} {placed}"
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 0 and (not isinstance(tensor, DTensor) or replicated(tensor.placements))
+
+
+def _local(value: Any) -> Any:
+    return dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _cut(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.placements, tensor.shape, tensor.device_mesh
+
+
+def _has_rows_of(tensor: DTensor, shape: torch.Size) -> bool:
+    """Whether the tensor is cut, at the rows of a tensor of this shape."""
+    if not row_axes(tensor.placements):
+        return False
+    return tensor.shape == shape or (tensor.ndim > 1 and tensor.shape == (*shape[:-1], 1))
+
+
+def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
+    if not isinstance(tensor, DTensor) or tensor.device_mesh != origin.device_mesh:
+        return False
+    if any(isinstance(placement, Shard | Partial) for placement in (*tensor.placements, *origin.placements)):
+        return False
+    alike = tensor.placements == origin.placements and _has_rows_of(tensor, shape)
+    return alike or replicated(tensor.placements)
+
+
+def _rows_for(value: Any, origin: DTensor, shape: torch.Size) -> Any:
+    """The local values of an operand beside the local rows of ``origin``."""
+    local = _local(value)
+    cut = row_axes(origin.placements) and isinstance(value, DTensor) and not _is_scalar(value)
+    if not cut or row_axes(value.placements):
+        return local
+    r0, r1 = dtensor.row_range_of(origin)
+    if len(shape) == 1:
+        return local.expand(shape)[r0:r1]
+    local = local.view((1,) * (len(shape) - local.ndim) + tuple(local.shape))
+    columns = local.shape[-1]
+    return local.expand(*shape[:-1], columns).reshape(-1, columns)[r0:r1]

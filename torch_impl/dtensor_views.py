@@ -1,0 +1,77 @@
+"""Views of a ``RowDTensor`` that are cut by rows themselves: ``tensor[i]``, and the same rows in another shape.
+
+The view shares memory with the tensor, and its writes count as writes of the tensor::
+
+    weight (4, 3), bounds (0, 1, 4)      weight[2] (3,), bounds (0, 0, 3)
+    rank 0: row 0                        rank 0: nothing
+    rank 1: rows 1, 2, 3                 rank 1: the three elements of row 2
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from torch_impl import dtensor
+from torch_impl.rows import rows_of
+
+_aten = torch.ops.aten
+
+_RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.expand.default}
+VIEWS = {_aten.select.int, _aten.unsqueeze.default, *_RESHAPES}
+
+
+def row_view(func: Any, args: tuple[Any, ...]) -> Any:
+    """The view that ``func`` asks for, or None if it is none that rows can represent."""
+    tensor = args[0]
+    if any(isinstance(placement, Shard) for placement in tensor.placements):
+        return None
+    if func is _aten.select.int and args[1] % tensor.ndim == 0:
+        return _select(tensor, args[2])
+    if func is _aten.unsqueeze.default and tensor.ndim == 0:
+        return _same_rows(tensor, (1,))
+    if func in _RESHAPES:
+        return _same_rows(tensor, tuple(args[1]))
+    return None
+
+
+def _same_rows(tensor: Any, size: tuple[int, ...]) -> Any:
+    """The tensor in another shape with rows of the same length; None if that is not such a shape."""
+    if -1 in size and len(size) == tensor.ndim:
+        size = tuple(old if new == -1 else new for new, old in zip(size, tensor.shape, strict=True))
+    matrices = len(size) > 1 and tensor.ndim > 1 and size[-1] == tensor.shape[-1]
+    alike = matrices or (len(size) <= 1 and tensor.ndim <= 1)
+    if size != tuple(tensor.shape) and not (alike and math.prod(size) == tensor.numel()):
+        return None
+    bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
+    own = size if bounds is None else tuple(local.shape)
+    return dtensor.wrap_rows(tensor, dtensor.counted_view(local, lambda t: t.view(own)), size, bounds)
+
+
+def _select(tensor: Any, index: int) -> Any:
+    length = tensor.shape[0]
+    if not -length <= index < length:
+        raise IndexError(
+            f"index {index} of a tensor of shape {tuple(tensor.shape)}: expected less than {length}"
+        )
+    index, shape = index % length, tensor.shape[1:]
+    bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
+    if bounds is None:
+        return dtensor.wrap_rows(tensor, dtensor.counted_view(local, lambda t: t[index]), shape, None)
+    row_size, num_rows = rows_of(tensor.shape)
+    per_slice = num_rows // length
+    # A row of a matrix becomes a vector, whose rows are its elements.
+    scale = row_size if tensor.ndim == 2 else 1
+
+    def within(row: int) -> int:
+        return min(max(row - index * per_slice, 0), per_slice)
+
+    first, (r0, r1) = index * per_slice, dtensor.row_range_of(tensor)
+    start, rows = first + within(r0) - r0, within(r1) - within(r0)
+    start = max(start, 0) if rows else 0
+    size = dtensor.local_shape(shape, rows * scale)
+    view = dtensor.counted_view(local, lambda t: t[start : start + rows].view(size))
+    return dtensor.wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])

@@ -1,0 +1,117 @@
+"""Arguments of FSDP2's ``fully_shard`` as this package understands them, or an error that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from torch_impl.ownership import OwnedParameter
+from torch_impl.precision import MixedPrecisionPolicy
+from torch_impl.unavailable import refuse
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the mesh axes that are data-parallel: ``shard`` the inner one, ``replicate`` the outer one.
+
+    Raises ValueError if both are None.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims: expected shard or replicate, got neither")
+
+
+def policy_of(value: object) -> MixedPrecisionPolicy:
+    """None: the default. A policy of torch's is read field by field. TypeError for all else."""
+    if value is None:
+        return MixedPrecisionPolicy()
+    if isinstance(value, fsdp.MixedPrecisionPolicy):
+        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        known = {field.name for field in fields(MixedPrecisionPolicy)}
+        for name in sorted(set(given) - known):
+            refuse(f"MixedPrecisionPolicy.{name} of this torch", "use torch_impl.MixedPrecisionPolicy")
+        return MixedPrecisionPolicy(**given)
+    if not isinstance(value, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(value).__name__}")
+    return value
+
+
+def check_offload(policy: object) -> None:
+    """NotImplementedError for a policy that offloads, TypeError for what is no policy."""
+    if policy is None or type(policy) is OffloadPolicy:
+        return
+    if isinstance(policy, CPUOffloadPolicy):
+        refuse(
+            "offload_policy=CPUOffloadPolicy()",
+            "MainWeightAdamW(offload_fraction=...) keeps optimizer state on the CPU; weights stay on the device",
+        )
+    raise TypeError(f"offload_policy: expected OffloadPolicy() or None, got {policy!r}")
+
+
+def reshard_of(reshard_after_forward: object) -> bool | None:
+    """NotImplementedError for a number of ranks to reshard to, TypeError for what is no bool or None."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if isinstance(reshard_after_forward, int):
+        refuse(
+            f"reshard_after_forward={reshard_after_forward}",
+            "use True (least memory), False (fewest gathers), or a mesh of two axes with strategy='hsdp', whose "
+            "gathers stay within the inner axis",
+        )
+    raise TypeError(f"reshard_after_forward: expected a bool or None, got {reshard_after_forward!r}")
+
+
+def check_placements(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None, owned: Iterable[OwnedParameter]
+) -> None:
+    """NotImplementedError if the function asks for anything but the default, ``Shard(0)``, of a parameter."""
+    if shard_placement_fn is None:
+        return
+    for one in owned:
+        wanted = shard_placement_fn(one.param)
+        if wanted is not None and wanted != Shard(0):
+            refuse(
+                f"shard_placement_fn: {wanted!r} for {one.name}",
+                "parameters are cut between any two rows, evenly or not; leave the function out, or say with "
+                "granularity= what must stay together",
+            )
+
+
+def data_parallel_axes(
+    mesh: DeviceMesh | None, dims: Any, strategy: str | None
+) -> tuple[DeviceMesh, str | None]:
+    """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first, and the strategy on them.
+
+    Without an axis to shard over, the strategy is "no_shard". Raises ValueError for a missing mesh, for names that are
+    not those of axes, and for a strategy that contradicts ``dims``; NotImplementedError for several axes in one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
+    names: list[str] = []
+    for kind in ("replicate", "shard"):
+        given = getattr(dims, kind)
+        listed = (given,) if isinstance(given, str) else tuple(given or ())
+        if len(listed) > 1:
+            refuse(f"dp_mesh_dims.{kind}={listed}", "make a mesh in which they are one axis")
+        names += listed
+    for name in names:
+        if name not in (mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"dp_mesh_dims: expected names of mesh axes, {mesh.mesh_dim_names}, got {name!r}"
+            )
+    if dims.shard is None:
+        if strategy not in (None, "no_shard"):
+            raise ValueError(f"strategy: expected 'no_shard' without an axis to shard over, got {strategy!r}")
+        strategy = "no_shard"
+    return mesh[tuple(names)], strategy

@@ -1,0 +1,294 @@
+"""What a sharded module can do besides being called: the methods of ``torch.distributed.fsdp.FSDPModule`` and more."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_impl.memory import MemoryReport, memory_report
+from torch_impl.options import check_divisor
+from torch_impl.unavailable import Unavailable
+from torch_impl.unit import Unit
+
+_COPY_ADVICE = (
+    "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "
+    "state_dict())"
+)
+
+
+class UnshardHandle:
+    """A gather of compute weights under way, from ``unshard(async_op=True)``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait for the weights and show them as the module's parameters; calls after the first do nothing."""
+        # A handle that is kept must not keep the memory of a deleted model.
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.unshard()
+
+
+class FSDPModule(Unavailable):
+    """Mixed into the class of a sharded module. ``recurse`` methods also reach the sharded modules below.
+
+    Methods that FSDP2 has and this package has not are in ``Unavailable`` and raise NotImplementedError.
+    """
+
+    _unit: Unit
+    _original_class: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class before sharding, as slicing a sharded ``nn.Sequential`` does."""
+        if cls is FSDPModule:
+            raise TypeError("FSDPModule cannot be constructed: call torch_impl.fully_shard(module)")
+        return cls._original_class(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        open_calls = self._unit.open_calls
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
+        except BaseException:
+            # Not a forward hook: those are not called for a KeyboardInterrupt.
+            self._unit.interrupted(open_calls)
+            raise
+
+    def _as_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` as if it were this module's forward."""
+        unit, open_calls = self._unit, self._unit.open_calls
+        assert isinstance(self, nn.Module)
+        try:
+            args, kwargs = unit._pre_forward(self, args, kwargs)
+            return unit._post_forward(self, args, function(*args, **kwargs))
+        except BaseException:
+            unit.interrupted(open_calls)
+            raise
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's compute weights and show them as its parameters until ``reshard``. Collective.
+
+        With ``async_op`` the gather is only begun, and the handle returned shows the weights when it is waited for; a
+        forward of the module waits by itself.
+        """
+        if async_op:
+            self._unit.start_unshard()
+            return UnshardHandle(self._unit)
+        self._unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Show the sharded main weights again; free the compute weights unless the strategy keeps them."""
+        self._unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Drop what an interrupted forward or backward left, and all gradients, of this and the modules below.
+
+        Not needed after an exception: the next forward recovers by itself. It differs from ``zero_grad`` in that memory
+        is freed at once.
+        """
+        for unit in self._units(True):
+            unit.interrupted(0)
+            unit._abandon_backward()
+            for group in unit.groups:
+                for param in group.params:
+                    param.grad = None
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """With False, the next backwards keep gradients unreduced on each rank, whatever the strategy.
+
+        Also sets ``set_requires_all_reduce``, as in FSDP2.
+        """
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With False, the next backwards reduce over the axes that gradients are sharded over, not over the others."""
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """With False, reduction over axes that gradients are not sharded over is put off; the result is the same."""
+        for unit in self._units(True):
+            unit.last_backward = is_last_backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run backwards of microbatches before the last one: ``set_is_last_backward(False)``, restored on leaving."""
+        units = list(self._units(True))
+        before = [unit.last_backward for unit in units]
+        self.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.last_backward = value
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether sharded parameters free their compute weights between forward and backward."""
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """With False, compute weights stay after backward, for the next microbatch; at the cost of their memory."""
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With False, backward does not gather this unit's weights: it needs none of them, as in an embedding."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        self._unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+        """Begin to gather the weights of these sharded modules when this one has its own in forward."""
+        units = _units_of("set_modules_to_forward_prefetch", modules)
+        self._unit.forward_prefetch = tuple(unit.reference for unit in units)
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
+        """Begin to gather the weights of these sharded modules when this one has its own in backward."""
+        units = _units_of("set_modules_to_backward_prefetch", modules)
+        self._unit.backward_prefetch = tuple(unit.reference for unit in units)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
+        check_divisor(factor)
+        for group in self._unit.groups:
+            group.gradient.divisor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Changes nothing: reductions are sums always, and divided before or after."""
+        _check_bool("set_force_sum_reduction_for_comms", enable)
+
+    def set_main_gradients(self, enable: bool, *, recurse: bool = True) -> None:
+        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.main_grad``."""
+        _check_bool("set_main_gradients", enable)
+        for unit in self._units(recurse):
+            unit.exposes_main_grad = enable
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the current stream, and so every gather that is begun from now on, wait for ``event``."""
+        event.wait()
+
+    def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+        """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""
+        return memory_report([group for unit in self._units(True) for group in unit.groups], optimizer)
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        """Each once, though several modules may share a unit."""
+        assert isinstance(self, nn.Module)
+        modules = self.modules() if recurse else [self]
+        yield from {module._unit: None for module in modules if isinstance(module, FSDPModule)}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
+        """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters.
+
+        ``to_empty`` gives sharded parameters that were planned on the meta device their memory, on the mesh's device.
+        """
+        assert isinstance(self, nn.Module)
+        for unit in self._units(True):
+            for group in unit.groups:
+                for name, param in zip(group.names, group.params, strict=True):
+                    _check_conversion(name, param, fn)
+            if any(group.on_meta for group in unit.groups):
+                param = unit.groups[0].params[0]
+                device = fn(torch.empty(0, dtype=param.dtype, device="meta")).device
+                if device.type != "meta":
+                    unit.materialize(device)
+        for child in self.modules():
+            for key, buffer in child._buffers.items():
+                child._buffers[key] = buffer if buffer is None else fn(buffer)
+            for key, ignored in child._parameters.items():
+                if ignored is None or isinstance(ignored, DTensor):
+                    continue
+                converted = fn(ignored.detach())
+                if ignored.is_meta and not converted.is_meta:
+                    child._parameters[key] = nn.Parameter(converted, requires_grad=ignored.requires_grad)
+                else:
+                    ignored.data = converted
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(f"cannot deepcopy a sharded {type(self).__name__}: {_COPY_ADVICE}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"cannot copy or pickle a sharded {type(self).__name__}: {_COPY_ADVICE}")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` gather weights and free them after, as a call of the module does.
+
+    ``module`` that is not sharded stays as it is. Raises ValueError if it has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_fsdp_forward_method: expected a method of {type(module).__name__}, got {method_name!r}"
+        )
+    # The module holds this function: a strong reference back would be a cycle, and its memory would outlive it.
+    this = weakref.ref(module)
+    bound = inspect.ismethod(method) and method.__self__ is module
+    function = method.__func__ if bound else method
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = this()
+        assert owner is not None
+        return owner._as_forward(functools.partial(function, owner) if bound else function, args, kwargs)
+
+    setattr(module, method_name, call)
+
+
+def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
+    """Let these sharded modules, roots of pipeline stages for example, use the same streams."""
+    units = _units_of("share_comm_ctx", modules)
+    for unit in units[1:]:
+        unit._schedule.streams = units[0]._schedule.streams
+
+
+def _units_of(caller: str, modules: Iterable[FSDPModule]) -> tuple[Unit, ...]:
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{caller}: expected sharded modules, got {type(module).__name__}")
+    return tuple(module._unit for module in listed)
+
+
+def _check_bool(option: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{option}: expected a bool, got {value!r}")
+
+
+def _check_conversion(name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it away from its mesh's device."""
+    probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+    moved = probe.device != param.device
+    if param.is_meta and isinstance(param, DTensor):
+        moved = probe.device.type not in ("meta", param.device_mesh.device_type)
+    if probe.dtype != param.dtype or moved:
+        raise TypeError(
+            f"{name}: a sharded parameter stays {param.dtype} on {param.device}, got a conversion to {probe.dtype} on "
+            f"{probe.device}; convert the module before fully_shard, or set MixedPrecisionPolicy(param_dtype=...)"
+        )

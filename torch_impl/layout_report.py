@@ -1,0 +1,157 @@
+"""What a sharded model consists of: units, groups, buffers, their sizes and dtypes, as data and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from torch_impl.group import ParameterGroup
+from torch_impl.model_tensors import named_units
+from torch_impl.unit import Unit
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group: parameters of a unit that share flat buffers.
+
+    parameters: names below the unit's module.
+    numel: their elements; padded_numel: with padding, of the whole buffers.
+    shard_sizes: elements of one shard, by buffer; num_shards: how many each buffer is cut into.
+    main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``MixedPrecisionPolicy``.
+    divisor: of summed gradients.
+    fingerprint: of the layout.
+    """
+
+    parameters: tuple[str, ...]
+    trainable: bool
+    numel: int
+    padded_numel: int
+    num_shards: int
+    shard_sizes: tuple[int, ...]
+    strategy: str
+    mesh: tuple[int, ...]
+    divisor: float
+    fingerprint: str
+    main_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    grad_dtype: str
+
+    @property
+    def padding(self) -> float:
+        """Padding as a fraction of the real elements."""
+        return self.padded_numel / self.numel - 1 if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit; ``reshard_after_forward`` None stands for yes, except for the root."""
+
+    name: str
+    module: str
+    reshard_after_forward: bool | None
+    groups: tuple[GroupReport, ...]
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """All units of a model, outermost first, and the parameters that no unit owns. ``str`` is a table."""
+
+    units: tuple[UnitReport, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all sharded parameters."""
+        return sum(group.numel for unit in self.units for group in unit.groups)
+
+    @property
+    def padded_numel(self) -> int:
+        """The same with padding."""
+        return sum(group.padded_numel for unit in self.units for group in unit.groups)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        header = ("unit", "module", "params", "elements", "padding", "shards", "shard", "strategy", "dtypes")
+        rows: list[tuple[str, ...]] = [header]
+        for unit in self.units:
+            for group in unit.groups or (None,):
+                rows.append(_row(unit, group))
+        padding = 100 * (self.padded_numel / self.numel - 1) if self.numel else 0.0
+        count = sum(len(group.parameters) for unit in self.units for group in unit.groups)
+        rows.append(("total", "", f"{count}", f"{self.numel:,}", f"{padding:.2f} %", "", "", "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        right = {"params", "elements", "padding", "shards", "shard"}
+        lines = [
+            "  ".join(
+                cell.rjust(width) if title in right else cell.ljust(width)
+                for cell, width, title in zip(row, widths, header, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        if self.ignored:
+            lines.append("not sharded: " + ", ".join(self.ignored))
+        return "\n".join(lines)
+
+
+def layout_report(model: nn.Module) -> LayoutReport:
+    """Describe ``model`` as it is sharded now. Not collective: all ranks have the same report."""
+    modules = dict(model.named_modules())
+    units, owned = [], set()
+    for unit, name in named_units(model).items():
+        kinds = [type(modules[part]).__name__.removeprefix("FSDP") for part in name.split("+")]
+        units.append(_unit_report(unit, name, "+".join(kinds)))
+        owned |= {id(p) for group in unit.groups for p in (*group.params, *group.unsharded)}
+    ignored = tuple(name for name, param in model.named_parameters() if id(param) not in owned)
+    return LayoutReport(tuple(units), ignored)
+
+
+def _unit_report(unit: Unit, name: str, module: str) -> UnitReport:
+    groups = tuple(_group_report(group) for group in unit.groups)
+    return UnitReport(name, module, unit.reshard_after_forward, groups)
+
+
+def _group_report(group: ParameterGroup) -> GroupReport:
+    layout, dtypes = group.layout, group.dtypes
+    held = (dtypes.main, dtypes.compute, dtypes.reduce, dtypes.grad)
+    main, compute, reduce, grad = (str(dtype).removeprefix("torch.") for dtype in held)
+    return GroupReport(
+        parameters=tuple(group.names),
+        trainable=any(param.requires_grad for param in group.params),
+        numel=layout.numel,
+        padded_numel=layout.padded_size,
+        num_shards=layout.num_shards,
+        shard_sizes=layout.shard_sizes,
+        strategy=group.strategy.name,
+        mesh=tuple(group.mesh.mesh.shape),
+        divisor=group.gradient.divisor,
+        fingerprint=layout.fingerprint,
+        main_dtype=main,
+        compute_dtype=compute,
+        reduce_dtype=reduce,
+        grad_dtype=grad,
+    )
+
+
+def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:
+    if group is None:
+        return (unit.name or "(root)", unit.module, "0", "0", "", "", "", "", "")
+    sizes = " + ".join(f"{size:,}" for size in group.shard_sizes) or "0"
+    dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
+    same = len(set(dtypes)) == 1
+    return (
+        unit.name or "(root)",
+        unit.module,
+        f"{len(group.parameters)}{'' if group.trainable else ' frozen'}",
+        f"{group.numel:,}",
+        f"{100 * group.padding:.2f} %",
+        str(group.num_shards),
+        sizes,
+        group.strategy,
+        dtypes[0] if same else "/".join(dtypes),
+    )

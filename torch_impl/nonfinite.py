@@ -1,0 +1,166 @@
+"""Where a NaN or an infinity is: in which weight, gradient or output, in which rows, on which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from torch_impl.agreement import rank
+from torch_impl.dtensor import local_boxes, local_of, local_pieces
+from torch_impl.model_tensors import named_main_parameters, process_groups
+from torch_impl.rows import Box
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """One tensor that holds elements which are not finite.
+
+    kind: "weight", "gradient", "unreduced gradient" or "output".
+    name: of the parameter, or of the module whose output it is.
+    nan, inf: how many elements; of unreduced gradients on the rank that has most.
+    rows: indices of the first rows that hold such elements, over all dimensions but the last; elements of vectors.
+    ranks: that hold such rows.
+    """
+
+    kind: str
+    name: str
+    nan: int
+    inf: int
+    rows: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rows = ", ".join(str(list(row)) for row in self.rows)
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{self.kind} {self.name}: {self.nan} NaN, {self.inf} infinite, rows {rows} (ranks {ranks})"
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one rank found; ``replica`` differs between ranks that hold the same rows."""
+
+    kind: str
+    name: str
+    replica: tuple[int, ...]
+    nan: int
+    inf: int
+    rows: tuple[tuple[int, ...], ...]
+    rank: int
+
+
+def find_nonfinite(
+    model: nn.Module, *, weights: bool = True, gradients: bool = True, max_rows: int = 8
+) -> tuple[NonFinite, ...]:
+    """The weights and gradients that are not finite on some rank, in model order; the same on every rank. Collective.
+
+    Each is reported with at most ``max_rows`` of its rows. Unreduced gradients of earlier microbatches are looked at as
+    each rank has them, so the report says which rank's data is to blame.
+    """
+    tensors: list[tuple[str, str, torch.Tensor]] = []
+    order: dict[tuple[str, str], None] = {}
+    for name, param in named_main_parameters(model):
+        if weights:
+            tensors.append(("weight", name, param))
+        grad = param.grad
+        if gradients and grad is not None:
+            partial_sums = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+            tensors.append(("unreduced gradient" if partial_sums else "gradient", name, grad))
+        order.update(dict.fromkeys((kind, name) for kind in ("weight", "gradient", "unreduced gradient")))
+    found = set(_findings(tensors, max_rows))
+    for group in process_groups(model):
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, found, group=group)
+        found = set().union(*everyone)
+    merged = [
+        _merge([one for one in found if (one.kind, one.name) == key], max_rows) for key in _keys(found, order)
+    ]
+    return tuple(merged)
+
+
+@contextmanager
+def watch_nonfinite_outputs(model: nn.Module, *, max_rows: int = 8) -> Iterator[list[NonFinite]]:
+    """Look at the outputs of all modules of ``model`` while the context is open; the list grows as they run.
+
+    Not collective: each rank sees its own outputs. Modules are listed when they end, so the first entry is the
+    innermost module where it began.
+    """
+    found: list[NonFinite] = []
+    hooks = [
+        module.register_forward_hook(partial(_look_at_output, name, max_rows, found))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look_at_output(
+    name: str, max_rows: int, found: list[NonFinite], _module: nn.Module, _args: Any, output: Any
+) -> None:
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    tensors = [("output", name, leaf.detach()) for leaf in leaves]
+    found += [_merge([one], max_rows) for one in _findings(tensors, max_rows)]
+
+
+def _findings(tensors: Iterable[tuple[str, str, torch.Tensor]], max_rows: int) -> list[_Finding]:
+    listed = [one for one in tensors if one[2].is_floating_point() or one[2].is_complex()]
+    if not listed:
+        return []
+    # One copy to the host for all: asking tensor by tensor would wait for the device each time.
+    finite = torch.stack([local_of(tensor).isfinite().all() for _, _, tensor in listed]).tolist()
+    return [_finding(*one, max_rows) for one, fine in zip(listed, finite, strict=True) if not fine]
+
+
+def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Finding:
+    local = local_of(tensor).detach()
+    rows: list[tuple[int, ...]] = []
+    for offsets, piece in _pieces(tensor):
+        bad = ~piece.isfinite()
+        if piece.ndim >= 2:
+            bad = bad.any(dim=-1)
+        for index in bad.nonzero()[:max_rows].tolist():
+            rows.append(tuple(at + start for at, start in zip(index, offsets, strict=False)))
+    replica: tuple[int, ...] = (rank(),)
+    if isinstance(tensor, DTensor):
+        places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+        replica = tuple(at for at, placed in places if placed.is_replicate() or placed.is_partial())
+    nan, inf = int(local.isnan().sum()), int(local.isinf().sum())
+    return _Finding(kind, name, replica, nan, inf, tuple(sorted(rows)[:max_rows]), rank())
+
+
+def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """The local values with where they begin in the whole tensor."""
+    partial_sums = isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
+    if not isinstance(tensor, DTensor) or partial_sums:
+        return [((0,) * tensor.ndim, local_of(tensor).detach())]
+    boxes: tuple[Box, ...] = local_boxes(tensor)
+    return [(box.offsets, piece.detach()) for box, piece in zip(boxes, local_pieces(tensor), strict=True)]
+
+
+def _keys(found: set[_Finding], order: dict[tuple[str, str], None]) -> list[tuple[str, str]]:
+    present = {(one.kind, one.name) for one in found}
+    return [key for key in order if key in present]
+
+
+def _merge(findings: list[_Finding], max_rows: int) -> NonFinite:
+    """What several ranks found in one tensor; replicas hold the same elements, which count once."""
+    counts: dict[tuple[int, ...], list[int]] = {}
+    for one in findings:
+        total = counts.setdefault(one.replica, [0, 0])
+        total[0] += one.nan
+        total[1] += one.inf
+    nan, inf = max(tuple(total) for total in counts.values())
+    rows = sorted({row for one in findings for row in one.rows})[:max_rows]
+    ranks = sorted({one.rank for one in findings})
+    return NonFinite(findings[0].kind, findings[0].name, nan, inf, tuple(rows), tuple(ranks))

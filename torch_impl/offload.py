@@ -1,0 +1,145 @@
+"""Tensors in CPU memory, updated on the device: batches travel there and back while others are computed.
+
+    in       | batch 0 | batch 1 | batch 2 |
+    compute            |0|       |1|       |2|
+    out                  | batch 0 | batch 1 | batch 2 |
+
+Both directions of the bus are busy at once, and at most two batches are on the device. When the last one is dealt with,
+all are back in CPU memory: nothing that reads the state afterwards has to wait for anything.
+
+On a machine without a device the CPU plays both parts: batches are copied to other memory and back, by the same loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Batch:
+    """Tensors that live in CPU memory, and their copies on the device. ``event``: the end of the transfer under way."""
+
+    homes: Sequence[torch.Tensor]
+    copies: list[torch.Tensor]
+    event: Any = None
+
+
+class Transfers(ABC):
+    """The order of transfers and waits; subclasses say what they are on a device."""
+
+    def stream(self, batches: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+        """Yield copies of each batch on the device; what the caller changes in them before the next goes back."""
+        if not batches:
+            return
+        leaving: Batch | None = None
+        ahead = self.fetch(batches[0])
+        try:
+            for following in (*batches[1:], None):
+                batch = ahead
+                self.await_fetched(batch)
+                yield batch.copies
+                self.send_back(batch)
+                if leaving is not None:
+                    # Its memory is what the next batch will take.
+                    self.await_sent(leaving)
+                leaving = batch
+                if following is not None:
+                    ahead = self.fetch(following)
+        finally:
+            if leaving is not None:
+                self.await_sent(leaving)
+
+    @abstractmethod
+    def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
+        """Start copying to the device."""
+
+    @abstractmethod
+    def await_fetched(self, batch: Batch) -> None:
+        """Let the computation wait for the copies."""
+
+    @abstractmethod
+    def send_back(self, batch: Batch) -> None:
+        """Start copying back, after what has been computed."""
+
+    @abstractmethod
+    def await_sent(self, batch: Batch) -> None:
+        """Return when CPU memory holds the batch."""
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """Transfers between CPU memory and ``device``."""
+    return CudaTransfers(device) if device.type == "cuda" else CpuTransfers()
+
+
+class CpuTransfers(Transfers):
+    """Copies within CPU memory, done when they start."""
+
+    def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
+        return Batch(homes, [home.clone() for home in homes])
+
+    def await_fetched(self, batch: Batch) -> None:
+        pass
+
+    def send_back(self, batch: Batch) -> None:
+        for home, copy in zip(batch.homes, batch.copies, strict=True):
+            home.copy_(copy)
+
+    def await_sent(self, batch: Batch) -> None:
+        pass
+
+
+class CudaTransfers(Transfers):
+    """A stream for each direction; CPU memory must be pinned for transfers to overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
+        with torch.cuda.stream(self._in):
+            copies = [home.to(self._device, non_blocking=True) for home in homes]
+            return Batch(homes, copies, self._in.record_event())
+
+    def await_fetched(self, batch: Batch) -> None:
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(batch.event)
+        self._hold(batch, compute)
+
+    def send_back(self, batch: Batch) -> None:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            for home, copy in zip(batch.homes, batch.copies, strict=True):
+                home.copy_(copy, non_blocking=True)
+            batch.event = self._out.record_event()
+        self._hold(batch, self._out)
+
+    def await_sent(self, batch: Batch) -> None:
+        batch.event.synchronize()
+
+    def _hold(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+        # The allocator knows only the stream on which memory was taken.
+        for copy in batch.copies:
+            copy.record_stream(stream)
+
+
+class Share:
+    """Picks tensors one by one so that the picked ones are ``fraction`` of all elements, to within one tensor."""
+
+    def __init__(self, fraction: float) -> None:
+        """Raises ValueError for a fraction outside [0, 1]."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"offload_fraction: expected 0 to 1, got {fraction}")
+        self.fraction = fraction
+        self._seen = self._picked = 0
+
+    def picks(self, numel: int) -> bool:
+        self._seen += numel
+        if numel == 0 or self._picked + numel / 2 > self.fraction * self._seen:
+            return False
+        self._picked += numel
+        return True

@@ -1,0 +1,111 @@
+"""Communication beside computation: streams on CUDA, and their twin for the CPU.
+
+A transfer is a sequence of steps, each on a lane: "gather", "reduce" or "outer" (the outer mesh axis). Lanes run
+beside each other and beside the computation:
+
+    compute  | forward of unit 1 | forward of unit 2 |          the computation waits for a transfer when it finishes it
+    gather   | weights of unit 2 | weights of unit 3 |          a transfer starts after what the computation did before
+
+* On CUDA a lane is a stream. All steps are enqueued at the start, each after everything that was enqueued on the stream
+  from which it is called; ``finish`` makes the current stream wait. Memory that outlives a step is allocated before the
+  transfer starts and freed after it is finished, on the computation's stream: so none is reused too early, and none
+  needs ``record_stream``.
+* On the CPU the first step's collective runs on the backend's own threads; later steps run when the transfer is
+  finished.
+
+CUDA has not been run by this repository's tests unless ``tests/gpu`` is: they are skipped without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from torch_impl.collectives import Work
+
+# A lane and what to issue there: called with whether to issue asynchronously, it returns what to wait for, if anything.
+Step = tuple[str, Callable[[bool], Work | None]]
+
+
+class Transfer(Protocol):
+    """Steps under way."""
+
+    def finish(self) -> None:
+        """Return when (on CUDA: make the current stream wait until) all steps are done. To be called once."""
+
+
+class Streams(Protocol):
+    """What units need of a device."""
+
+    def start(self, steps: Sequence[Step]) -> Transfer: ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """Mark what runs inside for a profiler."""
+        ...
+
+
+def streams_for(device: torch.device) -> Streams:
+    """New lanes for units on ``device``."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+
+
+class _CpuTransfer:
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._work = steps[0][1](True)
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        for _, step in self._steps[1:]:
+            work = step(True)
+            if work is not None:
+                work.wait()
+
+
+_NO_RANGE = nullcontext()
+
+
+class CpuStreams:
+    """Collectives run on the threads of gloo."""
+
+    def start(self, steps: Sequence[Step]) -> Transfer:
+        return _CpuTransfer(steps)
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return _NO_RANGE
+
+
+class _CudaTransfer:
+    def __init__(self, steps: Sequence[Step], done: torch.cuda.Event) -> None:
+        # The steps hold the tensors that are read and written until then.
+        self._steps, self._done = steps, done
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+class CudaStreams:
+    """One stream for each lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Transfers are what the computation waits for, so their kernels go first.
+        self._lanes = {name: torch.cuda.Stream(device, priority=-1) for name in ("gather", "reduce", "outer")}
+
+    def start(self, steps: Sequence[Step]) -> Transfer:
+        before = torch.cuda.current_stream()
+        done = torch.cuda.Event()
+        for lane, step in steps:
+            stream = self._lanes[lane]
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                step(False)
+                before = stream
+        done.record(before)
+        return _CudaTransfer(steps, done)
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(name)

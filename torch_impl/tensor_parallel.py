@@ -1,0 +1,78 @@
+"""Parameters that are DTensors already when they are sharded: tensor parallelism on further mesh axes.
+
+A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then ``fully_shard`` by rows::
+
+    given: Shard(1) on tp        each tp rank's half is a tensor of its own for the flat buffer
+    |    |    |                  tp 0                tp 1
+    | t0 | t1 |                  dp 0 |  rows  |     dp 0 |  rows  |
+    |    |    |                  dp 1 |  rows  |     dp 1 |  rows  |
+
+At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and backward it is again
+the DTensor on tp that was given. All use of torch's private access to a mesh's root is in this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a parameter lies on the mesh axes that are not data-parallel; ``shape`` and ``stride`` are global."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """The DTensor over this rank's part."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient, which autograd may place otherwise than the parameter."""
+        if not isinstance(grad, DTensor):
+            return grad
+        return grad.redistribute(self.mesh, self.placements).to_local()
+
+    def joint_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
+        """The mesh of the data-parallel axes and these."""
+        names = (*(data_parallel.mesh_dim_names or ()), *(self.mesh.mesh_dim_names or ()))
+        root = data_parallel._get_root_mesh()
+        return root[names]
+
+
+def tensor_parallel_of(name: str, param: torch.Tensor) -> TensorParallel | None:
+    """None for a plain parameter. ValueError for a DTensor that cannot be sharded further."""
+    if not isinstance(param, DTensor):
+        return None
+    for placement in param.placements:
+        if not isinstance(placement, Replicate) and type(placement) is not Shard:
+            raise ValueError(
+                f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its tensor-parallel mesh, got "
+                f"{param.placements}"
+            )
+    return TensorParallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
+
+
+def check_joint(name: str, given: TensorParallel, data_parallel: DeviceMesh) -> None:
+    """ValueError unless the axes of both meshes are named axes of one mesh, the data-parallel ones outside."""
+    names = (data_parallel.mesh_dim_names, given.mesh.mesh_dim_names)
+    root = data_parallel._get_root_mesh()
+    known = root.mesh_dim_names or ()
+    # Not by identity: DTensor hands out equal meshes that it has cached.
+    if root == given.mesh._get_root_mesh() and all(names):
+        order = [known.index(axis) for axis in (*(names[0] or ()), *(names[1] or ())) if axis in known]
+        if len(order) == data_parallel.ndim + given.mesh.ndim and order == sorted(set(order)):
+            return
+    raise ValueError(
+        f"{name}: expected a tensor-parallel DTensor whose mesh and the data-parallel mesh are parts of one named "
+        f"mesh, data-parallel axes first, got axes {names[1]} beside {names[0]}; make one mesh, for example "
+        "init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and use mesh['tp'] and mesh['dp']"
+    )
