@@ -28,6 +28,7 @@ notebooks: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_convert
 	$(BIN)/python -m tests.bench.bench_layout --speed
+	$(BIN)/python -m tests.bench.bench_torch
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

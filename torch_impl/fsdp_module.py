@@ -146,11 +146,6 @@ class FSDPModule(Unavailable):
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False, backward does not gather this unit's weights: it needs none of them, as in an embedding."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
-        self._unit.unshard_in_backward = unshard_in_backward
-
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Begin to gather the weights of these sharded modules when this one has its own in forward."""
         units = _units_of("set_modules_to_forward_prefetch", modules)

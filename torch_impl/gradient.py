@@ -51,6 +51,8 @@ class GroupGradient:
         self._whole: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._untouched: set[int] = set()
+        self._held: dict[int, torch.Tensor] = {}
+        self._held_numel = 0
         self._scaled = False
         self._transfer: Transfer | None = None
         self._sums = torch.empty(0), False
@@ -60,17 +62,32 @@ class GroupGradient:
 
     @property
     def collecting(self) -> list[torch.Tensor]:
-        """The buffer of a backward that is under way; it may hold the sums of earlier microbatches too."""
-        return [] if self._whole is None else [self._whole]
+        """Gradients of a backward that is under way; the buffer may hold the sums of earlier microbatches too."""
+        return [*self._held.values()] if self._whole is None else [self._whole]
 
     def add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
-        """Take the unsharded gradient of parameter ``index``. ``keep``: it will be kept, not reduced."""
-        if self._whole is None:
-            self.finish()
-            self._start(keep)
+        """Take the unsharded gradient of parameter ``index``, which nobody else holds. ``keep``: it is not reduced.
+
+        The buffer is made when half of it has come: where most of a unit's gradients come late, as an embedding's
+        beside an output layer, it would be in use through all of backward.
+        """
         given = self._tensor_parallel[index]
         if given is not None:
             grad = given.local_gradient(grad)
+        if self._whole is None:
+            if not self._held:
+                self.finish()
+            if keep or index in self._held or (not self._held and self._kept()):
+                self._start(keep)
+            else:
+                self._held[index] = grad
+                self._held_numel += grad.numel()
+                if 2 * self._held_numel > self._levels.size(0):
+                    self._start(keep)
+                return
+        self._put(index, grad)
+
+    def _put(self, index: int, grad: torch.Tensor) -> None:
         view = self._views[index]
         if index in self._untouched:
             self._untouched.discard(index)
@@ -140,6 +157,7 @@ class GroupGradient:
         unfinished backward stays in them until ``zero_grad``.
         """
         self._whole, self._views, self._untouched, self._scaled = None, [], set(), False
+        self._held, self._held_numel = {}, 0
 
     def abandon(self) -> None:
         """Forget also what is being reduced."""
@@ -155,7 +173,7 @@ class GroupGradient:
     @property
     def _came(self) -> bool:
         """Whether any gradient has come, or sums of earlier microbatches are in the buffer."""
-        return self._whole is not None and len(self._untouched) < len(self._names)
+        return bool(self._held) or (self._whole is not None and len(self._untouched) < len(self._names))
 
     @property
     def _prescaled(self) -> bool:
@@ -175,9 +193,14 @@ class GroupGradient:
         for index, local in kept.items():
             if local.data_ptr() != self._views[index].data_ptr():
                 self._views[index].copy_(local)
+        held, self._held, self._held_numel = self._held, {}, 0
+        while held:
+            self._put(*held.popitem())
 
     def _complete(self) -> torch.Tensor:
         """The buffer that was collected, with zeros where no gradient came."""
+        if self._whole is None:
+            self._start(keep=False)
         assert self._whole is not None
         for index in self._untouched:
             self._views[index].zero_()

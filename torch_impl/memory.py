@@ -41,6 +41,8 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
     """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter."""
     main = compute = gradients = moments = padding = 0
     for group in groups:
+        if group.on_meta:
+            continue
         main += group.main.flat.untyped_storage().nbytes()
         real = sum(local_of(param).numel() for param in group.params)
         padding += (group.main.flat.numel() - real) * group.main.flat.element_size()

@@ -17,6 +17,21 @@ from torch_impl.tensor_parallel import TensorParallel, tensor_parallel_of
 _TAKEN = "_taken_by_unit"
 
 
+class TakenParameter(nn.Parameter):
+    """What the original of a sharded parameter becomes, so that an optimizer that still holds it raises.
+
+    Every ``torch.optim`` optimizer reads ``.grad`` in ``step`` and in ``zero_grad``.
+    """
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]  # refuses what a tensor offers
+        raise RuntimeError(
+            f"parameter of shape {tuple(self.shape)} was collected before fully_shard took it into a "
+            f"{getattr(self, _TAKEN)} unit, and is not trained any more: build the optimizer after sharding, from "
+            "model.parameters()"
+        )
+
+
 @dataclass(frozen=True)
 class OwnedParameter:
     """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered."""
@@ -51,6 +66,8 @@ class OwnedParameter:
                 stacklevel=2,
             )
         setattr(self.param, _TAKEN, unit)
+        if type(self.param) is nn.Parameter:
+            self.param.__class__ = TakenParameter
 
 
 def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[OwnedParameter]:

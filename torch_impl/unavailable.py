@@ -48,6 +48,15 @@ class Unavailable:
             "collectives work in the flat buffers, without staging buffers; leave the call out",
         )
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Only True."""
+        if not unshard_in_backward:
+            refuse(
+                "set_unshard_in_backward(False)",
+                "a backward that needs the weights after all would read freed memory; set_reshard_after_forward(False) "
+                "saves the second gather",
+            )
+
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:

@@ -50,10 +50,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "set_reshard_after_forward": (True,),
     "set_separate_reduce_scatter_group": (True,),
     "set_symm_mem_for_comm": (),
-    "set_unshard_in_backward": (True,),
+    "set_unshard_in_backward": (False,),
     "unshard": (),
 }
 REFUSED = {
+    "set_unshard_in_backward",
     "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
@@ -161,9 +162,8 @@ def setters() -> None:
     assert values("requires_all_reduce") == [True] * 3
     model.set_is_last_backward(False)
     assert values("last_backward") == [False] * 3
-    model.set_unshard_in_backward(False)
-    assert values("unshard_in_backward") == [False, True, True]
-    for name in ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward"):
+    model.set_unshard_in_backward(True)
+    for name in ("reshard_after_forward", "reshard_after_backward"):
         with pytest.raises(ValueError, match=rf"{name}: expected a bool, got 2"):
             getattr(model, f"set_{name}")(2)
     for name in ("forward", "backward"):

@@ -1,0 +1,105 @@
+"""Bytes in use during a step, and after a model is deleted, seen by torch's allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_impl
+from tests.bench.torch_memory import live_bytes
+from tests.ranks import RankGroup
+
+WIDTH, LAYERS = 96, 6
+UNIT = 4 * (WIDTH * WIDTH + WIDTH)
+ALLOWED = 64 * 1024
+
+
+def model_of(strategy: str, shape: tuple[int, ...]) -> nn.Module:
+    names = ("outer", "inner")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    for layer in model:
+        torch_impl.fully_shard(layer, mesh=mesh, strategy=strategy)
+    return torch_impl.fully_shard(model, mesh=mesh, strategy=strategy)
+
+
+def measured(strategy: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def build() -> Callable[[], Any]:
+        model = model_of(strategy, shape)
+        optimizer = torch_impl.MainWeightAdamW(model.parameters())
+        x = torch.full((2, WIDTH), 0.1 * dist.get_rank())
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    live = live_bytes(build, torch.device("cpu"))
+    return live.rest, live.peak, live.left
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "compute", "main"),
+    [
+        ("optim_grads_params", (2,), 0.0, 0.5),
+        ("optim_grads", (2,), 1.0, 0.5),
+        ("hsdp", (2, 1), 0.0, 1.0),
+        ("hfsdp", (2, 1), 1.0, 0.5),
+    ],
+)
+def test_a_step_needs_what_is_there_at_rest_and_three_units_and_deletion_frees_all(
+    ranks: RankGroup, strategy: str, shape: tuple[int, ...], compute: float, main: float
+) -> None:
+    """``compute``, ``main``: the fractions of compute weights, and of main weights and moments, that a rank keeps."""
+    for rest, peak, left in ranks.run(2, measured, strategy, shape):
+        # Gradients are sharded like the optimizer state, or over the inner axis only; those of the last step are there.
+        kept = UNIT * LAYERS * (compute + 3 * main)
+        gradients = UNIT * LAYERS * (1.0 if strategy == "hsdp" else 0.5)
+        assert abs(rest - kept - gradients) < ALLOWED
+        # A unit's buffers are its compute weights and its gradients.
+        assert peak < rest + 3 * 2 * UNIT + ALLOWED
+        assert left < ALLOWED
+
+
+def deleted_without_collection(strategy: str, pending: bool) -> int:
+    """Live bytes of tensors that a deleted model leaves, with the garbage collector off."""
+    model = model_of(strategy, (2,))
+    optimizer = torch_impl.MainWeightAdamW(model.parameters())
+    for _ in range(2):
+        loss = model(torch.full((2, WIDTH), 0.1 * dist.get_rank())).square().mean()
+        if not pending:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, loss
+        return sum(s.nbytes() for s in storages())
+    finally:
+        gc.enable()
+
+
+def storages() -> list[torch.UntypedStorage]:
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    found = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors if type(one) in KINDS}
+    return list(found.values())
+
+
+KINDS = (torch.Tensor, nn.Parameter)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_deleted_model_frees_its_storages_without_the_garbage_collector(
+    ranks: RankGroup, strategy: str, pending: bool
+) -> None:
+    assert all(left < ALLOWED for left in ranks.run(2, deleted_without_collection, strategy, pending))
