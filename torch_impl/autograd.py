@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,11 @@ def current_backward() -> int | None:
     """Number of the backward that runs on this thread, also a nested one; None outside of backward."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters that autograd compares with those of saved tensors."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

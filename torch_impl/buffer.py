@@ -34,7 +34,7 @@ class FlatBuffer:
         self.layout, self.rank = layout, rank
         self.flat = torch.zeros(size, dtype=dtype, device=device) if flat is None else flat
         self.allocated = True
-        self._bytes = size * self.flat.element_size()
+        self.nbytes = size * self.flat.element_size()
         self._storage = self.flat.untyped_storage()
 
     def view(self, name: str) -> torch.Tensor:
@@ -54,10 +54,20 @@ class FlatBuffer:
         """Give the buffer its memory; the contents are arbitrary."""
         # resize_ takes new memory and copies, also to the same size.
         if not self.allocated:
-            self._storage.resize_(self._bytes)
+            self._storage.resize_(self.nbytes)
             self.allocated = True
 
     def free(self) -> None:
         """Release the memory; views stay, and must not be read until ``allocate`` and a refill."""
         self._storage.resize_(0)
         self.allocated = False
+
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Lie in other memory, which is allocated if it is not; views must be taken anew."""
+        if storage.nbytes() < self.nbytes:
+            storage.resize_(self.nbytes)
+        self.allocated = True
+        # Later steps could not write to what is made in inference mode.
+        with torch.inference_mode(False):
+            flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+            self.flat, self._storage = flat.set_(storage, 0, (self.flat.numel(),), (1,)), storage

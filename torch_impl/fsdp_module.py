@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_impl.memory import MemoryReport, memory_report
 from torch_impl.options import check_divisor
+from torch_impl.pool_plan import BufferPlan
 from torch_impl.unavailable import Unavailable
 from torch_impl.unit import Unit
 
@@ -184,6 +185,19 @@ class FSDPModule(Unavailable):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the current stream, and so every gather that is begun from now on, wait for ``event``."""
         event.wait()
+
+    def set_buffer_pool(self, enabled: bool) -> None:
+        """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.pool``.
+
+        To be called after the first forward, or on the root: units are pooled together with those of their root.
+        """
+        _check_bool("set_buffer_pool", enabled)
+        for unit in self._units(True):
+            unit.pool.enable(enabled)
+
+    def buffer_plan(self) -> BufferPlan | None:
+        """Which buffers of the units below this module's root share memory; None until two steps were alike."""
+        return self._unit.pool.plan
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
         """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""

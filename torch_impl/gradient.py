@@ -27,6 +27,7 @@ from torch import nn
 from torch_impl.dtensor import RowDTensor, RowShard, local_of, make_partial, wrap_like
 from torch_impl.levels import ShardLevels
 from torch_impl.placement import Strategy
+from torch_impl.pool import PooledGradient
 from torch_impl.precision import GroupDtypes
 from torch_impl.streams import Step, Streams, Transfer
 from torch_impl.tensor_parallel import TensorParallel
@@ -56,6 +57,8 @@ class GroupGradient:
         self._scaled = False
         self._transfer: Transfer | None = None
         self._sums = torch.empty(0), False
+        device = local_of(params[0]).device
+        self.memory = PooledGradient(levels.size(0), dtypes.reduce, device)
         if dtypes.grad != dtypes.main:
             for param in params:
                 param.grad_dtype = dtypes.grad
@@ -117,7 +120,8 @@ class GroupGradient:
             return
         self._complete()
         self._leave_partial(self._views, level=0)
-        self.drop()
+        self.memory.give_away()
+        self._forget_collected()
 
     def start(self, last: bool, streams: Streams) -> bool:
         """Begin to reduce what was collected; nothing (False) if nothing came, else a collective.
@@ -132,7 +136,9 @@ class GroupGradient:
         values = self._complete().to(self._dtypes.reduce)
         if self._prescaled and not self._scaled:
             values = values / self.divisor
-        self.drop()
+        if values is not self._whole:
+            self.memory.release()
+        self._forget_collected()
         last = last or self._strategy.gradients == self._levels.mesh.ndim
         steps, sums = self._steps(values, last)
         self._transfer = streams.start(steps)
@@ -145,6 +151,7 @@ class GroupGradient:
             transfer, (sums, last) = self._transfer, self._sums
             self._forget_reduction()
             transfer.finish()
+            self.memory.release()
             if last:
                 self._publish_reduced(sums)
             else:
@@ -156,16 +163,20 @@ class GroupGradient:
         Gradients are added to the sums of earlier microbatches in place: if those are kept, what arrived in the
         unfinished backward stays in them until ``zero_grad``.
         """
-        self._whole, self._views, self._untouched, self._scaled = None, [], set(), False
-        self._held, self._held_numel = {}, 0
+        self._forget_collected()
+        self.memory.release()
 
     def abandon(self) -> None:
         """Forget also what is being reduced."""
-        self.drop()
         if self._transfer is not None:
             transfer = self._transfer
             self._forget_reduction()
             transfer.finish()
+        self.drop()
+
+    def _forget_collected(self) -> None:
+        self._whole, self._views, self._untouched, self._scaled = None, [], set(), False
+        self._held, self._held_numel = {}, 0
 
     def _forget_reduction(self) -> None:
         self._transfer, self._sums = None, (torch.empty(0), False)
@@ -184,7 +195,10 @@ class GroupGradient:
         kept = self._kept()
         flat = self._flat_of(kept)
         dtype = self._dtypes.grad if keep or kept else self._dtypes.reduce
-        if flat is None:
+        # Where nothing is scattered, the reduced gradients stay in this buffer.
+        if flat is None and not keep and not kept and self._strategy.optimizer:
+            flat = self.memory.take()
+        elif flat is None:
             flat = torch.empty(self._levels.size(0), dtype=dtype, device=local_of(self._params[0]).device)
         self._whole = flat
         self._views = self._levels.views(0, flat)

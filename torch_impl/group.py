@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement
 
+from torch_impl import autograd
 from torch_impl.buffer import FlatBuffer
 from torch_impl.data_parallel import DataParallelMesh
 from torch_impl.dtensor import make_dtensor
@@ -34,6 +35,7 @@ from torch_impl.layout import Layout
 from torch_impl.levels import ShardLevels
 from torch_impl.ownership import OwnedParameter
 from torch_impl.placement import Strategy
+from torch_impl.pool import PooledWeights
 from torch_impl.precision import GroupDtypes
 from torch_impl.streams import Step, Streams, Transfer
 
@@ -103,6 +105,8 @@ class ParameterGroup:
         self.gradient = GroupGradient(
             self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, self._divisor
         )
+        finish = autograd.weakly(self._finish_transfer)
+        self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish)
         self._transfer: Transfer | None = None
         self._gathered_version: int | None = None
         self._resident_version: int | None = None
@@ -135,34 +139,31 @@ class ParameterGroup:
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return False
         self._gathered_version = None  # until it has succeeded
-        self.compute.allocate()
+        target = self.weights.prepare(changed=version != gathered)
         with torch.no_grad():
-            self._transfer = streams.start(self._gather_steps(version))
-        if version != gathered:
-            for param in self.unsharded:
-                torch.autograd.graph.increment_version(param)
+            self._transfer = streams.start(self._gather_steps(version, target))
         self._started_version = version
         return True
 
     def unshard(self, refresh: bool, streams: Streams) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
-        if self._transfer is None and not self.start_unshard(refresh, streams):
-            return
-        self._finish_transfer()
-        # Main weights may have changed since the gather began.
-        if refresh and self.start_unshard(refresh, streams):
+        if self._transfer is not None or self.start_unshard(refresh, streams):
             self._finish_transfer()
+            # Main weights may have changed since the gather began.
+            if refresh and self.start_unshard(refresh, streams):
+                self._finish_transfer()
+        self.weights.settle()
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
         if self.compute is not self.main:
             self._finish_transfer()
-            self.compute.free()
+            self.weights.release()
 
     @property
     def gathering(self) -> bool:
         """Whether compute weights are on their way."""
-        return self._transfer is not None
+        return self._transfer is not None or self.weights.aside
 
     def _finish_transfer(self) -> None:
         if self._transfer is not None:
@@ -170,7 +171,7 @@ class ParameterGroup:
             transfer.finish()
             self._gathered_version = self._resident_version = self._started_version
 
-    def _gather_steps(self, version: int) -> list[Step]:
+    def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
         """From the finest shards that hold current values to whole compute weights, an axis a step."""
         level, source = self.strategy.optimizer, self.main.flat
         resident = self.resident
@@ -178,12 +179,12 @@ class ParameterGroup:
             level, source = self.strategy.parameters, resident.flat
         source = source.to(self.dtypes.compute)
         if level == 0:
-            return [("gather", partial(_copy, self.compute.flat, source))]
+            return [("gather", partial(_copy, target, source))]
         steps: list[Step] = []
         while level > 0:
             level -= 1
             if level == 0:
-                output = self.compute.flat
+                output = target
             elif resident is not None and level == self.strategy.parameters:
                 output = resident.flat
                 self._resident_version = None  # until it has succeeded

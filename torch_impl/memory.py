@@ -39,7 +39,8 @@ class MemoryReport:
 
 def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter."""
-    main = compute = gradients = moments = padding = 0
+    weights: list[torch.Tensor] = []
+    main = gradients = moments = padding = 0
     for group in groups:
         if group.on_meta:
             continue
@@ -47,9 +48,9 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         real = sum(local_of(param).numel() for param in group.params)
         padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
         if group.compute is not group.main:
-            compute += group.compute.flat.untyped_storage().nbytes()
+            weights.append(group.compute.flat)
         if group.resident is not None:
-            compute += group.resident.flat.untyped_storage().nbytes()
+            weights.append(group.resident.flat)
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
         gradients += _storage_bytes(held + group.gradient.collecting)
         if optimizer is not None:
@@ -59,7 +60,7 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
                 for name, value in optimizer.state.get(param, {}).items()
                 if isinstance(value, torch.Tensor) and name != "step"
             )
-    return MemoryReport(main, compute, gradients, moments, padding)
+    return MemoryReport(main, _storage_bytes(weights), gradients, moments, padding)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

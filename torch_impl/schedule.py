@@ -24,6 +24,7 @@ import torch
 
 from torch_impl import autograd
 from torch_impl.gradient import GroupGradient
+from torch_impl.pool import BufferPool
 from torch_impl.streams import streams_for
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Schedule:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = streams_for(device)
+        self.pool = BufferPool(device)
         self.open_forwards = 0
         self._forward, self._backward = Order(), Order()
         self._ended: list[weakref.ref[Unit]] = []
@@ -70,6 +72,7 @@ class Schedule:
         if self.open_forwards == 0:
             self._abandon()
             self._forward.restart()
+            self.pool.forward_begins()
             self._ended = []
         expected = self._forward.reach(unit)
         if unit.forward_prefetch is not None:
@@ -81,8 +84,9 @@ class Schedule:
         """A forward of ``unit`` ended; after the outermost one nothing that was prefetched is needed."""
         if autograd.current_backward() is None:
             self._ended.append(unit.reference)
-            if self.open_forwards == 0 and self._prefetched:
+            if self.open_forwards == 0:
                 self._drop_prefetched()
+                self.pool.rest()
 
     def backward_begins(self, unit: Unit) -> None:
         """``unit`` begins to run backward, or forward again in backward: gather the weights of the next."""
@@ -97,6 +101,7 @@ class Schedule:
         if task not in self._tasks:
             if not self._running():
                 self._abandon()
+                self.pool.backward_begins()
                 self._backward.restart()
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
@@ -142,6 +147,7 @@ class Schedule:
                 unit = reference()
                 if unit is not None:
                     unit.rest_after_recompute()
+            self.pool.backward_ended()
 
     def _running(self) -> bool:
         """Whether a backward runs; forgets those that raised, whose callbacks the engine has dropped."""

@@ -30,6 +30,7 @@ from torch import nn
 
 from torch_impl import autograd, main_grad
 from torch_impl.group import ParameterGroup
+from torch_impl.pool import BufferPool
 from torch_impl.precision import MixedPrecisionPolicy
 from torch_impl.schedule import Schedule
 
@@ -75,6 +76,8 @@ class Unit:
         self._recomputed = False
         for group in self.groups:
             group.on_gradient(self._gradient_arrived)
+        self._name = ""
+        self._use_pool()
 
     def attach(self, module: nn.Module) -> None:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
@@ -90,6 +93,7 @@ class Unit:
         for group in self.groups:
             if group.on_meta:
                 group.materialize(device)
+        self._use_pool()
 
     def start_unshard(self, refresh: bool = True) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
@@ -106,6 +110,17 @@ class Unit:
                 group.check_registered()
             group.unshard(refresh, self._schedule.streams)
         self._show(unsharded=True)
+
+    @property
+    def pool(self) -> BufferPool:
+        """Memory that the units below one root use in turn."""
+        return self._schedule.pool
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether compute weights may be read without another call of the runtime: in forward, after ``unshard``."""
+        returns = bool(self._backwards) or self._recomputed
+        return bool(self._calls) or (self._registered_unsharded and not returns)
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
@@ -170,6 +185,15 @@ class Unit:
         self._schedule = schedule
         self._labels = (f"{name} all-gather".lstrip(), f"{name} reduce".lstrip())
         self._rooted, self._is_root = True, is_root
+        self._name = name or "root"
+        self._use_pool()
+
+    def _use_pool(self) -> None:
+        for index, group in enumerate(self.groups):
+            group.weights.pinned = partial(_pinned, self.reference)
+            for buffer in (group.weights, group.gradient.memory):
+                buffer.pool = self._schedule.pool
+                buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
 
     def _begin(self, in_backward: bool, refresh: bool) -> None:
         """Gather this unit's weights, and the next one's meanwhile."""
@@ -328,6 +352,11 @@ class Unit:
             group.gradient.abandon()
             for param in group.unsharded:
                 param.grad = None
+
+
+def _pinned(reference: weakref.ref[Unit]) -> bool:
+    unit = reference()
+    return unit is not None and unit.reads_weights
 
 
 # Graphs outlive deleted models, and units own hooks: what is called back from a graph holds its unit weakly.

@@ -256,6 +256,11 @@ def interrupted() -> None:
         # What was being reduced when the backward raised must not turn up in the next step's gradients.
         model.zero_grad()
         handle.remove()
+        model.order = ()
+        with torch.no_grad():
+            model(rank_inputs()[0])
+        assert not any(layer._unit.groups[0].gradient._transfer for layer in model.layers), "memory is held"
+        model.order = Chain.order
         step(model, reference)
 
 

@@ -1,0 +1,364 @@
+"""Memory that units of one size use in turn, instead of each allocating its own twice a step.
+
+The pool notes when buffers are in use. When a step's record comes again, it plans slots (see ``pool_plan``), and from
+the next change of the main weights on, compute weights lie in their slots. A program may depart from the plan any time:
+
+* A slot that is in use is not taken. Weights that are gathered ahead wait *aside*, in memory of their own. When their
+  unit runs, the ones in the slot are moved aside instead, unless a forward is reading them.
+* Weights move to another place only with changed values, or where a forward is reading their slot. Both void the graphs
+  that saved the old ones.
+
+Autograd keeps views of compute weights, which may show another unit's between forward and backward. That no backward
+computes with those does not rest on the plan: a unit that loses its slot has the versions of its weights advanced, and
+gets them back with its contents. Until then autograd refuses the saved views. Every entry into a unit, forward or
+backward, brings its contents back before it computes.
+
+The decisions are local: they neither issue nor order collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from torch_impl import autograd
+from torch_impl.buffer import FlatBuffer
+from torch_impl.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
+
+# Programs that alternate between some kinds of steps, such as microbatches, keep one plan.
+_REMEMBERED = 4
+
+
+class Slot:
+    """Memory of ``nbytes`` for one user at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
+
+    def __init__(
+        self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes, self._keeps = nbytes, keeps
+        self._expected: Iterator[bool] = iter(())
+        self._user: weakref.ref[PooledWeights | PooledGradient] | None = None
+        self._contents: weakref.ref[PooledWeights | PooledGradient] | None = None
+
+    @property
+    def user(self) -> PooledWeights | PooledGradient | None:
+        """Whose buffer is in use here."""
+        return None if self._user is None else self._user()
+
+    def take(self, user: PooledWeights | PooledGradient) -> bool:
+        """Use the slot, which then has memory; False if another one does."""
+        if self.user is not None and self.user is not user:
+            return False
+        before = None if self._contents is None else self._contents()
+        if before is not None and before is not user:
+            before.lost()
+        self._user = self._contents = weakref.ref(user)
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self._nbytes)
+        return True
+
+    def leave(self, user: PooledWeights | PooledGradient) -> None:
+        """End a use; the memory stays if the plan says so."""
+        if self.user is user:
+            self._user = None
+            if not next(self._expected, False):
+                self.storage.resize_(0)
+
+    def begin(self, backward: bool) -> None:
+        """A pass begins."""
+        self.rest()
+        self._expected = iter(self._keeps[backward])
+
+    def rest(self) -> None:
+        """A pass ended: release memory that is not in use."""
+        self._expected = iter(())
+        if self.user is None:
+            self.storage.resize_(0)
+
+    def retire(self) -> None:
+        """The plan is replaced: keep no memory for those that still come."""
+        self._keeps = (), ()
+        self.rest()
+
+
+class Pooled(Protocol):
+    """A buffer that the pool records."""
+
+    name: str
+    kind: str
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class _Trace(NamedTuple):
+    """The uses of one step, by buffer; backward began at ``turn``."""
+
+    uses: dict[weakref.ref[Pooled], tuple[Span, ...]]
+    turn: int
+    duration: int
+
+
+class BufferPool:
+    """Records the steps of units below one root, and gives out slots; ``plan`` is None until two steps were alike."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.plan: BufferPlan | None = None
+        self._device = device
+        self._enabled = True
+        self._planned: _Trace | None = None
+        self._recent: deque[_Trace] = deque(maxlen=_REMEMBERED)
+        self._slots: dict[weakref.ref[Pooled], Slot] = {}
+        self._open: dict[weakref.ref[Pooled], int] = {}
+        self._closed: dict[weakref.ref[Pooled], tuple[Span, ...]] = {}
+        self._time = 0
+        self._turn: int | None = None
+
+    def enable(self, enabled: bool) -> None:
+        """With False, buffers get memory of their own, from the next change of the main weights on."""
+        self._enabled = enabled
+        self._recent.clear()
+        self._replace(None, None)
+
+    def slot_of(self, buffer: Pooled) -> Slot | None:
+        """Where the plan puts a buffer; None for memory of its own."""
+        return self._slots.get(weakref.ref(buffer))
+
+    def began(self, buffer: Pooled) -> None:
+        """Note that a buffer is in use from now on."""
+        if self._open.setdefault(weakref.ref(buffer), self._time) == self._time:
+            self._time += 1
+
+    def ended(self, buffer: Pooled) -> None:
+        """Note that a buffer is in use no more."""
+        reference = weakref.ref(buffer)
+        start = self._open.pop(reference, None)
+        if start is not None:
+            self._closed[reference] = (*self._closed.get(reference, ()), (start, self._time))
+            self._time += 1
+
+    def forward_begins(self) -> None:
+        """An outermost forward begins, and a new record."""
+        self._open, self._closed, self._time, self._turn = {}, {}, 0, None
+        self._begin(backward=False)
+
+    def backward_begins(self) -> None:
+        self._turn = self._time
+        self._begin(backward=True)
+
+    def backward_ended(self) -> None:
+        """The outermost backward ended, and the record: buffers that are in use still are not pooled."""
+        if self._turn is not None and self._enabled:
+            closed = {ref: spans for ref, spans in self._closed.items() if ref not in self._open}
+            self._compare(_Trace(closed, self._turn, self._time))
+        self._turn = None
+        self.rest()
+
+    def rest(self) -> None:
+        """Release all memory that is not in use."""
+        for slot in self._distinct():
+            slot.rest()
+
+    def _begin(self, backward: bool) -> None:
+        for slot in self._distinct():
+            slot.begin(backward)
+
+    def _distinct(self) -> list[Slot]:
+        return list(dict.fromkeys(self._slots.values()))
+
+    def _compare(self, trace: _Trace) -> None:
+        known = [*self._recent, trace]
+        self._recent.append(trace)
+        again = [one for index, one in enumerate(known) if one in known[:index]]
+        if self._planned not in known and again:
+            trace = max(again, key=lambda one: one.duration)
+            users = {ref: (one, spans) for ref, spans in trace.uses.items() if (one := ref()) and one.nbytes}
+            lifetimes = [Lifetime(one.name, one.kind, one.nbytes, spans) for one, spans in users.values()]
+            plan = plan_buffers(lifetimes, trace.turn, trace.duration)
+            self._replace(trace, plan)
+            made = [
+                Slot(nbytes, self._device, (plan.keeps(slot, False), plan.keeps(slot, True)))
+                for slot, nbytes in enumerate(plan.slot_bytes)
+            ]
+            pairs = zip(users, plan.slots, strict=True)
+            self._slots = {ref: made[slot] for ref, slot in pairs if slot is not None}
+
+    def _replace(self, trace: _Trace | None, plan: BufferPlan | None) -> None:
+        for slot in self._distinct():
+            slot.retire()
+        self._slots, self._planned, self.plan = {}, trace, plan
+
+
+def _never() -> bool:
+    return False
+
+
+class PooledWeights:
+    """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
+
+    ``finish`` ends a gather that is under way.
+    """
+
+    kind = "weights"
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        buffer: FlatBuffer,
+        params: Sequence[nn.Parameter],
+        finish: Callable[[], None],
+    ) -> None:
+        self.name = ""
+        self.pool = BufferPool(buffer.flat.device)
+        self.pinned: Callable[[], bool] = _never
+        self._names, self._params = list(names), list(params)
+        self._buffer, self._finish = buffer, finish
+        self._own = buffer.flat.untyped_storage()
+        # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
+        self._movable = all(type(param) is nn.Parameter for param in params)
+        self._slot: Slot | None = None
+        self._aside: torch.Tensor | None = None
+        self._versions: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    @property
+    def aside(self) -> bool:
+        """Whether the contents wait for their slot."""
+        return self._aside is not None
+
+    def prepare(self, changed: bool) -> torch.Tensor:
+        """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
+        if self._movable:
+            self.pool.began(self)
+        self._aside = None
+        if changed:
+            self._void_graphs()
+            self._choose()
+        if self._slot is None:
+            self._buffer.allocate()
+            return self._buffer.flat
+        self._buffer.allocated = True
+        if self._slot.take(self):
+            self._regained()
+            return self._buffer.flat
+        self._aside = torch.empty_like(self._buffer.flat)
+        return self._aside
+
+    def settle(self) -> None:
+        """Bring the contents to where the parameters are; to be called before they are read."""
+        if self._aside is None:
+            return
+        assert self._slot is not None
+        user = self._slot.user
+        if isinstance(user, PooledWeights) and user is not self and not user.step_aside():
+            self._void_graphs()
+            self._move(None)
+        else:
+            self._slot.take(self)
+            self._regained()
+        self._buffer.flat.copy_(self._aside)
+        self._aside = None
+
+    def step_aside(self) -> bool:
+        """Leave the slot to another unit, and wait; False if these weights are being read."""
+        if self.pinned():
+            return False
+        self._finish()
+        assert self._slot is not None
+        self._aside = self._buffer.flat.clone()
+        self._slot.leave(self)
+        return True
+
+    def release(self) -> None:
+        """Forget the contents and free the memory."""
+        self.pool.ended(self)
+        self._aside = None
+        self._buffer.allocated = False
+        if self._slot is None:
+            self._buffer.free()
+        else:
+            self._slot.leave(self)
+
+    def lost(self) -> None:
+        """Another unit's weights replace these: saved views of them must not be read."""
+        if self._versions is None:
+            self._versions = tuple(param._version for param in self._params)
+            torch.autograd.graph.increment_version(self._params)
+
+    def _regained(self) -> None:
+        if self._versions is not None:
+            autograd.set_versions(self._params, self._versions)
+            self._versions = None
+
+    def _void_graphs(self) -> None:
+        # By two, since one more is the mark of lost contents.
+        self._versions = None
+        for _ in range(2):
+            torch.autograd.graph.increment_version(self._params)
+
+    def _choose(self) -> None:
+        """Move to the slot of the plan, if it is free, else out of any that is in use."""
+        slot = self.pool.slot_of(self)
+        if slot is not None and not slot.take(self):
+            slot = None
+        if slot is not self._slot:
+            self._move(slot)
+
+    def _move(self, slot: Slot | None) -> None:
+        if self._slot is not None:
+            self._slot.leave(self)
+        self._slot = slot
+        self._buffer.move(self._own if slot is None else slot.storage)
+        with torch.inference_mode(False):
+            for name, param in zip(self._names, self._params, strict=True):
+                param.data = self._buffer.view(name)
+
+
+class PooledGradient:
+    """The buffer in which gradients of a group are collected and reduced: ``size`` elements."""
+
+    kind = "gradients"
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.name = ""
+        self.pool = BufferPool(device)
+        self.nbytes = size * dtype.itemsize
+        self._size, self._dtype, self._device = size, dtype, device
+        self._slot: Slot | None = None
+
+    def take(self) -> torch.Tensor:
+        """The buffer, with arbitrary contents."""
+        self.pool.began(self)
+        flat = torch.empty(0, dtype=self._dtype, device=self._device)
+        slot = self.pool.slot_of(self)
+        if slot is not None and slot.take(self):
+            self._slot = slot
+            return flat.set_(slot.storage, 0, (self._size,), (1,))
+        return flat.new_empty(self._size)
+
+    def release(self) -> None:
+        """The buffer is not needed any more; nothing if it was not taken."""
+        self.pool.ended(self)
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            slot.leave(self)
+
+    def give_away(self) -> None:
+        """The buffer goes on to be used by others, as kept gradients are."""
+        self.pool.ended(self)
+        if self._slot is not None:
+            self._slot.storage = torch.UntypedStorage(0, device=self._device)
+            slot, self._slot = self._slot, None
+            slot.leave(self)
+
+    def lost(self) -> None:
+        """Nobody reads a gradient buffer after its release."""

@@ -1,0 +1,209 @@
+"""Which buffers of a training step share memory, planned from when each of them was in use.
+
+Compute weights and gradient buffers of equal size share a *slot* if they are never in use at once. Weights are in use
+twice a step, in the same slot, because autograd keeps views of it. Time counts the beginnings and ends of uses::
+
+    weights a   |####....####|      slot 0   |aaa-ccc..ccc-aaa|      a, b, c  in use by
+    weights b   |..########..|      slot 1   |..bbbb....bbbb..|      -        kept for the next use
+    weights c   |....####....|                                       .        no memory
+
+A slot keeps its memory between two uses in one pass (forward or backward), unless more bytes would be allocated than
+were ever in use at once in that pass. So planned buffers never need more memory than those allocated for each use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Span = tuple[int, int]
+_MAX_LISTED = 40
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """When one buffer is in use in a step: from the event ``start`` up to, not including, ``end``, for each span."""
+
+    name: str
+    kind: str
+    nbytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """Slots for the buffers of a step; ``str()`` draws it.
+
+    ``slots``: for each of ``lifetimes`` the number of its slot, None for memory of its own. ``memory``: for each slot,
+    when it has memory. Backward begins at event ``turn``; the step has ``duration`` events.
+    """
+
+    lifetimes: tuple[Lifetime, ...]
+    slots: tuple[int | None, ...]
+    memory: tuple[tuple[Span, ...], ...]
+    turn: int
+    duration: int
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Size of each slot."""
+        sizes = {slot: one.nbytes for one, slot in zip(self.lifetimes, self.slots, strict=True)}
+        return tuple(sizes[slot] for slot in range(len(self.memory)))
+
+    @property
+    def allocations(self) -> int:
+        """How often memory is allocated in a step."""
+        own = [one for one, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
+        return sum(len(spans) for spans in self.memory) + sum(len(one.spans) for one in own)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of these buffers and slots that are allocated at once."""
+        return max(self._allocated(), default=0)
+
+    def keeps(self, slot: int, backward: bool) -> tuple[bool, ...]:
+        """For each use of a slot in a pass, in order: does the slot keep its memory after it?"""
+        ends = [end for _, end in self.memory[slot]]
+        return tuple(end not in ends for _, end in self._uses(slot) if (end > self.turn) == backward)
+
+    def __str__(self) -> str:
+        return _draw(self, 96)
+
+    def _uses(self, slot: int) -> list[Span]:
+        pairs = zip(self.lifetimes, self.slots, strict=True)
+        return sorted(span for one, its in pairs if its == slot for span in one.spans)
+
+    def _allocated(self) -> list[int]:
+        """Bytes allocated at each time."""
+        own = [one for one, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
+        spans = [(span, one.nbytes) for one in own for span in one.spans]
+        for held, nbytes in zip(self.memory, self.slot_bytes, strict=True):
+            spans += [(span, nbytes) for span in held]
+        return _sum(spans, self.duration)
+
+
+def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
+    """A number for each object, from 0 on, different for objects with overlapping spans.
+
+    The fewest numbers if every object has one span. Spans ``(start, end)`` do not include their end.
+    """
+    numbers = [0] * len(objects)
+    taken: list[list[Span]] = []
+    for index in sorted(range(len(objects)), key=lambda index: min(objects[index])):
+        number = 0
+        while number < len(taken) and _overlap(taken[number], objects[index]):
+            number += 1
+        if number == len(taken):
+            taken.append([])
+        taken[number] += objects[index]
+        numbers[index] = number
+    return numbers
+
+
+def plan_buffers(lifetimes: Sequence[Lifetime], turn: int, duration: int) -> BufferPlan:
+    """Let buffers of one kind and size share slots; those that no other can share with have memory of their own."""
+    classes: dict[tuple[str, int], list[int]] = {}
+    for index, one in enumerate(lifetimes):
+        classes.setdefault((one.kind, one.nbytes), []).append(index)
+    slots: list[int | None] = [None] * len(lifetimes)
+    uses: list[list[Span]] = []
+    for members in classes.values():
+        numbers = colour([lifetimes[index].spans for index in members])
+        for number in sorted(set(numbers)):
+            sharing = [index for index, its in zip(members, numbers, strict=True) if its == number]
+            if len(sharing) > 1:
+                for index in sharing:
+                    slots[index] = len(uses)
+                uses.append(sorted(span for index in sharing for span in lifetimes[index].spans))
+    memory = _bridge(lifetimes, slots, uses, turn, duration)
+    return BufferPlan(tuple(lifetimes), tuple(slots), memory, turn, duration)
+
+
+def _bridge(
+    lifetimes: Sequence[Lifetime],
+    slots: Sequence[int | None],
+    uses: Sequence[Sequence[Span]],
+    turn: int,
+    duration: int,
+) -> tuple[tuple[Span, ...], ...]:
+    """When each slot has memory: during its uses, and between those for which that raises no pass's peak."""
+    allocated = _sum([(span, one.nbytes) for one in lifetimes for span in one.spans], duration)
+    peaks = max(allocated[:turn], default=0), max(allocated[turn:], default=0)
+    sizes = {slot: one.nbytes for one, slot in zip(lifetimes, slots, strict=True) if slot is not None}
+    gaps = [
+        (start - end, slot, end, start)
+        for slot, spans in enumerate(uses)
+        for (_, end), (start, _) in pairwise(spans)
+        if (end > turn) == (start >= turn)
+    ]
+    heapq.heapify(gaps)
+    kept: set[tuple[int, int]] = set()
+    while gaps:
+        _, slot, end, start = heapq.heappop(gaps)
+        limit = peaks[start >= turn] - sizes[slot]
+        if all(allocated[time] <= limit for time in range(end, start)):
+            kept.add((slot, end))
+            for time in range(end, start):
+                allocated[time] += sizes[slot]
+    memory = []
+    for slot, spans in enumerate(uses):
+        held: list[Span] = []
+        for start, end in spans:
+            if held and (slot, held[-1][1]) in kept:
+                start = held.pop()[0]
+            held.append((start, end))
+        memory.append(tuple(held))
+    return tuple(memory)
+
+
+def _sum(spans: Sequence[tuple[Span, int]], duration: int) -> list[int]:
+    """Sum of the weights of the spans that contain each time."""
+    changes = [0] * (duration + 1)
+    for (start, end), weight in spans:
+        changes[start] += weight
+        changes[end] -= weight
+    total, sums = 0, []
+    for change in changes[:duration]:
+        total += change
+        sums.append(total)
+    return sums
+
+
+def _overlap(first: Sequence[Span], second: Sequence[Span]) -> bool:
+    return any(a < d and c < b for a, b in first for c, d in second)
+
+
+def _draw(plan: BufferPlan, width: int) -> str:
+    """Slots as rows, time as columns, one letter for each unit."""
+    names = list(dict.fromkeys(one.name for one in plan.lifetimes))
+    letters = {name: chr(ord("a") + index % 26) for index, name in enumerate(names)}
+    members: list[tuple[str, int, list[Lifetime], tuple[Span, ...]]] = []
+    for slot, held in enumerate(plan.memory):
+        sharing = [one for one, its in zip(plan.lifetimes, plan.slots, strict=True) if its == slot]
+        members.append((f"{sharing[0].kind} {slot}", sharing[0].nbytes, sharing, held))
+    for one, its in zip(plan.lifetimes, plan.slots, strict=True):
+        if its is None:
+            members.append((f"{one.kind} own", one.nbytes, [one], one.spans))
+    each = sum(len(one.spans) for one in plan.lifetimes)
+    shared = sum(slot is not None for slot in plan.slots)
+    lines = [
+        f"{len(plan.memory)} slots for {shared} of {len(plan.lifetimes)} buffers, {plan.allocations} instead of {each} "
+        f"allocations a step, at most {plan.peak:,} B at once"
+    ]
+    columns = min(width, plan.duration)
+    turn = plan.turn * columns // max(plan.duration, 1)
+    label = max((len(name) for name, *_ in members), default=0)
+    lines.append(f"{'':{label}}  {'forward':{max(turn, 8)}}backward")
+    for name, nbytes, sharing, held in members:
+        line = ["."] * columns
+        for spans, sign in [(held, "-")] + [(one.spans, letters[one.name]) for one in sharing]:
+            for start, end in spans:
+                first, last = (time * columns // plan.duration for time in (start, end - 1))
+                line[first : last + 1] = sign * (last + 1 - first)
+        lines.append(f"{name:{label}} |{''.join(line)}| {nbytes:,} B")
+    lines += [f"{letters[name]}  {name}" for name in names[:_MAX_LISTED]]
+    if len(names) > _MAX_LISTED:
+        lines.append(f"   ... and {len(names) - _MAX_LISTED} more")
+    return "\n".join(lines)
