@@ -149,9 +149,11 @@ def departing(orders: list[tuple[int, ...]]) -> None:
     for order in orders:
         model.order = reference.order = order
         step(model, reference)
-        with torch.no_grad():
-            model(rank_inputs()[0])
-        assert_at_rest(model)
+        for shorter in (order, order[:1]):
+            model.order = shorter
+            with torch.no_grad():
+                model(rank_inputs()[0])
+            assert_at_rest(model)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,39 @@ def test_two_units_weights_and_two_units_gradients_are_in_use_at_most(
     # Recomputation happens while the weights are there for backward; the root keeps its own from forward on.
     assert gathers == microbatches * (2 * UNITS + 1)
     assert scatters == microbatches * (UNITS + 1)
+
+
+class Detour(Chain):
+    """Recomputes a layer in backward that no gradient reaches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.detour, x, use_reentrant=bool(self.recompute))
+        return self.head(x)
+
+    def detour(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x).detach() + self.layers[1](x)
+
+
+def recomputed_in_vain(reentrant: bool) -> None:
+    model, reference = seeded(Detour), seeded(Detour)
+    for layer in model.layers:
+        torch_impl.fully_shard(layer)
+    torch_impl.fully_shard(model)
+    model.recompute = reference.recompute = reentrant
+    inputs = rank_inputs()
+    for _ in range(2):
+        model(inputs[dist.get_rank()].clone().requires_grad_()).square().mean().backward()
+        assert_at_rest(model)
+        for part in inputs:
+            (reference(part.clone().requires_grad_()).square().mean() / len(inputs)).backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_weights_that_were_gathered_for_a_recomputation_without_a_backward_are_freed(
+    ranks: RankGroup, reentrant: bool
+) -> None:
+    ranks.run(WORLD, recomputed_in_vain, reentrant)
 
 
 class Breaks(torch.autograd.Function):
