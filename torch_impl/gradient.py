@@ -18,7 +18,7 @@ Sums are divided when they are reduced over the last axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,14 @@ from torch_impl.pool import PooledGradient
 from torch_impl.precision import GroupDtypes
 from torch_impl.streams import Step, Streams, Transfer
 from torch_impl.tensor_parallel import TensorParallel
+
+# Of a unit's gradients, what is held before they get their buffer. Both are in use together when it is made, so more
+# would raise the peak at the end of a unit; less, that at its beginning.
+_HELD = 0.5
+
+
+def _nothing() -> None:
+    pass
 
 
 class GroupGradient:
@@ -56,12 +64,18 @@ class GroupGradient:
         self._held_numel = 0
         self._scaled = False
         self._transfer: Transfer | None = None
+        self.make_room: Callable[[], None] = _nothing
         self._sums = torch.empty(0), False
         device = local_of(params[0]).device
         self.memory = PooledGradient(levels.size(0), dtypes.reduce, device)
         if dtypes.grad != dtypes.main:
             for param in params:
                 param.grad_dtype = dtypes.grad
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether to finish the reduction under way only means to wait for it, see ``streams.Transfer``."""
+        return self._transfer is not None and self._transfer.only_waits
 
     @property
     def collecting(self) -> list[torch.Tensor]:
@@ -71,7 +85,7 @@ class GroupGradient:
     def add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
         """Take the unsharded gradient of parameter ``index``, which nobody else holds. ``keep``: it is not reduced.
 
-        The buffer is made when half of it has come: where most of a unit's gradients come late, as an embedding's
+        The buffer is made when enough has come: where most of a unit's gradients come late, as an embedding's
         beside an output layer, it would be in use through all of backward.
         """
         given = self._tensor_parallel[index]
@@ -85,7 +99,7 @@ class GroupGradient:
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
-                if 2 * self._held_numel > self._levels.size(0):
+                if self._held_numel > _HELD * self._levels.size(0):
                     self._start(keep)
                 return
         self._put(index, grad)
@@ -192,6 +206,7 @@ class GroupGradient:
         return self._dtypes.reduce == torch.float16
 
     def _start(self, keep: bool) -> None:
+        self.make_room()
         kept = self._kept()
         flat = self._flat_of(kept)
         dtype = self._dtypes.grad if keep or kept else self._dtypes.reduce

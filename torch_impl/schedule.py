@@ -128,6 +128,12 @@ class Schedule:
         if gradient is not None:
             gradient.finish()
 
+    def make_room(self) -> None:
+        """A gradient buffer is about to be allocated: free that of the reduction under way, if that costs nothing."""
+        gradient = None if self._reducing is None else self._reducing()
+        if gradient is not None and gradient.only_waits:
+            self.finish_reduction()
+
     def _take_reducing(self) -> GroupGradient | None:
         reference, self._reducing = self._reducing, None
         return None if reference is None else reference()

@@ -31,7 +31,14 @@ Step = tuple[str, Callable[[bool], Work | None]]
 
 
 class Transfer(Protocol):
-    """Steps under way."""
+    """Steps under way.
+
+    ``only_waits``: to finish neither issues collectives, whose order matters, nor delays what the program computes next
+    on the device.
+    """
+
+    @property
+    def only_waits(self) -> bool: ...
 
     def finish(self) -> None:
         """Return when (on CUDA: make the current stream wait until) all steps are done. To be called once."""
@@ -55,6 +62,7 @@ def streams_for(device: torch.device) -> Streams:
 class _CpuTransfer:
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
+        self.only_waits = len(steps) == 1
         self._work = steps[0][1](True)
 
     def finish(self) -> None:
@@ -80,6 +88,8 @@ class CpuStreams:
 
 
 class _CudaTransfer:
+    only_waits = False
+
     def __init__(self, steps: Sequence[Step], done: torch.cuda.Event) -> None:
         # The steps hold the tensors that are read and written until then.
         self._steps, self._done = steps, done

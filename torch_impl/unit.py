@@ -191,6 +191,7 @@ class Unit:
     def _use_pool(self) -> None:
         for index, group in enumerate(self.groups):
             group.weights.pinned = partial(_pinned, self.reference)
+            group.gradient.make_room = autograd.weakly(self._schedule.make_room)
             for buffer in (group.weights, group.gradient.memory):
                 buffer.pool = self._schedule.pool
                 buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
@@ -302,18 +303,18 @@ class Unit:
             return
         # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
         if self._forwards <= 1:
-            self._finish_gradients()
             self._rest()
+            self._finish_gradients()
 
     def backward_ended(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         self._backwards.pop(task, None)
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         if not self._backwards:
+            self._rest()
             self._finish_gradients()
             self._open_calls.clear()
             self._forwards = 0
-            self._rest()
 
     def rest_after_recompute(self) -> None:
         """All backwards have ended: if none followed what was recomputed, its weights are still there."""
@@ -321,6 +322,7 @@ class Unit:
             self._rest()
 
     def _finish_gradients(self) -> None:
+        """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""
         with torch.no_grad(), self._schedule.streams.range(self._labels[1]):
             for group in self.groups:
                 if self.exposes_main_grad:
