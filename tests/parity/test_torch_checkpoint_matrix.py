@@ -70,7 +70,7 @@ def test_a_decoder_continues_on_other_ranks_under_another_strategy(
     path, original = originals["decoder", saver, saved_as]
     for result in ranks.run(loader, jobs.resumed, "decoder", loaded_as, path, {}):
         _assert_continues(result, original, bitwise=(saver, saved_as) == (loader, loaded_as))
-        assert result["group"] == {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        assert result["group"] == jobs.HYPERPARAMETERS
         assert result["train"]["step"] == 2
         assert result["train"]["sha"].tolist() == [0, 1, 2, 3]
         assert all(v == 4 for name, v in result["final"].items() if name.endswith(".step"))

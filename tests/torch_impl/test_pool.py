@@ -89,7 +89,13 @@ def compare_with_and_without(name: str, compute: str) -> None:
         assert_same_weights(model, reference)
 
 
-@pytest.mark.parametrize("name", STEPS)
+# Every third program in the normal run: each trains twice.
+PROGRAMS = [
+    name if place % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(STEPS)
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_departs_from_its_plan_gets_the_same_results_as_without(
     ranks: RankGroup, name: str
 ) -> None:
@@ -179,8 +185,9 @@ def count_allocations() -> None:
         plain_step(model, 9)
     # The root's weights, once a step, are in no slot.
     assert len(sizes) == planned + 1, (sizes, str(plan))
-    assert len(plan.memory) == 4
-    assert planned == 6
+    # Two for weights in turn; gradients need one, since a reduction is finished before the next buffer is made.
+    assert len(plan.memory) == 3, str(plan)
+    assert planned == 5, str(plan)
     model.set_buffer_pool(False)
     assert model.buffer_plan() is None
     other, _ = warmed_up(pool=False)

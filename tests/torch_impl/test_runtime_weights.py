@@ -233,8 +233,12 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             storage = local_of(thing).untyped_storage()
+            try:
+                address = storage.data_ptr()
+            except RuntimeError:  # tensors that the compiler pretends with have no memory
+                continue
             if storage.nbytes():
-                found[storage.data_ptr()] = storage
+                found[address] = storage
     return found
 
 

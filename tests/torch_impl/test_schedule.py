@@ -226,7 +226,8 @@ def test_two_units_weights_and_two_units_gradients_are_in_use_at_most(
     ranks: RankGroup, recompute: bool | None, microbatches: int
 ) -> None:
     weights, gradients, gathers, scatters = ranks.run(WORLD, live, recompute, microbatches)[0]
-    assert (weights, gradients) == (2, 2)
+    # A reduction that only needs waiting for, as on one axis on the CPU, is finished before the next buffer is made.
+    assert (weights, gradients) == (2, 1)
     # Recomputation happens while the weights are there for backward; the root keeps its own from forward on.
     assert gathers == microbatches * (2 * UNITS + 1)
     assert scatters == microbatches * (UNITS + 1)

@@ -33,7 +33,7 @@ from torch_impl.data_parallel import DataParallelMesh
 from torch_impl.dtensor import local_of
 
 WORLD = 4
-SHAPES = [(2, 2), (4, 1), (1, 4)]
+SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))]
 
 
 def spelled_out(parameters: int, gradients: int, optimizer: int) -> Placements:
