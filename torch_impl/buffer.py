@@ -17,22 +17,12 @@ from torch_impl.layout import Layout
 
 
 class FlatBuffer:
-    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``.
+    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``."""
 
-    Or ``flat``, a 1-D tensor of that size.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int | None,
-        flat: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None) -> None:
         size = layout.padded_size if rank is None else layout.shard_size
         self.layout, self.rank = layout, rank
-        self.flat = torch.zeros(size, dtype=dtype, device=device) if flat is None else flat
+        self.flat = torch.zeros(size, dtype=dtype, device=device)
         self.allocated = True
         self.nbytes = size * self.flat.element_size()
         self._storage = self.flat.untyped_storage()

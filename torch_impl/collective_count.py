@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def count_collectives(model: nn.Module | None = None) -> Iterator[CollectiveCoun
     count, current = CollectiveCount(), [ELSEWHERE]
     originals = {kind: getattr(collectives, kind) for kind in KINDS}
     units = {} if model is None else named_units(model)
-    schedules = {id(unit._schedule): unit._schedule for unit in units}.values()
+    schedules = {id(unit.schedule): unit.schedule for unit in units}.values()
     plain = [schedule.streams for schedule in schedules]
     try:
         for kind, original in originals.items():
@@ -112,16 +112,13 @@ class _LabelledStreams:
 
         return call
 
-    def _as(self, label: str) -> AbstractContextManager[None]:
-        @contextmanager
-        def inside() -> Iterator[None]:
-            self._current.append(label)
-            try:
-                yield
-            finally:
-                self._current.pop()
-
-        return inside()
+    @contextmanager
+    def _as(self, label: str) -> Iterator[None]:
+        self._current.append(label)
+        try:
+            yield
+        finally:
+            self._current.pop()
 
 
 def _by_kind(counter: Counter[tuple[str, str]]) -> dict[str, int]:

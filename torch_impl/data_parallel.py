@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.row_shard import check_order, shard_index
 
 
 class DataParallelMesh:
-    """Sizes, this rank's coordinates and process groups of ``mesh``, by axis, innermost first.
+    """Sizes and process groups of ``mesh``, by axis, innermost first.
 
-    Raises ValueError for a mesh of more than two axes, or one whose axes list ranks in falling order.
+    Raises ValueError for a mesh of more than two axes, or one whose process groups order their ranks otherwise.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -34,14 +35,8 @@ class DataParallelMesh:
         axes = range(mesh.ndim)[::-1]
         self.mesh = mesh
         self.sizes = tuple(mesh.size(axis) for axis in axes)
-        self.coordinates = tuple(mesh.get_local_rank(axis) for axis in axes)
         self.groups = tuple(mesh.get_group(axis) for axis in axes)
-        for group, here in zip(self.groups, self.coordinates, strict=True):
-            if dist.get_rank(group) != here:
-                raise ValueError(
-                    f"mesh: expected ranks in rising order along each axis, got {mesh.mesh.tolist()}: process groups "
-                    "order their ranks so, and shards would go to the wrong ones"
-                )
+        check_order(mesh)
 
     @property
     def ndim(self) -> int:
@@ -58,7 +53,4 @@ class DataParallelMesh:
 
     def index(self, axes: int) -> int:
         """Which of these this rank holds."""
-        index = 0
-        for size, here in zip(self.sizes[:axes], self.coordinates, strict=False):
-            index = index * size + here
-        return index
+        return shard_index(self.mesh, range(self.ndim - axes, self.ndim))

@@ -287,7 +287,13 @@ def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, int]:
     """Rows ``[r0, r1)`` of ``shard`` (default: this rank's), of what tensor-parallel axes leave to this rank."""
-    return _row_range(_dtensor(tensor), shard)
+    origin = _dtensor(tensor)
+    rows = row_placement(origin.placements)
+    if rows is None:
+        return 0, rows_of(tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements).sizes)[1]
+    if shard is None:
+        shard = shard_index(origin.device_mesh, row_axes(origin.placements))
+    return rows.bounds[shard], rows.bounds[shard + 1]
 
 
 def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
@@ -302,7 +308,7 @@ def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ..
     offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
     return tuple(
         Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.sizes)
-        for box in row_boxes(sizes, *_row_range(origin, shard))
+        for box in row_boxes(sizes, *row_range_of(origin, shard))
     )
 
 
@@ -327,7 +333,7 @@ def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         whole = whole.narrow(dim, offset, size)
     if row_placement(origin.placements) is None:
         return whole
-    r0, r1 = _row_range(origin, None)
+    r0, r1 = row_range_of(origin)
     return whole.reshape(-1, *local.shape[1:])[r0:r1]
 
 
@@ -357,16 +363,6 @@ def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
             f"data-parallel axes, got {axes}"
         )
     return axes
-
-
-def _row_range(tensor: DTensor, shard: int | None) -> tuple[int, int]:
-    rows = row_placement(tensor.placements)
-    if rows is None:
-        sizes = tensor_parallel_box(tensor.shape, tensor.device_mesh, tensor.placements).sizes
-        return 0, rows_of(sizes)[1]
-    if shard is None:
-        shard = shard_index(tensor.device_mesh, row_axes(tensor.placements))
-    return rows.bounds[shard], rows.bounds[shard + 1]
 
 
 def _make(

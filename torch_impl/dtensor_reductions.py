@@ -7,7 +7,7 @@ collective they must be reached by all ranks. Norms and means along a dimension 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -44,20 +44,29 @@ def _max_over_ranks(values: torch.Tensor, cut: _Cut) -> torch.Tensor:
     return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
-def _norms(func: Any, tensors: list[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of whole tensors, with one all-reduce for all that are cut over the same mesh axes."""
+def norms(
+    func: Any, tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Norms of whole tensors of any kind, with one all-reduce for all that are cut over the same mesh axes. Collective.
+
+    Args:
+        func: what errors name.
+        dtype: in which a rank sums and of the results; None for that of each tensor.
+
+    Raises RuntimeError for an order below or equal to 0 where a tensor is sharded.
+    """
     cuts = [_cut_over(tensor) for tensor in tensors]
-    norms = []
+    found = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         local = dtensor.local_of(tensor)
         # A rank without elements contributes a zero; of a tensor without any, torch says what its norm is.
         if not local.numel() and tensor.numel():
             local = local.new_zeros(1)
-        norms.append(torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype))
+        found.append(torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype))
     for cut in dict.fromkeys(cut for cut in cuts if cut):
         where = [i for i, one in enumerate(cuts) if one == cut]
         # Powers and roots in float64 leave one rounding, that of the result.
-        values = torch.stack([norms[i].double() for i in where])
+        values = torch.stack([found[i].double() for i in where])
         if order == float("inf"):
             values = _max_over_ranks(values, cut)
         elif order > 0:
@@ -67,8 +76,8 @@ def _norms(func: Any, tensors: list[Any], order: float, dtype: torch.dtype | Non
         else:
             raise RuntimeError(f"{func}: expected a positive order on a sharded tensor, got {order}")
         for i, value in zip(where, values.unbind(), strict=True):
-            norms[i] = value.to((dtype or tensors[i].dtype).to_real())
-    return norms
+            found[i] = value.to((dtype or tensors[i].dtype).to_real())
+    return found
 
 
 def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -86,14 +95,14 @@ def _vector_norm(
             f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions with "
             f"keepdim=True, got dim={dim}, keepdim={keepdim}"
         )
-    return _norms(func, [tensor], ord, dtype)[0]
+    return norms(func, [tensor], ord, dtype)[0]
 
 
 def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     without_elements = [dtensor.local_of(tensor) for tensor in tensors if not tensor.numel()]
     if without_elements:
         torch._foreach_norm(without_elements, ord)  # torch refuses some orders
-    return _norms(func, tensors, ord, dtype)
+    return norms(func, tensors, ord, dtype)
 
 
 def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:

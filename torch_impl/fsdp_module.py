@@ -69,8 +69,8 @@ class FSDPModule(Unavailable):
         unit, open_calls = self._unit, self._unit.open_calls
         assert isinstance(self, nn.Module)
         try:
-            args, kwargs = unit._pre_forward(self, args, kwargs)
-            return unit._post_forward(self, args, function(*args, **kwargs))
+            args, kwargs = unit.pre_forward(self, args, kwargs)
+            return unit.post_forward(self, args, function(*args, **kwargs))
         except BaseException:
             unit.interrupted(open_calls)
             raise
@@ -99,7 +99,7 @@ class FSDPModule(Unavailable):
         """
         for unit in self._units(True):
             unit.interrupted(0)
-            unit._abandon_backward()
+            unit.abandon_backward()
             for group in unit.groups:
                 for param in group.params:
                     param.grad = None
@@ -274,7 +274,7 @@ def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
     """Let these sharded modules, roots of pipeline stages for example, use the same streams."""
     units = _units_of("share_comm_ctx", modules)
     for unit in units[1:]:
-        unit._schedule.streams = units[0]._schedule.streams
+        unit.schedule.streams = units[0].schedule.streams
 
 
 def _units_of(caller: str, modules: Iterable[FSDPModule]) -> tuple[Unit, ...]:

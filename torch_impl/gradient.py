@@ -20,21 +20,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from torch_impl.dtensor import RowDTensor, RowShard, local_of, make_partial, wrap_like
+from torch_impl.dtensor import RowDTensor, is_partial, local_of, make_partial, wrap_like
 from torch_impl.levels import ShardLevels
 from torch_impl.placement import Strategy
 from torch_impl.pool import PooledGradient
 from torch_impl.precision import GroupDtypes
+from torch_impl.row_shard import row_placement
 from torch_impl.streams import Step, Streams, Transfer
 from torch_impl.tensor_parallel import TensorParallel
 
 # Of a unit's gradients, what is held before they get their buffer. Both are in use together when it is made, so more
 # would raise the peak at the end of a unit; less, that at its beginning.
 _HELD = 0.5
+
+
+class _Pending(NamedTuple):
+    """A reduction under way: where its sums will be, and whether it is the last one, over all axes."""
+
+    transfer: Transfer
+    sums: torch.Tensor
+    last: bool
 
 
 def _nothing() -> None:
@@ -63,9 +73,8 @@ class GroupGradient:
         self._held: dict[int, torch.Tensor] = {}
         self._held_numel = 0
         self._scaled = False
-        self._transfer: Transfer | None = None
+        self._pending: _Pending | None = None
         self.make_room: Callable[[], None] = _nothing
-        self._sums = torch.empty(0), False
         device = local_of(params[0]).device
         self.memory = PooledGradient(levels.size(0), dtypes.reduce, device)
         if dtypes.grad != dtypes.main:
@@ -75,7 +84,7 @@ class GroupGradient:
     @property
     def only_waits(self) -> bool:
         """Whether to finish the reduction under way only means to wait for it, see ``streams.Transfer``."""
-        return self._transfer is not None and self._transfer.only_waits
+        return self._pending is not None and self._pending.transfer.only_waits
 
     @property
     def collecting(self) -> list[torch.Tensor]:
@@ -155,21 +164,19 @@ class GroupGradient:
         self._forget_collected()
         last = last or self._strategy.gradients == self._levels.mesh.ndim
         steps, sums = self._steps(values, last)
-        self._transfer = streams.start(steps)
-        self._sums = sums, last
+        self._pending = _Pending(streams.start(steps), sums, last)
         return True
 
     def finish(self) -> None:
         """Wait for the reduction that began, if one did, and put its result into ``.grad``."""
-        if self._transfer is not None:
-            transfer, (sums, last) = self._transfer, self._sums
-            self._forget_reduction()
-            transfer.finish()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.transfer.finish()
             self.memory.release()
-            if last:
-                self._publish_reduced(sums)
+            if pending.last:
+                self._publish_reduced(pending.sums)
             else:
-                self._publish_partial(sums)
+                self._publish_partial(pending.sums)
 
     def drop(self) -> None:
         """Forget what was collected in a backward that did not finish.
@@ -182,18 +189,14 @@ class GroupGradient:
 
     def abandon(self) -> None:
         """Forget also what is being reduced."""
-        if self._transfer is not None:
-            transfer = self._transfer
-            self._forget_reduction()
-            transfer.finish()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.transfer.finish()
         self.drop()
 
     def _forget_collected(self) -> None:
         self._whole, self._views, self._untouched, self._scaled = None, [], set(), False
         self._held, self._held_numel = {}, 0
-
-    def _forget_reduction(self) -> None:
-        self._transfer, self._sums = None, (torch.empty(0), False)
 
     @property
     def _came(self) -> bool:
@@ -361,5 +364,5 @@ def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
             f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
             f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
         )
-    axes = next((p.axes for p in grad.placements if isinstance(p, RowShard)), 0)
-    return axes, any(p.is_partial() for p in grad.placements)
+    rows = row_placement(grad.placements)
+    return 0 if rows is None else rows.axes, is_partial(grad)

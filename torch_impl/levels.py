@@ -1,8 +1,7 @@
 """The flat buffers of a group at every degree of sharding, and the collectives that lead from one to the next.
 
-Level a is the buffers cut over the a innermost mesh axes: level 0 is whole, and shards become smaller from level to
-level.
-A layout is planned for the finest level in use; coarser ones merge its shards::
+Level a is the buffers cut over the a innermost mesh axes, level 0 is whole. A layout is planned for the finest level in
+use; coarser ones merge its shards::
 
     mesh (2, 3)        buffer of 6 finest shards          one step coarser      one step finer
     level 0   |. . . . . . . . . . . .|    whole                                reduce-scatter, inner axis
@@ -29,17 +28,15 @@ class ShardLevels:
     """``layout`` has as many shards as the ``finest`` innermost axes of ``mesh`` have ranks."""
 
     def __init__(self, layout: Layout, mesh: DataParallelMesh, finest: int) -> None:
-        self.mesh, self.finest = mesh, finest
+        self.mesh = mesh
         self.layouts = [layout.merged(layout.num_shards // mesh.shards(level)) for level in range(finest + 1)]
         self._slices = [one.shard_slices for one in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
 
-    def buffer(
-        self, level: int, dtype: torch.dtype, device: torch.device, flat: torch.Tensor | None = None
-    ) -> FlatBuffer:
-        """This rank's buffer of a level: zeros, or ``flat``."""
+    def buffer(self, level: int, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+        """This rank's buffer of a level, zeros."""
         rank = self.mesh.index(level) if level else None
-        return FlatBuffer(self.layouts[level], dtype, device, rank, flat)
+        return FlatBuffer(self.layouts[level], dtype, device, rank)
 
     def size(self, level: int) -> int:
         """Elements that a rank holds of a level."""

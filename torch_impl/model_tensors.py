@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -32,18 +31,6 @@ def named_main_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     }
     for name, param in model.named_parameters():
         yield name, sharded.get(id(param), param)
-
-
-def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Mesh axes over which the rows of a tensor are distributed; none for a plain tensor.
-
-    Raises RuntimeError for a gradient that is not reduced yet.
-    """
-    if not isinstance(tensor, DTensor):
-        return ()
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise RuntimeError("expected a reduced gradient, got one whose last microbatch is still to come")
-    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def process_groups(model: nn.Module) -> list[ProcessGroup]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_impl.agreement import rank
-from torch_impl.dtensor import local_boxes, local_of, local_pieces
+from torch_impl.dtensor import is_partial, local_boxes, local_of, local_pieces
 from torch_impl.model_tensors import named_main_parameters, process_groups
 from torch_impl.rows import Box
 
@@ -72,8 +72,7 @@ def find_nonfinite(
             tensors.append(("weight", name, param))
         grad = param.grad
         if gradients and grad is not None:
-            partial_sums = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-            tensors.append(("unreduced gradient" if partial_sums else "gradient", name, grad))
+            tensors.append(("unreduced gradient" if is_partial(grad) else "gradient", name, grad))
         order.update(dict.fromkeys((kind, name) for kind in ("weight", "gradient", "unreduced gradient")))
     found = set(_findings(tensors, max_rows))
     for group in process_groups(model):
@@ -141,8 +140,7 @@ def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Find
 
 def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """The local values with where they begin in the whole tensor."""
-    partial_sums = isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
-    if not isinstance(tensor, DTensor) or partial_sums:
+    if not isinstance(tensor, DTensor) or is_partial(tensor):
         return [((0,) * tensor.ndim, local_of(tensor).detach())]
     boxes: tuple[Box, ...] = local_boxes(tensor)
     return [(box.offsets, piece.detach()) for box, piece in zip(boxes, local_pieces(tensor), strict=True)]

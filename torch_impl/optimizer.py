@@ -11,12 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.adamw_update import ParameterUpdate, update
-from torch_impl.dtensor import local_of
+from torch_impl.dtensor import is_partial, local_of
 from torch_impl.moments import MomentFormat
 from torch_impl.offload import Share, Transfers, transfers_for
-
-# What ``ownership`` sets on a parameter that a unit has taken.
-_TAKEN = "_taken_by_unit"
+from torch_impl.ownership import taken_by
 
 
 class MainWeightAdamW(torch.optim.Optimizer):
@@ -242,7 +240,7 @@ def _described(group: Mapping[str, Any], index: int) -> str:
 
 
 def _check_not_taken(group: Mapping[str, Any], index: int) -> None:
-    unit = getattr(group["params"][index], _TAKEN, None)
+    unit = taken_by(group["params"][index])
     if unit is not None:
         raise RuntimeError(
             f"{_described(group, index)} was collected before fully_shard took it into a {unit} unit, and is not "
@@ -254,7 +252,7 @@ def _checked_gradient(grad: torch.Tensor, one: ParameterUpdate) -> torch.Tensor:
     """The local gradient."""
     placements = grad.placements if isinstance(grad, DTensor) else None
     if placements != one.placements or grad.shape != one.shape:
-        if any(placement.is_partial() for placement in placements or ()):
+        if is_partial(grad):
             raise RuntimeError(
                 f"gradient of a parameter of shape {tuple(one.shape)} is not reduced over the ranks: run the last "
                 "backward of the step outside no_sync(), with set_is_last_backward(True) and "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,19 +19,32 @@ from torch_impl.tensor_parallel import TensorParallel, tensor_parallel_of
 _TAKEN = "_taken_by_unit"
 
 
-class TakenParameter(nn.Parameter):
+class _Taken:
     """What the original of a sharded parameter becomes, so that an optimizer that still holds it raises.
 
     Every ``torch.optim`` optimizer reads ``.grad`` in ``step`` and in ``zero_grad``.
     """
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]  # refuses what a tensor offers
+    def grad(self) -> torch.Tensor | None:
+        assert isinstance(self, torch.Tensor)
         raise RuntimeError(
             f"parameter of shape {tuple(self.shape)} was collected before fully_shard took it into a "
-            f"{getattr(self, _TAKEN)} unit, and is not trained any more: build the optimizer after sharding, from "
+            f"{taken_by(self)} unit, and is not trained any more: build the optimizer after sharding, from "
             "model.parameters()"
         )
+
+
+@functools.cache
+def _taken_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    # Not one class for all: attributes and methods of subclasses, and of tensor-parallel DTensors, are still theirs.
+    return types.new_class(f"Taken{kind.__name__}", (_Taken, kind))
+
+
+def taken_by(param: torch.Tensor) -> str | None:
+    """The kind of unit that has taken this parameter, as it was before sharding; None if none has."""
+    unit: str | None = getattr(param, _TAKEN, None)
+    return unit
 
 
 @dataclass(frozen=True)
@@ -66,8 +81,7 @@ class OwnedParameter:
                 stacklevel=2,
             )
         setattr(self.param, _TAKEN, unit)
-        if type(self.param) is nn.Parameter:
-            self.param.__class__ = TakenParameter
+        self.param.__class__ = _taken_class(type(self.param))
 
 
 def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[OwnedParameter]:
@@ -114,9 +128,9 @@ def _check(name: str, param: nn.Parameter) -> None:
             "inner modules before outer ones"
         )
     tensor_parallel_of(name, param)
-    if hasattr(param, _TAKEN):
+    if taken_by(param) is not None:
         raise ValueError(
-            f"{name}: tied to a parameter that an inner {getattr(param, _TAKEN)} unit owns; shard a module that "
+            f"{name}: tied to a parameter that an inner {taken_by(param)} unit owns; shard a module that "
             "contains both uses instead of the inner one"
         )
     if param.is_floating_point() and param.dtype.itemsize == 1:

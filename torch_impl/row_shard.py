@@ -114,7 +114,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
                 f"tensor_parallel placement of a tensor of shape {tuple(shape)}: expected Replicate() or Shard(dim) "
                 f"with 0 <= dim < {len(shape)}, got {placement}"
             )
-    _check_order(mesh)
+    check_order(mesh)
     rows = row_placement(placements)
     if rows is None:
         return
@@ -129,8 +129,11 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
         )
 
 
-def _check_order(mesh: DeviceMesh) -> None:
-    """Gathers go by the rank order of a group, shards by mesh coordinates: torch sorts the ranks of some groups."""
+def check_order(mesh: DeviceMesh) -> None:
+    """ValueError unless process groups list ranks as the mesh does, in which order gathers lay out what they get.
+
+    torch sorts the ranks of some groups.
+    """
     if mesh in _ordered_meshes:
         return
     coordinate = coordinate_of(mesh)

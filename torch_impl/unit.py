@@ -63,8 +63,8 @@ class Unit:
         self.exposes_main_grad = False
         self.forward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
-        self._policy, self._device = policy, device
-        self._schedule = Schedule(device)
+        self.schedule = Schedule(device)
+        self._policy = policy
         self._rooted = False
         self._is_root = False
         self._registered_unsharded = False
@@ -83,8 +83,8 @@ class Unit:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
         for group in self.groups:
             group.register(unsharded=False)
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward)
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward)
         module.register_state_dict_pre_hook(self._show_sharded)
         module.register_load_state_dict_pre_hook(self._show_sharded)
 
@@ -97,7 +97,7 @@ class Unit:
 
     def start_unshard(self, refresh: bool = True) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
-        streams = self._schedule.streams
+        streams = self.schedule.streams
         with streams.range(self._labels[0]):
             started = [group.start_unshard(refresh, streams) for group in self.groups]
         return any(started)
@@ -108,13 +108,13 @@ class Unit:
         for group in self.groups:
             if not shown:
                 group.check_registered()
-            group.unshard(refresh, self._schedule.streams)
+            group.unshard(refresh, self.schedule.streams)
         self._show(unsharded=True)
 
     @property
     def pool(self) -> BufferPool:
         """Memory that the units below one root use in turn."""
-        return self._schedule.pool
+        return self.schedule.pool
 
     @property
     def reads_weights(self) -> bool:
@@ -146,16 +146,16 @@ class Unit:
         self._show(unsharded=False)
 
     @autograd.eager
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         in_backward = autograd.current_backward() is not None
         if not self._rooted:
             self._become_root(module)
         if in_backward:
             # The backward of what is recomputed now comes next.
             self._recomputed = torch.is_grad_enabled()
-            self._schedule.rest_at_end(self)
+            self.schedule.rest_at_end(self)
         elif self._backwards or self._recomputed:
-            self._abandon_backward()
+            self.abandon_backward()
         # Recompute in backward must see the weights that the forward saw.
         self._begin(in_backward, refresh=not in_backward)
         # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
@@ -168,7 +168,7 @@ class Unit:
             inputs = autograd.WatchedInputs(partial(_call_done, self.reference, number))
             args, kwargs = inputs.watch((args, kwargs))
         self._calls.append(_Call(number, inputs))
-        self._schedule.open_forwards += 1
+        self.schedule.open_forwards += 1
         return args, kwargs
 
     def _become_root(self, module: nn.Module) -> None:
@@ -177,12 +177,12 @@ class Unit:
         for name, child in module.named_modules():
             unit = getattr(child, "_unit", None)
             if isinstance(unit, Unit):
-                unit._join(self._schedule, name, is_root=unit is self)
+                unit._join(self.schedule, name, is_root=unit is self)
 
     def _join(self, schedule: Schedule, name: str, is_root: bool) -> None:
-        if self._schedule is not schedule:
-            self._schedule.finish_reduction()
-        self._schedule = schedule
+        if self.schedule is not schedule:
+            self.schedule.finish_reduction()
+        self.schedule = schedule
         self._labels = (f"{name} all-gather".lstrip(), f"{name} reduce".lstrip())
         self._rooted, self._is_root = True, is_root
         self._name = name or "root"
@@ -191,9 +191,9 @@ class Unit:
     def _use_pool(self) -> None:
         for index, group in enumerate(self.groups):
             group.weights.pinned = partial(_pinned, self.reference)
-            group.gradient.make_room = autograd.weakly(self._schedule.make_room)
+            group.gradient.make_room = autograd.weakly(self.schedule.make_room)
             for buffer in (group.weights, group.gradient.memory):
-                buffer.pool = self._schedule.pool
+                buffer.pool = self.schedule.pool
                 buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
 
     def _begin(self, in_backward: bool, refresh: bool) -> None:
@@ -201,15 +201,15 @@ class Unit:
         if not self._registered_unsharded:
             self.start_unshard(refresh)
             if in_backward:
-                self._schedule.backward_begins(self)
+                self.schedule.backward_begins(self)
             else:
-                self._schedule.forward_begins(self)
+                self.schedule.forward_begins(self)
         self.unshard(refresh)
 
     @autograd.eager
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop()
-        self._schedule.open_forwards -= 1
+        self.schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
         output = self._copy_weights_in(output, module)
@@ -241,7 +241,7 @@ class Unit:
 
     def interrupted(self, open_calls: int) -> None:
         """Drop what a forward left open that raised; ``open_calls`` were running before it."""
-        self._schedule.open_forwards -= len(self._calls) - open_calls
+        self.schedule.open_forwards -= len(self._calls) - open_calls
         del self._calls[open_calls:]
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self._registered_unsharded:
@@ -254,7 +254,7 @@ class Unit:
                 self.reshard()
             else:
                 self._show(unsharded=False)
-        self._schedule.forward_ended(self)
+        self.schedule.forward_ended(self)
 
     @property
     def _frees_after_forward(self) -> bool:
@@ -276,7 +276,7 @@ class Unit:
         # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
         if self._backwards and all(ended() is None for ended in self._backwards.values()):
             self._drop_backward()
-        self._backwards[task] = self._schedule.join_backward(self, task)
+        self._backwards[task] = self.schedule.join_backward(self, task)
         if self.exposes_main_grad:
             for group in self.groups:
                 main_grad.expose(group.unsharded, group.gradient, self._keeps_gradient(group))
@@ -323,14 +323,14 @@ class Unit:
 
     def _finish_gradients(self) -> None:
         """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""
-        with torch.no_grad(), self._schedule.streams.range(self._labels[1]):
+        with torch.no_grad(), self.schedule.streams.range(self._labels[1]):
             for group in self.groups:
                 if self.exposes_main_grad:
                     main_grad.withdraw(group.unsharded, group.gradient)
                 if self._keeps_gradient(group):
                     group.gradient.keep()
                 else:
-                    self._schedule.reduce(group.gradient, self._reduces_all)
+                    self.schedule.reduce(group.gradient, self._reduces_all)
 
     def _rest(self) -> None:
         if self._calls:
@@ -341,7 +341,7 @@ class Unit:
         else:
             self._show(unsharded=False)
 
-    def _abandon_backward(self) -> None:
+    def abandon_backward(self) -> None:
         self._drop_backward()
         self._rest()
 

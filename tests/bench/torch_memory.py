@@ -96,11 +96,11 @@ def _work_handed_back() -> Iterator[None]:
         time.sleep(_HAND_BACK_SECONDS)
         return result
 
-    dist.Work.wait = patient  # type: ignore[method-assign]
+    dist.Work.wait = patient  # type: ignore[method-assign]  # for the length of the context
     try:
         yield
     finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
+        dist.Work.wait = wait  # type: ignore[method-assign]  # as it was
 
 
 def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm: int) -> LiveBytes:

@@ -93,6 +93,21 @@ def odd_norms() -> None:
         torch_impl.parameter_norms(module, gradients=True)
 
 
+def norms_of_a_nan() -> None:
+    for row in (0, 8):
+        module = Toy()
+        with torch.no_grad():
+            module.embed.weight[row, 0] = float("nan")
+        torch_impl.fully_shard(module)
+        for norm_type in (2.0, math.inf):
+            norms = torch_impl.parameter_norms(module, norm_type=norm_type)
+            assert [name for name, norm in norms.items() if math.isnan(norm)] == ["embed.weight"]
+
+
+def test_a_nan_on_any_rank_makes_the_norm_nan_on_all(ranks: RankGroup) -> None:
+    ranks.run(2, norms_of_a_nan)
+
+
 def test_norms_of_empty_integer_plain_and_large_tensors(ranks: RankGroup) -> None:
     ranks.run(2, odd_norms)
 

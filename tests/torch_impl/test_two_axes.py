@@ -28,7 +28,7 @@ from tests.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl import Placements, data_parallel
+from torch_impl import Placements, row_shard
 from torch_impl.data_parallel import DataParallelMesh
 from torch_impl.dtensor import local_of
 
@@ -240,8 +240,10 @@ def shard_order() -> None:
     assert (mesh.index(0), mesh.index(1), mesh.index(2)) == (0, inner, 2 * inner + outer)
     with pytest.MonkeyPatch.context() as patch:
         # As if torch had sorted the ranks of the groups of a mesh that lists them in falling order.
-        patch.setattr(data_parallel.dist, "get_rank", lambda group: 1 - outer)
-        with pytest.raises(ValueError, match="rising order along each axis"):
+        ranks_of = dist.get_process_group_ranks
+        patch.setattr(row_shard.dist, "get_process_group_ranks", lambda group: ranks_of(group)[::-1])
+        patch.setattr(row_shard, "_ordered_meshes", {})
+        with pytest.raises(ValueError, match="number the mesh in ascending order"):
             DataParallelMesh(mesh.mesh)
 
 
