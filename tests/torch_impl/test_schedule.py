@@ -205,7 +205,7 @@ def live(recompute: bool | None, microbatches: int) -> tuple[int, int, int, int]
 
     def look(*_: Any) -> None:
         most[0] = max(most[0], sum(group.compute.allocated for group in groups))
-        reducing = [group.gradient._transfer is not None for group in groups]
+        reducing = [group.gradient._pending is not None for group in groups]
         collecting = [bool(group.gradient.collecting) for group in groups]
         most[1] = max(most[1], sum(reducing) + sum(collecting))
 
@@ -295,7 +295,7 @@ def interrupted() -> None:
         model.order = ()
         with torch.no_grad():
             model(rank_inputs()[0])
-        assert not any(layer._unit.groups[0].gradient._transfer for layer in model.layers), "memory is held"
+        assert not any(layer._unit.groups[0].gradient._pending for layer in model.layers), "memory is held"
         model.order = Chain.order
         step(model, reference)
 
