@@ -12,7 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import torch_impl
 from tests.ranks import RankGroup
@@ -34,6 +39,13 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Chained(Mlp):
+    """Without the sum, whose parts tensor parallelism would place differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
@@ -99,6 +111,28 @@ def test_tensor_parallel_parameters_are_sharded_once_more(ranks: RankGroup, stra
     rows = "Replicate" if strategy == "no_shard" else "RowShard"
     for found in ranks.run(WORLD, tensor_parallel, strategy, strategy != "optim"):
         assert found == [rows, "Shard"]
+
+
+def sequence_parallel() -> None:
+    """Each tensor-parallel rank normalizes its part of the sequence, so the norm's gradients are parts of a sum."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, reference = seeded(Chained), seeded(Chained)
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    torch_impl.fully_shard(model, mesh=mesh["dp"])
+    for step in range(2):
+        replicas = [inputs_of(replica, step)[:4] for replica in range(2)]
+        model(replicas[mesh["dp"].get_local_rank()]).square().mean().backward()
+        reference(torch.cat(replicas)).square().mean().backward()
+        assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_tensor_parallelism_left_unreduced_are_summed(ranks: RankGroup) -> None:
+    ranks.run(WORLD, sequence_parallel)
 
 
 def three_axes(strategy: str) -> None:

@@ -336,7 +336,9 @@ def separate_roots() -> None:
     torch.testing.assert_close(outer[0](mine), reference[0](mine))
     torch_impl.fully_shard(outer)
     for _ in range(2):
-        outer(mine).square().mean().backward()
+        output = outer(mine)
+        assert not any(group.compute.allocated for group in outer[0]._unit.groups), "kept as a root's weights"
+        output.square().mean().backward()
         for part in rank_inputs():
             (reference(part).square().mean() / WORLD).backward()
         assert_same_gradients(outer, reference)
