@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_impl import fsdp2_options
 from torch_impl.data_parallel import DataParallelMesh
 from torch_impl.fsdp_module import FSDPModule
+from torch_impl.full_state_dict import accept_full_state_dicts
 from torch_impl.group import ParameterGroup
 from torch_impl.layout import Granularity, Layout, plan_layout
 from torch_impl.model_check import require_same_unit
@@ -27,6 +28,8 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _default_meshes: dict[str, Any] = {}
+
+accept_full_state_dicts()
 
 
 def fully_shard(

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from torch_impl.row_shard import (
     shard_index,
     tensor_parallel_box,
 )
-from torch_impl.rows import Box, row_boxes, rows_of
+from torch_impl.rows import Box, local_shape, row_boxes, rows_of
 
 
 class _ToLocal(torch.autograd.Function):
@@ -174,11 +174,6 @@ for _supported in (_optimizer._foreach_supported_types, _foreach_utils._foreach_
         _supported.append(RowDTensor)
 
 
-def local_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Shape of a local tensor with ``rows`` rows of a parameter of this global shape."""
-    return (rows,) if len(shape) <= 1 else (rows, shape[-1])
-
-
 def make_dtensor(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -267,12 +262,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view of a local tensor that shares its version counter, which below autograd views do not."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return view(local)
-
-
 def is_partial(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a gradient that was not reduced over all data-parallel axes yet."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -337,6 +326,14 @@ def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole.reshape(-1, *local.shape[1:])[r0:r1]
 
 
+def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RowDTensor:
+    """A DTensor over a copy of this rank's part of ``whole``, which every rank has; nothing is communicated."""
+    sizes = _local_sizes(whole.shape, mesh, placements)
+    empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
+    template = _make(empty, mesh, whole.shape, tuple(placements))
+    return wrap_like(template, own_part(template, whole).clone())
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank, a plain tensor; collective over the mesh unless it is replicated."""
     return _dtensor(tensor).full_tensor()
@@ -368,14 +365,18 @@ def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
 def _make(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> RowDTensor:
-    check_placements(shape, mesh, placements)
-    expected = tensor_parallel_box(shape, mesh, placements).sizes
-    rows = row_placement(placements)
-    if rows is not None:
-        shard = shard_index(mesh, row_axes(placements))
-        expected = local_shape(expected, rows.bounds[shard + 1] - rows.bounds[shard])
-    _check_local(local, shape, placements, expected)
+    _check_local(local, shape, placements, _local_sizes(shape, mesh, placements))
     return RowDTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)
+
+
+def _local_sizes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    check_placements(shape, mesh, placements)
+    sizes = tensor_parallel_box(shape, mesh, placements).sizes
+    rows = row_placement(placements)
+    if rows is None:
+        return sizes
+    shard = shard_index(mesh, row_axes(placements))
+    return local_shape(sizes, rows.bounds[shard + 1] - rows.bounds[shard])
 
 
 def _check_local(

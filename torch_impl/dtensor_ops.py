@@ -130,6 +130,9 @@ def _is_elementwise(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     name = func._schema.name
+    # What is no tensor, as a bool of all elements, would be that of this rank's rows.
+    if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in func._schema.returns):
+        return False
     return (
         torch.Tag.pointwise in func.tags
         or func in _LIKE

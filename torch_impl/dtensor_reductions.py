@@ -1,6 +1,6 @@
 """Reductions of a ``RowDTensor``: right on any cut of rows.
 
-Reductions of the whole tensor (norms, sum, mean, extrema, any, all) combine the results of the ranks that hold
+Reductions of the whole tensor (norms, sum, mean, extrema, any, all, equal) combine the results of the ranks that hold
 different elements, so that replicas count once, and return a plain tensor that is equal on all ranks. Like every
 collective they must be reached by all ranks. Norms and means along a dimension are in ``dtensor_matrix``.
 """
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_impl import collectives, dtensor
 from torch_impl.dtensor_matrix import can_reduce, mean_along, norm_along
+from torch_impl.dtensor_operands import align
 from torch_impl.row_shard import cut_axes
 
 _aten = torch.ops.aten
@@ -162,6 +163,17 @@ def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
     return reduce
 
 
+def _equal(func: Any, tensor: Any, other: Any) -> bool:
+    if tensor.shape != other.shape:
+        return False
+    (left, right), placing = align(func, [tensor, other])
+    alike = torch.tensor(torch.equal(left, right), dtype=torch.int32, device=left.device)
+    cut = _cut_over(placing.origin)
+    if cut:
+        _combine(alike, cut, dist.ReduceOp.MIN)
+    return bool(alike)
+
+
 def _unscale(func: Any, grads: list[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """What ``torch.amp.GradScaler`` does to gradients; all ranks learn of an infinity on any."""
     func([dtensor.local_of(grad) for grad in grads], found_inf, inv_scale)
@@ -179,5 +191,6 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.max.default: _extremum(torch.max, 1),
     _aten.min.default: _extremum(torch.min, -1),
     _aten.any.default: _truth(dist.ReduceOp.MAX, torch.any),
+    _aten.equal.default: _equal,
     _aten.all.default: _truth(dist.ReduceOp.MIN, torch.all),
 }

@@ -33,10 +33,13 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the weights and show them as the module's parameters; calls after the first do nothing."""
+        """Wait for the weights and show them as the module's parameters.
+
+        Calls after the first do nothing, nor does one after a forward that has used the weights and freed them.
+        """
         # A handle that is kept must not keep the memory of a deleted model.
         unit, self._unit = self._unit, None
-        if unit is not None:
+        if unit is not None and unit.has_weights:
             unit.unshard()
 
 

@@ -73,6 +73,7 @@ class GroupGradient:
         self._held: dict[int, torch.Tensor] = {}
         self._held_numel = 0
         self._scaled = False
+        self._left_partial = False
         self._pending: _Pending | None = None
         self.make_room: Callable[[], None] = _nothing
         device = local_of(params[0]).device
@@ -141,18 +142,29 @@ class GroupGradient:
         if not self._came:
             self.drop()
             return
-        self._complete()
-        self._leave_partial(self._views, level=0)
-        self.memory.give_away()
+        whole = self._complete()
+        if self.memory.pooled:
+            whole = whole.clone()
+        self._leave_partial(self._levels.views(0, whole), level=0)
         self._forget_collected()
+        self.memory.release()
 
-    def start(self, last: bool, streams: Streams) -> bool:
+    def waits(self, last: bool) -> bool:
+        """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
+        if not self._left_partial:
+            return False
+        cuts = [_cut_of(param.grad) for param in self._params if param.grad is not None]
+        self._left_partial = any(partial_sums for _, partial_sums in cuts)
+        return any(partial_sums and (last or axes == 0) for axes, partial_sums in cuts)
+
+    def start(self, last: bool, streams: Streams, idle: bool = False) -> bool:
         """Begin to reduce what was collected; nothing (False) if nothing came, else a collective.
 
         Parameters of the group that got no gradient count as zero. ``last``: over all axes, not only those that
-        gradients are sharded over. ``finish`` puts the result into ``.grad``.
+        gradients are sharded over. ``idle``: nothing came, but sums wait, see ``waits``. ``finish`` puts the result
+        into ``.grad``.
         """
-        if not self._came:
+        if not self._came and not idle:
             self.drop()
             return False
         self.finish()
@@ -266,6 +278,7 @@ class GroupGradient:
     def _leave_partial(self, views: Sequence[torch.Tensor], level: int) -> None:
         """Make ``views``, sums of a level that are not reduced over the other axes, the gradients."""
         mesh = self._levels.mesh
+        self._left_partial = True
         for name, param, given, view in zip(
             self._names, self._params, self._tensor_parallel, views, strict=True
         ):

@@ -335,6 +335,11 @@ class PooledGradient:
         self._size, self._dtype, self._device = size, dtype, device
         self._slot: Slot | None = None
 
+    @property
+    def pooled(self) -> bool:
+        """Whether the buffer that was taken is the pool's, for others to use after its release."""
+        return self._slot is not None
+
     def take(self) -> torch.Tensor:
         """The buffer, with arbitrary contents."""
         self.pool.began(self)
@@ -349,14 +354,6 @@ class PooledGradient:
         """The buffer is not needed any more; nothing if it was not taken."""
         self.pool.ended(self)
         if self._slot is not None:
-            slot, self._slot = self._slot, None
-            slot.leave(self)
-
-    def give_away(self) -> None:
-        """The buffer goes on to be used by others, as kept gradients are."""
-        self.pool.ended(self)
-        if self._slot is not None:
-            self._slot.storage = torch.UntypedStorage(0, device=self._device)
             slot, self._slot = self._slot, None
             slot.leave(self)
 

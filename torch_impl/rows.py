@@ -43,6 +43,11 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     return row_size, numel // row_size
 
 
+def local_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Shape of a local tensor with ``rows`` rows of a parameter of this global shape."""
+    return (rows,) if len(shape) <= 1 else (rows, shape[-1])
+
+
 def row_boxes(shape: Sequence[int], r0: int, r1: int) -> tuple[Box, ...]:
     """Rows ``[r0, r1)`` of a tensor of this shape as boxes in its own coordinates, in row order.
 

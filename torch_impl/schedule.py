@@ -59,6 +59,7 @@ class Schedule:
     def __init__(self, device: torch.device) -> None:
         self.streams = streams_for(device)
         self.pool = BufferPool(device)
+        self.units: list[weakref.ref[Unit]] = []
         self.open_forwards = 0
         self._forward, self._backward = Order(), Order()
         self._ended: list[weakref.ref[Unit]] = []
@@ -116,10 +117,10 @@ class Schedule:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
         self._recomputed.append(unit.reference)
 
-    def reduce(self, gradient: GroupGradient, last: bool) -> None:
+    def reduce(self, gradient: GroupGradient, last: bool, idle: bool = False) -> None:
         """Begin to reduce a group's gradients, after those before it: so at most two groups' buffers are in use."""
         self.finish_reduction()
-        if gradient.start(last, self.streams):
+        if gradient.start(last, self.streams, idle):
             self._reducing = weakref.ref(gradient)
 
     def finish_reduction(self) -> None:
@@ -140,19 +141,19 @@ class Schedule:
 
     def _backward_ended(self, task: int) -> None:
         _, units = self._tasks.pop(task)
-        for reference in units:
-            unit = reference()
-            if unit is not None:
-                unit.backward_ended(task)
+        for unit in _alive(units):
+            unit.backward_ended(task)
         # A nested backward (reentrant checkpointing) ends inside one that goes on.
         if not self._running():
+            # Until it is finished, its group's sums look as if they waited.
+            self.finish_reduction()
+            for unit in _alive(self.units):
+                unit.reduce_waiting()
             self.finish_reduction()
             self._drop_prefetched()
             recomputed, self._recomputed = self._recomputed, []
-            for reference in recomputed:
-                unit = reference()
-                if unit is not None:
-                    unit.rest_after_recompute()
+            for unit in _alive(recomputed):
+                unit.rest_after_recompute()
             self.pool.backward_ended()
 
     def _running(self) -> bool:
@@ -162,6 +163,7 @@ class Schedule:
 
     def _abandon(self) -> None:
         """Drop what a pass left behind that raised."""
+        self._tasks.clear()
         gradient = self._take_reducing()
         if gradient is not None:
             gradient.abandon()
@@ -174,7 +176,9 @@ class Schedule:
 
     def _drop_prefetched(self) -> None:
         units, self._prefetched = self._prefetched, []
-        for reference in units:
-            unit = reference()
-            if unit is not None:
-                unit.drop_prefetched()
+        for unit in _alive(units):
+            unit.drop_prefetched()
+
+
+def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for reference in references if (unit := reference()) is not None]

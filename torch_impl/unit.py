@@ -122,6 +122,11 @@ class Unit:
         returns = bool(self._backwards) or self._recomputed
         return bool(self._calls) or (self._registered_unsharded and not returns)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether compute weights are there or on their way."""
+        return any(group.gathering or group.compute.allocated for group in self.groups)
+
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
         if not self._registered_unsharded:
@@ -183,6 +188,7 @@ class Unit:
         if self.schedule is not schedule:
             self.schedule.finish_reduction()
         self.schedule = schedule
+        schedule.units.append(self.reference)
         self._labels = (f"{name} all-gather".lstrip(), f"{name} reduce".lstrip())
         self._rooted, self._is_root = True, is_root
         self._name = name or "root"
@@ -331,6 +337,15 @@ class Unit:
                     group.gradient.keep()
                 else:
                     self.schedule.reduce(group.gradient, self._reduces_all)
+
+    def reduce_waiting(self) -> None:
+        """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
+        last = self._reduces_all
+        waiting = [g for g in self.groups if g.gradient.waits(last) and not self._keeps_gradient(g)]
+        if waiting:
+            with torch.no_grad(), self.schedule.streams.range(self._labels[1]):
+                for group in waiting:
+                    self.schedule.reduce(group.gradient, last, idle=True)
 
     def _rest(self) -> None:
         if self._calls:

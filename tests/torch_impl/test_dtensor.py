@@ -24,13 +24,12 @@ from torch_impl.dtensor import (
     local_boxes,
     local_of,
     local_pieces,
-    local_shape,
     make_dtensor,
     make_partial,
     row_bounds_of,
     row_range_of,
 )
-from torch_impl.rows import rows_of
+from torch_impl.rows import local_shape, rows_of
 
 # Shapes, and row bounds on three ranks: uneven, with empty shards at either end and in the middle.
 CUTS = [
@@ -161,6 +160,27 @@ def undefined_reductions() -> None:
             for tensor in (full, cut(full, bounds, mesh)):
                 with pytest.raises(RuntimeError):
                     reduce(tensor)
+
+
+def equality(strategy: str) -> None:
+    same = sharded_toy(strategy=strategy)
+    for row in (None, 0, 8):
+        changed = Toy()
+        if row is not None:
+            with torch.no_grad():
+                changed.embed.weight[row, 0] += 1
+        torch_impl.fully_shard(changed.blocks[0], strategy=strategy)
+        torch_impl.fully_shard(changed.blocks[1], strategy=strategy)
+        torch_impl.fully_shard(changed, strategy=strategy)
+        assert torch.equal(same.embed.weight, changed.embed.weight) is (row is None)
+    assert not torch.equal(same.embed.weight, same.blocks[0].up.weight)
+    with pytest.raises(RuntimeError, match="expected tensors of one shape and placement"):
+        torch.equal(same.embed.weight, Toy().embed.weight)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_tensors_are_equal_on_all_ranks_or_on_none(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(3, equality, strategy)
 
 
 def test_reductions_that_torch_does_not_define_are_refused(ranks: RankGroup) -> None:

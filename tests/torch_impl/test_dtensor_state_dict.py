@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -15,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, sharded_toy, whole
+from tests.torch_impl.toy import Toy, assert_same_weights, sharded_toy, whole
 from torch_impl.dtensor import RowDTensor
 
 
@@ -74,27 +79,67 @@ def test_sharded_state_dicts_load_what_they_saved(ranks: RankGroup, cpu_offload:
     ranks.run(3, sharded_round_trip, cpu_offload)
 
 
-def distributed_whole(broadcast: bool) -> None:
-    model, reference = sharded_toy(), Toy()
+def whole_round_trip(broadcast: bool, strategy: str) -> None:
+    """From one process's state to a sharded model and on by one step."""
+    model, reference = sharded_toy(strategy=strategy), Toy(seed=5)
     expected = trained(reference)
-    weights, moments = get_model_state_dict(reference), get_optimizer_state_dict(reference, expected)
-    if broadcast and dist.get_rank() > 0:
-        weights, moments = {}, {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = get_model_state_dict(reference), get_optimizer_state_dict(reference, expected)
+    # Steps are handed over as they are, not copied.
+    weights, moments = copy.deepcopy(state) if dist.get_rank() == 0 or not broadcast else ({}, {})
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    before = {name: whole(value) for name, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError):
-        set_model_state_dict(model, weights, options=options)
-    with pytest.raises(RuntimeError):
-        set_optimizer_state_dict(model, trained(model), moments, options=options)
-    if not broadcast:
-        model = sharded_toy()
-        with pytest.raises(RuntimeError, match="unsupported placements RowShard"):
-            set_model_state_dict(model, weights, options=options)
-        assert all(torch.equal(whole(value), before[name]) for name, value in model.state_dict().items())
+    model(torch.arange(4))
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, moments, options=options)
+    for step in range(2):
+        torch.testing.assert_close(model(torch.arange(4)), reference(torch.arange(4)))
+        for one, its in ((model, optimizer), (reference, expected)):
+            one(torch.arange(step, step + 4)).sum().backward()
+            its.step()
+            its.zero_grad()
+    assert_same_weights(model, reference)
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_whole_state_dicts_are_refused_by_the_functions_that_would_cut_them_evenly(
-    ranks: RankGroup, broadcast: bool
-) -> None:
-    ranks.run(3, distributed_whole, broadcast)
+def test_whole_state_dicts_load(ranks: RankGroup, broadcast: bool, strategy: str) -> None:
+    ranks.run(3, whole_round_trip, broadcast, strategy)
+
+
+def whole_of_another_shape() -> None:
+    model = sharded_toy()
+    weights = {name: torch.zeros(2, 2) for name in model.state_dict()}
+    before = {name: whole(value) for name, value in model.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=r"expected a tensor of shape \(9, 5\), got \(2, 2\)"):
+        set_model_state_dict(model, weights if dist.get_rank() == 0 else {}, options=options)
+    assert all(torch.equal(whole(value), before[name]) for name, value in model.state_dict().items())
+
+
+def test_whole_tensors_of_another_shape_are_refused_on_all_ranks(ranks: RankGroup) -> None:
+    ranks.run(3, whole_of_another_shape)
+
+
+def others_tensors() -> None:
+    """Torch's own sharded tensors in the same process are loaded as before."""
+    linear = fsdp.fully_shard(nn.Linear(3, 5))
+    weights = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.ones(5)}
+    for broadcast in (False, True):
+        nn.init.zeros_(linear.weight)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(linear, dict(weights), options=options)
+        assert torch.equal(linear.weight.full_tensor(), weights["weight"])
+
+
+def test_torchs_own_tensors_load_as_before(ranks: RankGroup) -> None:
+    ranks.run(3, others_tensors)
+
+
+def saved_in_the_background(path: str) -> None:
+    model = sharded_toy()
+    with pytest.raises(RuntimeError, match=r"aten\.new_empty.*not supported"):
+        dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=dist.new_group())
+
+
+def test_an_asynchronous_save_is_refused(ranks: RankGroup, tmp_path: Path) -> None:
+    ranks.run(2, saved_in_the_background, str(tmp_path / "saved"))

@@ -66,6 +66,13 @@ def edit_local_rows(model: nn.Module) -> None:
             param.to_local().mul_(3)
 
 
+def edit_unseen_and_count(model: nn.Module) -> None:
+    for param in model.parameters():
+        rows = param.detach().to_local()
+        rows.numpy()[...] += 1
+        torch.autograd.graph.increment_version(rows)
+
+
 def load_whole_tensors(model: nn.Module) -> None:
     model.load_state_dict(Toy(seed=5).state_dict())
 
@@ -83,6 +90,7 @@ UPDATES: dict[str, Callable[[nn.Module], None]] = {
     "in place": edit_in_place,
     ".data": edit_through_data,
     "to_local": edit_local_rows,
+    "NumPy, counted": edit_unseen_and_count,
     "load_state_dict, whole": load_whole_tensors,
     "load_state_dict, sharded": load_sharded_tensors,
 }

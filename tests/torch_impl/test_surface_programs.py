@@ -46,8 +46,9 @@ def handles() -> None:
     assert_same_gradients(model, reference)
     assert handle is not None
     assert counts["all_gather"] == 4
-    handle.wait()
-    block.reshard()
+    with counted() as counts:
+        handle.wait()
+    assert counts["all_gather"] == 0, "the forward has used the weights, and backward has freed them"
     assert_at_rest(model)
 
 

@@ -1,0 +1,93 @@
+"""Whole state dicts through ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``.
+
+Torch cuts a whole tensor as ``torch.chunk`` would, and with ``broadcast_from_rank0`` does so between broadcasts, where
+an error on one rank leaves the others waiting; tensors without dimensions it takes for numbers. Its functions are
+therefore wrapped, so that sharded tensors take their own rows of the whole ones. All use of torch's private names for
+this is in this module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from torch_impl.dtensor import RowDTensor, distribute, own_part, wrap_like
+from torch_impl.row_shard import row_placement
+
+
+def filling(original: Callable[..., None]) -> Callable[..., None]:
+    """``original(state, keys, ...)`` puts tensors in the place of pairs (sharded tensor, whole one)."""
+
+    @functools.wraps(original)
+    def call(state: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        others = []
+        for key in keys:
+            pair = state.get(key)
+            if isinstance(pair, tuple) and isinstance(pair[0], RowDTensor):
+                state[key] = _filled(*pair)
+            else:
+                others.append(key)
+        original(state, others, *args, **kwargs)
+
+    return call
+
+
+def _filled(tensor: RowDTensor, whole: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if tensor.is_meta:
+            return wrap_like(tensor, own_part(tensor, whole).clone())
+        return tensor.copy_(whole)
+
+
+def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original(whole, mesh, placements)`` is ``distribute_tensor``."""
+
+    @functools.wraps(original)
+    def call(
+        whole: torch.Tensor,
+        mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        if mesh is not None and row_placement(placements or ()) is not None:
+            return distribute(whole, mesh, placements or ())
+        return original(whole, mesh, placements, **options)
+
+    return call
+
+
+def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
+    """``original(full, state, ...)`` puts the values of ``full`` into ``state``."""
+
+    @functools.wraps(original)
+    def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        scalars = {key: one for key, one in state.items() if isinstance(one, RowDTensor) and not one.ndim}
+        original(full, state, *args, **kwargs)
+        for key, scalar in scalars.items():
+            if key in state and state[key] is not scalar:
+                state[key] = _filled(scalar, state[key])
+
+    return call
+
+
+_WRAPPED = (
+    (_state_dict_utils, "_distribute_tensors", filling),
+    (_state_dict_utils, "distribute_tensor", distributing),
+    (state_dict, "_broadcast_state_dict", keeping_scalars),
+    (state_dict, "_distribute_state_dict", keeping_scalars),
+)
+
+
+def accept_full_state_dicts() -> None:
+    """Wrap torch's functions, once and for all models of the process; others' tensors are treated as before."""
+    for module, name, wrap in _WRAPPED:
+        original = getattr(module, name, None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            setattr(module, name, wrap(original))
