@@ -10,13 +10,13 @@ The view shares memory with the tensor, and its writes count as writes of the te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
 
 from torch_impl import dtensor
+from torch_impl.autograd import counted_view
 from torch_impl.rows import local_shape, rows_of
 
 _aten = torch.ops.aten
@@ -49,7 +49,7 @@ def _same_rows(tensor: Any, size: tuple[int, ...]) -> Any:
         return None
     bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
     own = size if bounds is None else tuple(local.shape)
-    return dtensor.wrap_rows(tensor, _counted_view(local, lambda t: t.view(own)), size, bounds)
+    return dtensor.wrap_rows(tensor, counted_view(local, lambda t: t.view(own)), size, bounds)
 
 
 def _select(tensor: Any, index: int) -> Any:
@@ -61,7 +61,7 @@ def _select(tensor: Any, index: int) -> Any:
     index, shape = index % length, tensor.shape[1:]
     bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
     if bounds is None:
-        return dtensor.wrap_rows(tensor, _counted_view(local, lambda t: t[index]), shape, None)
+        return dtensor.wrap_rows(tensor, counted_view(local, lambda t: t[index]), shape, None)
     row_size, num_rows = rows_of(tensor.shape)
     per_slice = num_rows // length
     # A row of a matrix becomes a vector, whose rows are its elements.
@@ -74,11 +74,5 @@ def _select(tensor: Any, index: int) -> Any:
     start, rows = first + within(r0) - r0, within(r1) - within(r0)
     start = max(start, 0) if rows else 0
     size = local_shape(shape, rows * scale)
-    view = _counted_view(local, lambda t: t[start : start + rows].view(size))
+    view = counted_view(local, lambda t: t[start : start + rows].view(size))
     return dtensor.wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])
-
-
-def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view of a local tensor that shares its version counter, which below autograd views do not."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return view(local)

@@ -258,6 +258,7 @@ PRIVATE = {
     "dtensor.py",
     "dtensor_ops.py",
     "dtensor_reductions.py",
+    "full_state_dict.py",
     "nonfinite.py",
     "row_shard.py",
 }
