@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from torch_impl.dtensor import RowDTensor, distribute, own_part, wrap_like
+from torch_impl.dtensor import RowDTensor, distribute
 from torch_impl.row_shard import row_placement
 
 
@@ -42,7 +42,7 @@ def filling(original: Callable[..., None]) -> Callable[..., None]:
 def _filled(tensor: RowDTensor, whole: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if tensor.is_meta:
-            return wrap_like(tensor, own_part(tensor, whole).clone())
+            return distribute(whole, tensor.device_mesh, tensor.placements)
         return tensor.copy_(whole)
 
 
@@ -86,8 +86,8 @@ _WRAPPED = (
 
 
 def accept_full_state_dicts() -> None:
-    """Wrap torch's functions, once and for all models of the process; others' tensors are treated as before."""
+    """Wrap torch's functions, for all models of the process; to be called once. Others' tensors load as before."""
     for module, name, wrap in _WRAPPED:
         original = getattr(module, name, None)
-        if original is not None and not hasattr(original, "__wrapped__"):
+        if original is not None:
             setattr(module, name, wrap(original))

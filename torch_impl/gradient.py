@@ -73,6 +73,7 @@ class GroupGradient:
         self._held: dict[int, torch.Tensor] = {}
         self._held_numel = 0
         self._scaled = False
+        # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._pending: _Pending | None = None
         self.make_room: Callable[[], None] = _nothing
@@ -153,7 +154,8 @@ class GroupGradient:
         """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
         if not self._left_partial:
             return False
-        cuts = [_cut_of(param.grad) for param in self._params if param.grad is not None]
+        grads = [param.grad for param in self._params if param.requires_grad]
+        cuts = [_cut_of(grad) for grad in grads if grad is not None]
         self._left_partial = any(partial_sums for _, partial_sums in cuts)
         return any(partial_sums and (last or axes == 0) for axes, partial_sums in cuts)
 

@@ -34,11 +34,8 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: flo
         whole = tensor.detach() if tensor.numel() else torch.zeros(1)
         tensors[name] = whole if whole.is_floating_point() else whole.abs().double()
     found = norms("parameter_norms", list(tensors.values()), norm_type, torch.float64)
+    if not found:
+        return {}
     # One copy to the host for all: asking tensor by tensor would wait for the device each time.
-    return dict(
-        zip(
-            tensors,
-            torch.stack([norm.to(found[0].device) for norm in found]).tolist() if found else [],
-            strict=True,
-        )
-    )
+    values = torch.stack([norm.to(found[0].device) for norm in found]).tolist()
+    return dict(zip(tensors, values, strict=True))

@@ -163,7 +163,6 @@ class Schedule:
 
     def _abandon(self) -> None:
         """Drop what a pass left behind that raised."""
-        self._tasks.clear()
         gradient = self._take_reducing()
         if gradient is not None:
             gradient.abandon()

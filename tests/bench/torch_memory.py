@@ -100,7 +100,7 @@ def _work_handed_back() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]  # as it was
+        dist.Work.wait = wait  # type: ignore[method-assign]  # puts torch's own method back
 
 
 def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm: int) -> LiveBytes:

@@ -90,9 +90,10 @@ def assert_as_unsharded(name: str, world: int, losses: list[float], weights: dic
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert list(weights) == list(expected)
     for key, weight in weights.items():
-        # A hundredth of one step; ten steps of rounding moved a key's bias by 1.4e-5.
+        # A key's bias moves by rounding alone, since softmax ignores it: 1.4e-5 was seen, a step is 1e-2.
+        atol = 1e-4 if key.endswith("k_proj.bias") else 1e-5
         torch.testing.assert_close(
-            weight, expected[key], rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+            weight, expected[key], rtol=1e-4, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
