@@ -23,7 +23,7 @@ class CollectiveCount:
     """Calls and bytes since counting began, by ``(unit, kind)``; kinds are all_gather, reduce_scatter and all_reduce.
 
     A unit is named as its module is, the root by ""; what runs outside of units counts as "elsewhere". Bytes are those
-    of the whole buffer: what a gather fills, what a reduction reads. Several buffers in one operation are one call.
+    of the whole buffer: what a gather fills, what a reduction reads. The buffers of a group are one call.
     """
 
     def __init__(self) -> None:

@@ -31,10 +31,18 @@ def all_gather(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Work | None:
-    """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first, as one operation."""
+    """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first.
+
+    As one operation, but on the CPU: two of gloo's threads that finish coalesced gathers at once write to one string
+    without a lock, the name of what they did, which is too long to be stored in place: memory is freed twice.
+    """
     work: Work | None = None
     if len(shards) == 1:
         work = _gather_one(outputs[0], shards[0], group=group, async_op=async_op)
+    elif shards and shards[0].is_cpu:
+        work = _gather_each(outputs, shards, group)
+        if not async_op:
+            work.wait()
     elif shards:
         with _as_one(group, async_op) as work:
             for output, shard in zip(outputs, shards, strict=True):
@@ -69,6 +77,31 @@ def all_reduce(
     """Combine ``values`` over the ranks, in place."""
     work: Work | None = dist.all_reduce(values, op=op, group=group, async_op=async_op)
     return work
+
+
+class _Several:
+    """Collectives under way side by side."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _gather_each(
+    outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> _Several:
+    several = _Several()
+    try:
+        for output, shard in zip(outputs, shards, strict=True):
+            several.works.append(_gather_one(output, shard, group=group, async_op=True))
+    except BaseException:
+        # The caller will free memory that the first ones write to.
+        several.wait()
+        raise
+    return several
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def test_bfloat16_compute_follows_the_full_batch(ranks: RankGroup) -> None:
 
 
 def count_collectives() -> None:
-    """Each unit's three buffers travel together, in one call to the backend."""
+    """Each unit's three buffers are one call, and but for gathers on the CPU one call to the backend."""
     model = sharded_pair("optim_grads_params", "row")
     together: list[tuple[str, bool]] = []
     originals = {name: getattr(collectives, name) for name in ("_gather_one", "_scatter_one")}
@@ -123,11 +123,22 @@ def count_collectives() -> None:
         for name, original in originals.items():
             setattr(collectives, name, original)
     assert counts == {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 0}
-    assert sorted(together) == [("_gather_one", True)] * 12 + [("_scatter_one", True)] * 6
+    assert sorted(together) == [("_gather_one", False)] * 12 + [("_scatter_one", True)] * 6
 
 
-def test_the_buffers_of_a_unit_travel_in_one_operation(ranks: RankGroup) -> None:
+def test_buffers_are_reduced_in_one_operation_and_gathered_in_several(ranks: RankGroup) -> None:
     ranks.run(3, count_collectives)
+
+
+class _Noted:
+    """A collective whose end is noted."""
+
+    def __init__(self, work: Any, ended: list[int]) -> None:
+        self._work, self._ended = work, ended
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._ended.append(1)
 
 
 def stop_between_buffers() -> None:
@@ -135,13 +146,13 @@ def stop_between_buffers() -> None:
     own = data(0, 1)[dist.get_rank(), 0]
     with torch.no_grad():
         expected = model(own)
-        original, calls = collectives._gather_one, []
+        original, begun, ended = collectives._gather_one, [], []
 
         def second_call_stops(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
+            begun.append(1)
+            if len(begun) == 2:
                 raise KeyboardInterrupt
-            return original(*args, **kwargs)
+            return _Noted(original(*args, **kwargs), ended)
 
         collectives._gather_one = second_call_stops
         try:
@@ -149,6 +160,7 @@ def stop_between_buffers() -> None:
                 model(own)
         finally:
             collectives._gather_one = original
+        assert ended == [1], "memory that the first gather writes to is free"
         value = torch.ones(())
         dist.all_reduce(value)
         assert value == dist.get_world_size(), "a collective after the interrupted one was swallowed"
