@@ -61,14 +61,16 @@ def streams_for(device: torch.device) -> Streams:
 
 class _CpuTransfer:
     def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
-        self.only_waits = len(steps) == 1
-        self._work = steps[0][1](True)
+        (_, first), *later = steps
+        self.only_waits = not later
+        self._work = first(True)
+        # The first step is not held: gloo has copied what it reduces, and holds what it still reads.
+        self._later = later
 
     def finish(self) -> None:
         if self._work is not None:
             self._work.wait()
-        for _, step in self._steps[1:]:
+        for _, step in self._later:
             work = step(True)
             if work is not None:
                 work.wait()
@@ -92,10 +94,17 @@ class _CudaTransfer:
 
     def __init__(self, steps: Sequence[Step], done: torch.cuda.Event) -> None:
         # The steps hold the tensors that are read and written until then.
-        self._steps, self._done = steps, done
+        self._steps = steps
+        self._done: torch.cuda.Event | None = done
 
     def finish(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        done, self._done = self._done, None
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+
+    def __del__(self) -> None:
+        # Dropped with its model or by an exception: the computation would use the memory again at once.
+        self.finish()
 
 
 class CudaStreams:
@@ -106,14 +115,19 @@ class CudaStreams:
         self._lanes = {name: torch.cuda.Stream(device, priority=-1) for name in ("gather", "reduce", "outer")}
 
     def start(self, steps: Sequence[Step]) -> Transfer:
-        before = torch.cuda.current_stream()
+        computation = before = torch.cuda.current_stream()
         done = torch.cuda.Event()
-        for lane, step in steps:
-            stream = self._lanes[lane]
-            stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                step(False)
+        try:
+            for lane, step in steps:
+                stream = self._lanes[lane]
+                stream.wait_stream(before)
                 before = stream
+                with torch.cuda.stream(stream):
+                    step(False)
+        except BaseException:
+            # The caller will free memory that is still written to.
+            computation.wait_stream(before)
+            raise
         done.record(before)
         return _CudaTransfer(steps, done)
 

@@ -68,16 +68,18 @@ class NotedEvent:
 @contextmanager
 def entered(stream: NotedStream) -> Iterator[None]:
     before, NotedStream.current = NotedStream.current, stream
-    yield
-    NotedStream.current = before
+    try:
+        yield
+    finally:
+        NotedStream.current = before
 
 
-def test_on_cuda_each_step_waits_for_what_came_before_it_and_finish_waits_for_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What streams do, which take notes instead."""
     compute = NotedStream()
     compute.name, NotedStream.current, NotedStream.count = "compute", compute, 0
-    log = NotedStream.log = []
+    NotedStream.log = []
     for name, noted in (
         ("Stream", NotedStream),
         ("Event", NotedEvent),
@@ -85,7 +87,12 @@ def test_on_cuda_each_step_waits_for_what_came_before_it_and_finish_waits_for_th
         ("current_stream", lambda: NotedStream.current),
     ):
         monkeypatch.setattr(streams.torch.cuda, name, noted)
+    return NotedStream.log
 
+
+def test_on_cuda_each_step_waits_for_what_came_before_it_and_finish_waits_for_the_last(
+    log: list[str],
+) -> None:
     def step(async_op: bool) -> None:
         assert not async_op
         log.append(f"step on {NotedStream.current.name}")
@@ -104,6 +111,26 @@ def test_on_cuda_each_step_waits_for_what_came_before_it_and_finish_waits_for_th
         "step on gather",
         "compute waits for the end on outer",
         "compute waits for the end on gather",
+    ]
+
+
+def test_the_computation_waits_for_a_transfer_that_is_dropped_unfinished(log: list[str]) -> None:
+    transfer = CudaStreams(torch.device("cuda", 0)).start([("reduce", lambda async_op: None)])
+    del log[:]
+    del transfer
+    assert log == ["compute waits for the end on reduce"]
+
+
+def test_the_computation_waits_for_a_transfer_whose_second_step_raises(log: list[str]) -> None:
+    def stop(async_op: bool) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CudaStreams(torch.device("cuda", 0)).start([("reduce", lambda async_op: None), ("outer", stop)])
+    assert log == [
+        "reduce waits for compute",
+        "outer waits for reduce",
+        "compute waits for outer",
     ]
 
 
