@@ -1,0 +1,36 @@
+"""Random programs train as plain replicas whose gradients are averaged do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankGroup
+from tests.torch_impl.random_programs import Player, draw
+from tests.torch_impl.toy import assert_same_weights
+
+# In one job of the ranks: a program takes a fraction of a second.
+SEEDS = [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)]
+
+
+def compare(seeds: range) -> None:
+    for seed in seeds:
+        program = draw(seed)
+        try:
+            compare_steps(program)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program}") from error
+
+
+def compare_steps(program: object) -> None:
+    player, plain = Player(program), Player(None)
+    for name, *args in program.ops:
+        for one in (player, plain):
+            getattr(one, name)(*args)
+        if name == "step":
+            assert_same_weights(player.model, plain.model, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_random_programs_equal_plain_replicas(ranks: RankGroup, seeds: range, world: int) -> None:
+    ranks.run(world, compare, seeds)
