@@ -134,11 +134,14 @@ def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
 
 def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat: int) -> Measured:
     """All engines at one number of ranks and one dtype. Memory is measured apart, since tracing takes time."""
+    begun = time.monotonic()
     found = launch(ranks, train, training, rounds, repeat)
     memory = {name: _heaviest(launch, ranks, training, name) for name in ENGINES}
+    dtype = str(training.dtype).removeprefix("torch.")
+    print(f"{ranks} ranks, {dtype}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     return Measured(
         ranks,
-        str(training.dtype).removeprefix("torch."),
+        dtype,
         training.tokens * ranks,
         over_ranks([costs for costs, _ in found]),
         memory,
@@ -263,6 +266,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of an engine in one round")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=128,
+        help="tokens of a sequence, of which a rank has two: few where bfloat16 is slow",
+    )
     parser.add_argument("--units", type=int, default=200, help="of the model that measures hooks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds: whether it runs")
@@ -280,13 +289,20 @@ def main() -> None:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "twinshard"))
     print(
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, {versions}, {options.device}; {rounds} rounds of {repeat} steps\n"
+        f"Python {platform.python_version()}, {versions}, {options.device}; "
+        f"{rounds} rounds of {repeat} steps, {Training(length=options.length).tokens} tokens a rank\n"
     )
     group = RankGroup()
     launch: Launch = on_cuda if on_gpu else functools.partial(group.run, timeout=1800)
     try:
         steps = [
-            measure(launch, world, Training(config, getattr(torch, dtype), options.device), rounds, repeat)
+            measure(
+                launch,
+                world,
+                Training(config, getattr(torch, dtype), options.device, length=options.length),
+                rounds,
+                repeat,
+            )
             for world in ([] if options.only == "hooks" else ranks)
             for dtype in dtypes
         ]
