@@ -97,8 +97,7 @@ class FSDPModule(Unavailable):
     def reset_iter_state(self) -> None:
         """Drop what an interrupted forward or backward left, and all gradients, of this and the modules below.
 
-        Not needed after an exception: the next forward recovers by itself. It differs from ``zero_grad`` in that memory
-        is freed at once.
+        Not needed after an exception: the next forward recovers by itself, and ``zero_grad`` does.
         """
         for unit in self._units(True):
             unit.interrupted(0)
@@ -106,6 +105,11 @@ class FSDPModule(Unavailable):
             for group in unit.groups:
                 for param in group.params:
                     param.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module. After a backward that raised, first shows the sharded parameters, which have gradients."""
+        self._unit.schedule.recover()
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, the next backwards keep gradients unreduced on each rank, whatever the strategy.

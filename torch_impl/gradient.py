@@ -97,7 +97,8 @@ class GroupGradient:
         """Take the unsharded gradient of parameter ``index``, which nobody else holds. ``keep``: it is not reduced.
 
         The buffer is made when enough has come: where most of a unit's gradients come late, as an embedding's
-        beside an output layer, it would be in use through all of backward.
+        beside an output layer, it would be in use through all of backward. If all have come by then, it waits for the
+        reduction, before which the unit's weights are freed.
         """
         given = self._tensor_parallel[index]
         if given is not None:
@@ -111,7 +112,10 @@ class GroupGradient:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._levels.size(0):
-                    self._start(keep)
+                    if len(self._held) == len(self._names):
+                        self.make_room()
+                    else:
+                        self._start(keep)
                 return
         self._put(index, grad)
 
@@ -143,7 +147,7 @@ class GroupGradient:
         if not self._came:
             self.drop()
             return
-        whole = self._complete()
+        whole = self._complete(keep=True)
         if self.memory.pooled:
             whole = whole.clone()
         self._leave_partial(self._levels.views(0, whole), level=0)
@@ -170,7 +174,7 @@ class GroupGradient:
             self.drop()
             return False
         self.finish()
-        values = self._complete().to(self._dtypes.reduce)
+        values = self._complete(keep=False).to(self._dtypes.reduce)
         if self._prescaled and not self._scaled:
             values = values / self.divisor
         if values is not self._whole:
@@ -243,10 +247,10 @@ class GroupGradient:
         while held:
             self._put(*held.popitem())
 
-    def _complete(self) -> torch.Tensor:
+    def _complete(self, keep: bool) -> torch.Tensor:
         """The buffer that was collected, with zeros where no gradient came."""
         if self._whole is None:
-            self._start(keep=False)
+            self._start(keep)
         assert self._whole is not None
         for index in self._untouched:
             self._views[index].zero_()

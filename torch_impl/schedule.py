@@ -17,7 +17,7 @@ Units are held weakly: a deleted model frees its memory at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,18 +68,15 @@ class Schedule:
         self._reducing: weakref.ref[GroupGradient] | None = None
         self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Unit]]]] = {}
 
-    def forward_begins(self, unit: Unit) -> None:
-        """``unit`` begins to run forward, not in backward: gather the weights of the next."""
+    def forward_begins(self, unit: Unit) -> list[Unit]:
+        """``unit`` begins to run forward, not in backward; returns what to prefetch."""
         if self.open_forwards == 0:
             self._abandon()
+            self._rest_recomputed()
             self._forward.restart()
             self.pool.forward_begins()
             self._ended = []
-        expected = self._forward.reach(unit)
-        if unit.forward_prefetch is not None:
-            self._prefetch((ref() for ref in unit.forward_prefetch), refresh=True)
-        elif expected is not None:
-            self._prefetch([expected], refresh=True)
+        return _following(unit.forward_prefetch, self._forward.reach(unit))
 
     def forward_ended(self, unit: Unit) -> None:
         """A forward of ``unit`` ended; after the outermost one nothing that was prefetched is needed."""
@@ -89,13 +86,15 @@ class Schedule:
                 self._drop_prefetched()
                 self.pool.rest()
 
-    def backward_begins(self, unit: Unit) -> None:
-        """``unit`` begins to run backward, or forward again in backward: gather the weights of the next."""
-        expected = self._backward.reach(unit)
-        if unit.backward_prefetch is not None:
-            self._prefetch((ref() for ref in unit.backward_prefetch), refresh=False)
-        elif expected is not None:
-            self._prefetch([expected], refresh=False)
+    def backward_begins(self, unit: Unit) -> list[Unit]:
+        """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
+        return _following(unit.backward_prefetch, self._backward.reach(unit))
+
+    def prefetch(self, units: Iterable[Unit], refresh: bool) -> None:
+        """Begin to gather the weights of ``units``; what is not needed is dropped when the pass ends."""
+        for unit in units:
+            if unit.start_unshard(refresh):
+                self._prefetched.append(unit.reference)
 
     def join_backward(self, unit: Unit, task: int) -> weakref.ref[Any]:
         """``unit`` takes part in a backward: its end will be told. The reference dies when the backward raises."""
@@ -151,9 +150,7 @@ class Schedule:
                 unit.reduce_waiting()
             self.finish_reduction()
             self._drop_prefetched()
-            recomputed, self._recomputed = self._recomputed, []
-            for unit in _alive(recomputed):
-                unit.rest_after_recompute()
+            self._rest_recomputed()
             self.pool.backward_ended()
 
     def _running(self) -> bool:
@@ -161,22 +158,35 @@ class Schedule:
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0]() is not None}
         return bool(self._tasks)
 
+    def recover(self) -> None:
+        """Drop what a pass left behind that raised. Nothing while another pass runs."""
+        if self.open_forwards == 0 and not self._running():
+            self._abandon()
+            self._rest_recomputed()
+
     def _abandon(self) -> None:
-        """Drop what a pass left behind that raised."""
         gradient = self._take_reducing()
         if gradient is not None:
             gradient.abandon()
         self._drop_prefetched()
+        for unit in _alive(self.units):
+            unit.drop_raised()
 
-    def _prefetch(self, units: Iterable[Unit | None], refresh: bool) -> None:
-        for unit in units:
-            if unit is not None and unit.start_unshard(refresh):
-                self._prefetched.append(unit.reference)
+    def _rest_recomputed(self) -> None:
+        units, self._recomputed = self._recomputed, []
+        for unit in _alive(units):
+            unit.rest_after_recompute()
 
     def _drop_prefetched(self) -> None:
         units, self._prefetched = self._prefetched, []
         for unit in _alive(units):
             unit.drop_prefetched()
+
+
+def _following(given: Sequence[weakref.ref[Unit]] | None, expected: Unit | None) -> list[Unit]:
+    if given is not None:
+        return _alive(given)
+    return [] if expected is None else [expected]
 
 
 def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:

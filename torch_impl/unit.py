@@ -161,8 +161,7 @@ class Unit:
             self.schedule.rest_at_end(self)
         elif self._backwards or self._recomputed:
             self.abandon_backward()
-        # Recompute in backward must see the weights that the forward saw.
-        self._begin(in_backward, refresh=not in_backward)
+        self._begin(in_backward)
         # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
@@ -202,15 +201,20 @@ class Unit:
                 buffer.pool = self.schedule.pool
                 buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
 
-    def _begin(self, in_backward: bool, refresh: bool) -> None:
-        """Gather this unit's weights, and the next one's meanwhile."""
+    def _begin(self, in_backward: bool) -> None:
+        """Gather this unit's weights, and begin to gather the next one's.
+
+        One after the other, since backends hold a second copy of what they gather.
+        """
+        # Recompute in backward must see the weights that the forward saw.
+        refresh = not in_backward
+        following: list[Unit] = []
         if not self._registered_unsharded:
             self.start_unshard(refresh)
-            if in_backward:
-                self.schedule.backward_begins(self)
-            else:
-                self.schedule.forward_begins(self)
+            begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
+            following = begins(self)
         self.unshard(refresh)
+        self.schedule.prefetch(following, refresh)
 
     @autograd.eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -273,14 +277,14 @@ class Unit:
         self._enter_backward()
         if call.inputs is not None and call.number not in self._open_calls and call.inputs.expect():
             self._open_calls.add(call.number)
-        self._begin(in_backward=True, refresh=False)
+        self._begin(in_backward=True)
 
     def _enter_backward(self) -> None:
         task = autograd.current_backward()
         if task is None or task in self._backwards:
             return
         # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
-        if self._backwards and all(ended() is None for ended in self._backwards.values()):
+        if self._raised:
             self._drop_backward()
         self._backwards[task] = self.schedule.join_backward(self, task)
         if self.exposes_main_grad:
@@ -355,6 +359,15 @@ class Unit:
             self.reshard()
         else:
             self._show(unsharded=False)
+
+    @property
+    def _raised(self) -> bool:
+        return bool(self._backwards) and all(ended() is None for ended in self._backwards.values())
+
+    def drop_raised(self) -> None:
+        """Drop what a backward left that raised, if one did."""
+        if self._raised:
+            self.abandon_backward()
 
     def abandon_backward(self) -> None:
         self._drop_backward()

@@ -349,3 +349,56 @@ def separate_roots() -> None:
 
 def test_a_root_may_become_an_inner_unit(ranks: RankGroup) -> None:
     ranks.run(WORLD, separate_roots)
+
+
+def count_gathers_under_way() -> None:
+    model, reference = sharded_chain(), seeded(Chain)
+    step(model, reference)
+    original, open_now, most = collectives._gather_one, [0], [0]
+
+    class Noted:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+            open_now[0] += 1
+            most[0] = max(most[0], open_now[0])
+
+        def wait(self) -> None:
+            self.work.wait()
+            open_now[0] -= 1
+
+    def noting(*args: Any, async_op: bool, **kwargs: Any) -> Any:
+        work = original(*args, async_op=async_op, **kwargs)
+        return Noted(work) if async_op else work
+
+    collectives._gather_one = noting
+    try:
+        step(model, reference)
+    finally:
+        collectives._gather_one = original
+    assert open_now == [0]
+    assert most[0] == max(len(layer._unit.groups[0].layout.shard_sizes) for layer in model.layers)
+
+
+def test_the_next_unit_is_gathered_when_the_own_weights_have_come(ranks: RankGroup) -> None:
+    """Backends hold a copy of what they gather."""
+    ranks.run(WORLD, count_gathers_under_way)
+
+
+def weights_beside_new_buffers() -> list[bool]:
+    """Whether a layer's weights were there when its gradients got their buffer."""
+    model, reference = sharded_chain(), seeded(Chain)
+    found = []
+    for layer in model.layers:
+        group = layer._unit.groups[0]
+
+        def noting(keep: bool, group: Any = group, start: Any = group.gradient._start) -> None:
+            found.append(group.compute.allocated)
+            start(keep)
+
+        group.gradient._start = noting
+    step(model, reference)
+    return found
+
+
+def test_gradients_that_came_together_get_their_buffer_when_the_weights_are_freed(ranks: RankGroup) -> None:
+    assert ranks.run(WORLD, weights_beside_new_buffers)[0] == [False] * UNITS
