@@ -172,6 +172,7 @@ class Schedule:
         for unit in _alive(self.units):
             unit.drop_raised()
 
+    # Not when a backward begins: what it recomputed before its first unit joined would lose its weights.
     def _rest_recomputed(self) -> None:
         units, self._recomputed = self._recomputed, []
         for unit in _alive(units):

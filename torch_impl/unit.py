@@ -202,10 +202,7 @@ class Unit:
                 buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
 
     def _begin(self, in_backward: bool) -> None:
-        """Gather this unit's weights, and begin to gather the next one's.
-
-        One after the other, since backends hold a second copy of what they gather.
-        """
+        """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: list[Unit] = []

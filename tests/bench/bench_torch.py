@@ -270,7 +270,7 @@ def main() -> None:
         "--length",
         type=int,
         default=128,
-        help="tokens of a sequence, of which a rank has two: few where bfloat16 is slow",
+        help="tokens of a sequence, two sequences a rank; fewer where bfloat16 is slow",
     )
     parser.add_argument("--units", type=int, default=200, help="of the model that measures hooks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -282,6 +282,10 @@ def main() -> None:
     ranks = options.ranks or ([1] if on_gpu else [2, 4])
     if on_gpu and ranks != [1]:
         parser.error(f"--ranks: expected 1 with --device cuda, got {ranks}")
+    if options.length < 2:
+        parser.error(
+            f"--length: expected at least 2, since the last token is only predicted, got {options.length}"
+        )
     dtypes = ["float32", "bfloat16"] if options.dtype == "both" else [options.dtype]
     rounds, repeat, units = (2, 1, 20) if options.quick else (options.rounds, options.steps, options.units)
     config = TINY if options.quick else BASELINE

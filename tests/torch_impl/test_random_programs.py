@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import RankGroup
-from tests.torch_impl.random_programs import Player, draw
+from tests.torch_impl.random_programs import Player, Program, draw
 from tests.torch_impl.toy import assert_same_weights
 
 # In one job of the ranks: a program takes a fraction of a second.
@@ -21,7 +21,7 @@ def compare(seeds: range) -> None:
             raise AssertionError(f"seed {seed}: {program}") from error
 
 
-def compare_steps(program: object) -> None:
+def compare_steps(program: Program) -> None:
     player, plain = Player(program), Player(None)
     for name, *args in program.ops:
         for one in (player, plain):

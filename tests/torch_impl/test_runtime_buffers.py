@@ -171,6 +171,34 @@ def test_an_interruption_between_two_buffers_leaves_no_open_operation(ranks: Ran
     ranks.run(3, stop_between_buffers)
 
 
+def stop_between_reductions() -> None:
+    world = dist.get_world_size()
+    shards, values = [torch.zeros(2) for _ in range(2)], [torch.ones(2 * world) for _ in range(2)]
+    original, begun = collectives._scatter_one, []
+
+    def second_call_stops(*args: Any, **kwargs: Any) -> Any:
+        begun.append(1)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    collectives._scatter_one = second_call_stops
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collectives.reduce_scatter(shards, values, dist.group.WORLD)
+    finally:
+        collectives._scatter_one = original
+    value = torch.ones(())
+    dist.all_reduce(value)
+    assert value == world, "a collective after the interrupted one was swallowed"
+    collectives.reduce_scatter(shards, values, dist.group.WORLD)
+    assert [shard.tolist() for shard in shards] == [[world] * 2] * 2
+
+
+def test_an_interrupted_reduction_of_two_buffers_leaves_no_open_operation(ranks: RankGroup) -> None:
+    ranks.run(3, stop_between_reductions)
+
+
 def keep_unreduced() -> None:
     """Later microbatches add into the buffer of the first one: no second copy of the unreduced sums."""
     model = sharded_pair("optim_grads_params", "row")
