@@ -2,6 +2,20 @@
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
 staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
+
+Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer``. ``[x]`` is a scalar
+computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
+``x * y + z`` rounded once::
+
+    1   g = the gradient in the dtype of the update
+    2   w = w * [1 - lr * weight_decay]
+    3   m = fma([1 - b1], g - m, m)                     if [1 - b1] < 0.5, else
+        m = fma([1 - b1] - 1, g - m, g)
+    4   v = fma([1 - b2] * g, g, v * [b2])              in whole vectors
+        v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
+    5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
+
+The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits.
 """
 
 from __future__ import annotations

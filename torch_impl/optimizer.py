@@ -1,4 +1,4 @@
-"""AdamW on the main weights of sharded modules."""
+"""AdamW on the main weights of sharded modules. The order of operations is listed in ``torch_impl.adamw_update``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""The arithmetic of one AdamW step, in a form in which XLA's CPU compiler keeps PyTorch's roundings.
+
+What is computed, and in which order, is listed in ``jax_impl.optimizer``. JAX has no way to ask for a fused
+multiply-add, nor for none: LLVM contracts ``a * b + c`` wherever it sees one, through barriers and whatever the flags,
+and in a sum of two products takes the one that it meets first. XLA simplifies what it knows about scalars. So
+
+- each sum below has at most one operand that is a product; any other passes through a select that the compiler cannot
+  decide, and so arrives rounded;
+- a divisor passes through one too, as division by a scalar becomes multiplication by its inverse.
+
+Neither depends on where in an array or on which device an element lies, and nor do its bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Below this, one minus a power is one in doubles.
+_NEGLIGIBLE = 2.0**-56
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is the same in every step, but for a learning rate that is not scheduled."""
+
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """In the weights' dtype, of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``1 - lr * weight_decay``."""
+
+    step_size: Any
+    correction: Any
+    decay: Any
+
+
+def updated(
+    w: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scalars: StepScalars,
+    constants: Constants,
+    vector_bytes: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights and moments after the step: arrays of one shape and float dtype; ``g`` of any dtype that converts to it.
+
+    ``vector_bytes``: as in ``main_weight_adamw``.
+    """
+    number = w.dtype.type
+
+    def opaque(x: Any) -> jax.Array:
+        return jnp.where(v >= 0, x, number(np.nan))
+
+    # A gradient that the same program computed may be a product.
+    g = opaque(g.astype(w.dtype))
+    w = opaque(w * scalars.decay)
+    m = _lerp(m, g, number(1 - constants.b1))
+    new, old = number(1 - constants.b2) * g, v * number(constants.b2)
+    tail = _tail(w, vector_bytes)
+    if tail is None:
+        v = new * g + opaque(old)
+    else:
+        v = jnp.where(tail, v, new) * jnp.where(tail, number(constants.b2), g) + jnp.where(tail, new * g, old)
+    denominator = jnp.sqrt(v) / opaque(scalars.correction) + opaque(number(constants.eps))
+    return w + (-scalars.step_size * m) / denominator, m, v
+
+
+def _lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:
+    """From ``m`` towards ``g``, starting from the nearer one as PyTorch does."""
+    return m + weight * (g - m) if weight < 0.5 else g + (weight - weight.dtype.type(1)) * (g - m)
+
+
+def _tail(w: jax.Array, vector_bytes: int | None) -> jax.Array | None:
+    """Mask of the elements, in row-major order, after the last whole vector; ``None`` where there are none."""
+    left = 0 if vector_bytes is None else w.size % (vector_bytes // w.dtype.itemsize)
+    if left == 0:
+        return None
+    index = jnp.zeros(w.shape, jnp.uint32)
+    for axis, stride in enumerate(math.prod(w.shape[axis + 1 :]) for axis in range(w.ndim)):
+        index += lax.broadcasted_iota(jnp.uint32, w.shape, axis) * np.uint32(stride)
+    return index >= np.uint32(w.size - left)
+
+
+def step_scalars(
+    count: jax.Array, dtype: np.dtype, learning_rate: float | jax.Array, constants: Constants
+) -> StepScalars:
+    """The scalars of step ``count`` (traced int32, from 1): PyTorch's doubles, rounded once to ``dtype``.
+
+    Powers in float32 inside the step would be off by 1e-5 relative in early steps, so these come from tables of host
+    doubles. What depends on a learning rate that only the program knows is computed in doubles in the program, also
+    where JAX's 64-bit types are off.
+    """
+    bias1, bias2 = 1 - powers(constants.b1), 1 - powers(constants.b2)
+    correction = _at(count, np.sqrt(bias2).astype(dtype))
+    if not isinstance(learning_rate, jax.Array):
+        decay = dtype.type(1 - learning_rate * constants.weight_decay)
+        return StepScalars(_at(count, (learning_rate / bias1).astype(dtype)), correction, decay)
+    with jax.enable_x64(True):
+        double = lax.convert_element_type(learning_rate, np.float64)
+        product = double * np.float64(constants.weight_decay)
+        # A select as above; a constant in it would let it move behind the difference, which has a constant too.
+        product = jnp.where(jnp.isnan(double), double, product)
+        step_size, decay = (
+            lax.convert_element_type(x, dtype) for x in (double / _at(count, bias1), np.float64(1) - product)
+        )
+    return StepScalars(step_size, correction, decay)
+
+
+def _at(count: jax.Array, table: np.ndarray) -> jax.Array:
+    return jnp.asarray(table)[jnp.minimum(count, np.int32(len(table))) - np.int32(1)]
+
+
+@functools.cache
+def powers(base: float) -> np.ndarray:
+    """``base ** t`` in float64 for t = 1, 2, ... up to the first for which ``1 - base ** t`` is one."""
+    return np.array([base**t for t in range(1, vanishing_step(base) + 1)])
+
+
+def vanishing_step(base: float) -> int:
+    """The length of ``powers(base)``."""
+    return 1 if base == 0 else 1 + math.ceil(math.log(_NEGLIGIBLE) / math.log(base))
