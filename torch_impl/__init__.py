@@ -21,6 +21,7 @@ from torch_impl.norms import parameter_norms
 from torch_impl.optimizer import MainWeightAdamW
 from torch_impl.overlap import memory_overlaps
 from torch_impl.placement import Placements
+from torch_impl.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from torch_impl.precision import MixedPrecisionPolicy
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
     "NonFinite",
     "OffloadPolicy",
     "Placements",
+    "PolicyError",
+    "PrecisionPolicy",
+    "ShardingPolicy",
+    "UnitPolicy",
     "UnshardHandle",
     "count_collectives",
     "find_nonfinite",

@@ -1,0 +1,506 @@
+"""Policies: what a file may say, which modules it makes units, and models that are sharded by one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_impl
+from tests.golden import policies as golden
+from tests.ranks import RankGroup
+from tests.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks
+from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
+from torch_impl.placement import Placements
+from torch_impl.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
+
+CONFIG = DecoderConfig(vocab_size=23, d_model=18, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=19)
+MICROBATCHES = 3
+ROOT = UnitPolicy("")
+
+
+@pytest.mark.parametrize("file", golden.GOOD)
+def test_good_files_are_read_as_the_vectors_say(file: str) -> None:
+    policy = ShardingPolicy.load(golden.FOLDER / file)
+    assert golden.canonical(policy) == golden.GOOD[file]
+    assert ShardingPolicy.parse(policy.to_toml()) == policy
+
+
+@pytest.mark.parametrize("file", golden.BAD)
+def test_bad_files_are_refused_with_what_the_vectors_say(file: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        ShardingPolicy.load(golden.FOLDER / file)
+    message = str(caught.value)
+    assert message.startswith(f"{golden.FOLDER / file}: ")
+    assert [part for part in golden.BAD[file] if part not in message] == [], message
+
+
+@pytest.mark.parametrize("case", golden.UNITS, ids=str)
+def test_units_are_those_of_the_vectors(case: golden.UnitsCase) -> None:
+    policy = ShardingPolicy.load(golden.FOLDER / case.file)
+    if case.error:
+        with pytest.raises(PolicyError) as caught:
+            policy.units_of(case.paths)
+        assert [part for part in case.error if part not in str(caught.value)] == [], str(caught.value)
+    else:
+        found = policy.units_of(case.paths)
+        assert [[path, unit.match] for path, unit in found.items()] == case.units
+
+
+def test_policies_built_in_code_are_checked_as_those_of_files() -> None:
+    for build, reason in (
+        (lambda: UnitPolicy("a..b"), r"^match: expected a dotted path .* got 'a\.\.b'"),
+        (lambda: UnitPolicy("", strategy="zero9"), "^strategy: expected one of no_shard, .* got 'zero9'"),
+        (lambda: UnitPolicy("", strategy=3), "^strategy: expected a name, got 3"),
+        (lambda: UnitPolicy("", placements="shard"), "^placements: expected Placements"),
+        (
+            lambda: UnitPolicy("", strategy="optim", placements=Placements("shard", "shard", "shard")),
+            "got both, strategy 'optim'",
+        ),
+        (lambda: UnitPolicy("", granularity="block"), r"^granularity: expected row, tensor or block\(n\)"),
+        (lambda: UnitPolicy("", recompute=1), "^recompute: expected true or false, got 1"),
+        (lambda: PrecisionPolicy(main="float16"), "^main: expected one of float32, float64, got 'float16'"),
+        (lambda: PrecisionPolicy(main=None), "^main: expected one of float32, float64, got None"),
+        (lambda: ShardingPolicy(()), r"^policy: \[\[unit\]\]: expected at least one"),
+        (lambda: ShardingPolicy((ROOT,), {"dp": 0}), r"^policy: \[mesh\] dp: expected a size >= 1"),
+        (lambda: ShardingPolicy((ROOT,), {"dp": True}), r"\[mesh\] dp: .* got True"),
+        (lambda: ShardingPolicy((ROOT,), "dp"), r"\[mesh\]: expected a table of axes, got 'dp'"),
+        (lambda: ShardingPolicy((ROOT,), precision="float32"), "precision: expected a PrecisionPolicy"),
+        (lambda: ShardingPolicy(("",)), r"units: expected UnitPolicy items, got \(''"),
+        (lambda: ShardingPolicy(ROOT), "units: expected UnitPolicy items"),
+        (lambda: ShardingPolicy((ROOT,), source="mine"), None),
+    ):
+        if reason is None:
+            build()
+        else:
+            with pytest.raises(PolicyError, match=reason):
+                build()
+
+
+def test_equal_policies_have_the_same_axes_in_the_same_order() -> None:
+    mesh = {"outer": 2, "inner": 4}
+    policy = ShardingPolicy([ROOT], mesh)
+    mesh["inner"] = 8
+    assert policy.mesh == {"outer": 2, "inner": 4}
+    assert policy == ShardingPolicy((ROOT,), {"outer": 2, "inner": 4}, source="elsewhere")
+    assert policy != ShardingPolicy((ROOT,), {"inner": 4, "outer": 2})
+    assert len({policy, copy.deepcopy(policy)}) == 1
+
+
+def test_all_takes_what_the_other_axis_leaves() -> None:
+    for mesh, devices, sizes in (
+        ({"dp": "all"}, 5, [5]),
+        ({"outer": "all", "inner": 2}, 6, [3, 2]),
+        ({"outer": 3, "inner": "all"}, 6, [3, 2]),
+        ({"outer": 2, "inner": 2}, 4, [2, 2]),
+    ):
+        found = ShardingPolicy((ROOT,), mesh).mesh_sizes(devices)
+        assert list(found.items()) == list(zip(mesh, sizes, strict=True))
+    for mesh, devices in (
+        ({"dp": "all"}, 0),
+        ({"dp": 4}, 8),
+        ({"outer": "all", "inner": 4}, 2),
+        ({"o": 3, "i": "all"}, 4),
+    ):
+        with pytest.raises(
+            PolicyError, match=rf"\[mesh\]: expected axes of {devices} devices in all, got \w+ = "
+        ):
+            ShardingPolicy((ROOT,), mesh, source="m.toml").mesh_sizes(devices)
+
+
+def test_what_cannot_be_read_is_an_error_that_names_the_examples(tmp_path: Path) -> None:
+    for given, reason in (("absent", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(PolicyError, match=f"expected a TOML file or one of fsdp, .*zero2, got: {reason}"):
+            ShardingPolicy.load(given)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(PolicyError, match="expected a TOML file, got other bytes than UTF-8"):
+        ShardingPolicy.load(tmp_path / "bytes.toml")
+
+
+def decoder(config: DecoderConfig = CONFIG) -> Decoder:
+    """Weights so large that every parameter matters to the loss."""
+    model = Decoder(config)
+    model.init_weights(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.mul_(10)
+    return model
+
+
+def tokens(step: int, world: int) -> torch.Tensor:
+    """``[world, microbatches, rows, length]``: different on every rank and microbatch."""
+    generator = torch.Generator().manual_seed(40 + step)
+    return torch.randint(0, CONFIG.vocab_size, (world, MICROBATCHES, 2, 7), generator=generator)
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.reshape(-1, rows.shape[-1])
+    return next_token_loss(model(rows[:, :-1]), rows[:, 1:])
+
+
+def train_step(model: Any, step: int) -> torch.Tensor:
+    """The mean loss of this rank's microbatches."""
+    mine, total = tokens(step, dist.get_world_size())[dist.get_rank()], torch.zeros(())
+    for k, rows in enumerate(mine):
+        model.set_is_last_backward(k == MICROBATCHES - 1)
+        loss = loss_of(model, rows) / MICROBATCHES
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+# Collectives of a unit in a step of K microbatches: all-gathers, reduce-scatters, all-reduces.
+K = MICROBATCHES
+COUNTS = {
+    "no_shard": (0, 0, 1),
+    "optim": (1, 1, 0),
+    "optim_grads": (1, K, 0),
+    "optim_grads_params": (2 * K, K, 0),
+    "hsdp": (2 * K, K, 1),
+    "hfsdp": (2 * K + 1, K + 1, 0),
+}
+# An outer axis of one rank takes no collectives.
+COUNTS_OF_ONE_REPLICA = COUNTS | {"hsdp": (2 * K, K, 0), "hfsdp": (2 * K, K, 0)}
+LAYERS = [f"layers.{n}" for n in range(CONFIG.n_layers)]
+STRATEGY = {
+    "zero1": "optim",
+    "zero2": "optim_grads",
+    "fsdp": "optim_grads_params",
+    "fsdp_bf16": "optim_grads_params",
+}
+BLOCKS = "block(16)"
+
+
+def expected_units(name: str) -> dict[str, tuple[str, str]]:
+    """Strategy and granularity of each unit of the decoder under a shipped policy."""
+    if name == "mixture":
+        layers = dict.fromkeys(LAYERS, ("optim_grads_params", "row"))
+        mlps = {f"{layer}.mlp": ("optim_grads_params", BLOCKS) for layer in LAYERS}
+        return layers | mlps | {"embed": ("optim", "row"), "": ("optim_grads", "tensor")}
+    return dict.fromkeys([*LAYERS, ""], (STRATEGY.get(name, name), "row"))
+
+
+def shipped(name: str) -> None:
+    policy = ShardingPolicy.load(name)
+    model, reference = decoder(), decoder()
+    world = dist.get_world_size()
+    assert policy.apply(model) is model
+    units = expected_units(name)
+    _check_report(model, policy, units)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    low = policy.precision.compute == "bfloat16"
+    for step in range(3):
+        with torch_impl.count_collectives(model) as count:
+            losses = train_step(model, step)
+            want = loss_of(reference, tokens(step, world))
+            want.backward()
+            if not low:
+                assert_same_gradients(model, reference, rtol=1e-3, atol=1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.step()
+        expected.zero_grad()
+        torch.testing.assert_close(mean_over_ranks(losses), want.detach(), rtol=2e-2 if low else 1e-4, atol=0)
+        if step:
+            known = COUNTS if world == 4 else COUNTS_OF_ONE_REPLICA
+            calls = {unit: tuple(count.calls_of[unit, kind] for kind in KINDS) for unit in units}
+            assert calls == {unit: known[strategy] for unit, (strategy, _) in units.items()}
+    if not low:
+        assert_same_weights(model, reference, rtol=1e-3, atol=1e-5)
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _check_report(model: nn.Module, policy: ShardingPolicy, units: dict[str, tuple[str, str]]) -> None:
+    world = dist.get_world_size()
+    plain = dict(decoder().named_parameters())
+    report = torch_impl.layout_report(model)
+    assert {unit.name for unit in report.units} == set(units)
+    assert report.ignored == ()
+    for unit in report.units:
+        strategy, granularity = units[unit.name]
+        (group,) = unit.groups
+        assert unit.reshard_after_forward is True
+        assert group.strategy == strategy
+        assert group.mesh == ((world // 2, 2) if "dp_outer" in policy.mesh else (world,))
+        prefix = f"{unit.name}.".lstrip(".")
+        shapes = {one: tuple(plain[prefix + one].shape) for one in group.parameters}
+        layout = torch_impl.plan_layout(shapes, group.num_shards, granularity=granularity)
+        assert group.fingerprint == layout.fingerprint
+        compute = "bfloat16" if policy.source == "fsdp_bf16.toml" else "float32"
+        dtypes = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
+        assert dtypes == ("float32", compute, "float32", "float32")
+    assert [name for name, _ in model.named_parameters()] == list(plain)
+
+
+EXAMPLES = ["no_shard", "zero1", "zero2", "fsdp", "fsdp_bf16", "hsdp", "hfsdp", "mixture"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shipped_policies_train_as_one_process_on_the_whole_batch(
+    ranks: RankGroup, name: str, world: int
+) -> None:
+    ranks.run(world, shipped, name)
+
+
+class Noisy(nn.Module):
+    """Counts its forwards; dropout shows whether they see the same random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.up, self.down = nn.Linear(6, 40), nn.Linear(40, 6)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.forwards += 1
+        hidden = torch.dropout(torch.tanh(self.up(x)), 0.5, self.training)
+        return x + scale * self.down(hidden)
+
+
+class Pair(nn.Module):
+    """Parameters of its own before and after two units inside; what ends its forward saves nothing for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.first, self.second = Noisy(), Noisy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(self.norm(x), scale=0.5))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(Pair() for _ in range(2))
+            self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+INNER = [f"layers.{i}.{one}" for i in (0, 1) for one in ("first", "second")]
+
+
+def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
+    """Losses of three steps; forwards of a module, collectives by unit and saved bytes of the last one."""
+    entries = [
+        UnitPolicy(match, recompute=match in recomputed) for match in ("layers.*", "layers.*.[fs]*", "")
+    ]
+    model: Any = ShardingPolicy(tuple(entries)).apply(Net())
+    noisy = model.layers[0].first
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05)
+    torch.manual_seed(100 + dist.get_rank())
+    x = torch.randn(8, 6)
+    result: dict[str, Any] = {"names": list(model.state_dict()), "losses": []}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        result["saved"] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    for _ in range(3):
+        result["saved"] = noisy.forwards = 0
+        with torch_impl.count_collectives(model) as count:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(x).square().mean()
+            loss.backward()
+        result["losses"].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    result["forwards"] = noisy.forwards
+    result["calls"] = {unit: [count.calls_of[unit, kind] for kind in KINDS] for unit, _ in count.calls_of}
+    noisy.forwards = 0
+    with torch.no_grad():
+        model.eval()(x)
+    assert noisy.forwards == 1
+    return result
+
+
+def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
+    plain, again = trained(()), trained(recomputed)
+    assert again["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == 3
+    assert (plain["forwards"], again["forwards"]) == (1, 1 + depth)
+    assert plain["calls"] == {unit: [2, 1, 0] for unit in ("", "layers.0", "layers.1", *INNER)}
+    assert again["calls"] == plain["calls"]
+    assert again["saved"] < plain["saved"]
+    assert again["names"] == plain["names"] == list(Net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "depth"),
+    [
+        (("layers.*.[fs]*",), 1),
+        (("layers.*",), 1),
+        (("",), 1),
+        (("layers.*", "layers.*.[fs]*"), 2),
+        (("", "layers.*", "layers.*.[fs]*"), 3),
+    ],
+)
+def test_recomputed_units_gather_no_more_often_and_train_alike(
+    ranks: RankGroup, recomputed: tuple[str, ...], depth: int
+) -> None:
+    """``depth``: how often the innermost forward runs again."""
+    ranks.run(2, recomputing, recomputed, depth)
+
+
+class Broken(nn.Linear):
+    """``fully_shard`` refuses it after all checks of the policy."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self._original_class = "mine"
+
+
+class Shared(nn.Module):
+    """One module at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
+        self.b[0] = self.a[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+class Ties(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def patched() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].forward = model[0].forward
+    return model
+
+
+def policy_of(*matches: str, **options: Any) -> ShardingPolicy:
+    return ShardingPolicy(tuple(UnitPolicy(match) for match in (*matches, "")), **options)
+
+
+def misfits() -> None:
+    world = dist.get_world_size()
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    recomputed = ShardingPolicy((UnitPolicy("0", recompute=True), ROOT))
+    float64 = PrecisionPolicy(main="float64")
+    for policy, build, options, reason in (
+        (
+            policy_of("layer.*", source="f.toml"),
+            decoder,
+            {},
+            r"f.toml: \[\[unit\]\] 1: match: .*near: layers",
+        ),
+        (policy_of("layers"), decoder, {}, "'layers' matches, got none; near: layers"),
+        (policy_of(mesh={"dp": 3}), decoder, {}, r"\[mesh\]: expected axes of 4 devices in all, got dp = 3"),
+        (
+            policy_of(precision=float64),
+            decoder,
+            {},
+            "expected torch.float64 main weights, got embed.weight in torch.f",
+        ),
+        (
+            policy_of(),
+            lambda: decoder().double(),
+            {},
+            "main: expected torch.float32 main weights, got embed.weight",
+        ),
+        (policy_of("a", "b"), Ties, {}, "got 'a.weight' of unit 'a' tied to 'b.weight' of unit 'b'"),
+        (policy_of("a"), Shared, {}, "got 'a.0.weight' of unit 'a' tied to 'b.0.weight' of unit ''"),
+        (policy_of(), lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "a model with a forward, got ModuleList"),
+        (recomputed, patched, {}, "'0': expected a module whose class has its forward"),
+        (recomputed, lambda: nn.Sequential(Broken()), {}, "has an attribute '_original_class' of its own"),
+        (
+            policy_of(),
+            decoder,
+            {"mesh": square},
+            r"\[mesh\]: expected a mesh of \{'dp': 4\}, got shape \(2, 2\)",
+        ),
+        (policy_of(), decoder, {"mesh": named}, r"expected a mesh of \{'dp': 4\}, got .* axes \('data',\)"),
+        (policy_of(mesh={"dp": 2}), decoder, {"mesh": line}, "expected axes of 4 devices in all, got dp = 2"),
+        (
+            policy_of(),
+            decoder,
+            {"mesh": line, "device_type": "cpu"},
+            "expected mesh or device_type, got both",
+        ),
+    ):
+        model = build()
+        before = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=reason):
+            policy.apply(model, **options)
+        assert [type(module) for module in model.modules()] == before
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+    with pytest.raises(TypeError, match="expected a DeviceMesh, got tuple"):
+        policy_of().apply(decoder(), mesh=(4,))
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"):
+        policy_of().apply([decoder()])
+    sharded = policy_of().apply(decoder())
+    with pytest.raises(PolicyError, match="expected a model that is not sharded yet, got a unit at ''"):
+        policy_of().apply(sharded)
+
+
+def test_policies_that_do_not_fit_leave_the_model_as_it_was(ranks: RankGroup) -> None:
+    ranks.run(4, misfits)
+
+
+def test_without_a_process_group_nothing_is_sharded() -> None:
+    model = decoder()
+    with pytest.raises(
+        PolicyError, match=r"fsdp\.toml: expected a process group, got none; call torch\.dist"
+    ):
+        ShardingPolicy.load("fsdp").apply(model)
+    assert type(model) is Decoder
+
+
+def given_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
+    for one in (mesh, init_device_mesh("cpu", (2, 2))):
+        model = ShardingPolicy.load("hsdp").apply(decoder(), mesh=one)
+        assert model.norm.weight.device_mesh is one
+    # Part of a larger mesh: its ranks are those that the policy speaks of.
+    model = policy_of("layers.*", mesh={"dp": 2}).apply(decoder(), mesh=mesh["dp"])
+    assert torch_impl.layout_report(model).units[0].groups[0].mesh == (2,)
+    made = ShardingPolicy.load("hsdp").apply(decoder(), device_type="cpu")
+    assert made.norm.weight.device_mesh.mesh_dim_names == ("dp_outer", "dp")
+
+
+def test_a_mesh_may_be_given_instead_of_made(ranks: RankGroup) -> None:
+    ranks.run(4, given_mesh)
+
+
+def shared_and_low() -> None:
+    model = policy_of().apply(Shared())
+    assert [name for name, _ in model.named_parameters()] == ["a.0.weight", "a.0.bias"]
+    low = policy_of("layers.*").apply(decoder().bfloat16())
+    (group,) = torch_impl.layout_report(low).units[0].groups
+    assert (group.main_dtype, group.compute_dtype, group.grad_dtype) == ("float32",) * 3
+    chosen = PrecisionPolicy("float64", "bfloat16", "float16", "float32")
+    wide = policy_of("layers.*", precision=chosen).apply(decoder().double())
+    (group,) = torch_impl.layout_report(wide).units[0].groups
+    found = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
+    assert found == ("float64", "bfloat16", "float16", "float32")
+
+
+def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in(ranks: RankGroup) -> None:
+    ranks.run(2, shared_and_low)

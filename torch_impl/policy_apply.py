@@ -1,0 +1,154 @@
+"""Shard a model by a policy: the mesh it asks for, its units innermost first, and recomputation of activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from torch_impl.api import fully_shard
+from torch_impl.fsdp_module import FSDPModule
+from torch_impl.policy import PolicyError, ShardingPolicy
+from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
+
+# They have no forward whose beginning and end could be a unit's.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_recomputed_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def apply_policy(
+    policy: ShardingPolicy, model: nn.Module, mesh: DeviceMesh | None, device_type: str | None
+) -> None:
+    """See ``ShardingPolicy.apply``."""
+    modules = _modules_with_forward(model, policy.source)
+    units = policy.units_of(modules)
+    _check_main_weights(policy, model)
+    _check_ties(policy, {path: modules[path] for path in units})
+    for path, unit in units.items():
+        if unit.recompute and "forward" in vars(modules[path]):
+            raise PolicyError(
+                f"{policy.source}: {path!r}: expected a module whose class has its forward, to recompute it, got one "
+                "set on the module itself"
+            )
+    mesh = _mesh(policy, mesh, device_type)
+    precision = _mixed_precision(policy)
+    for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
+        module, unit = modules[path], units[path]
+        given = type(module)
+        if unit.recompute:
+            module.__class__ = _recomputed_class(given)
+        try:
+            fully_shard(
+                module,
+                mesh=mesh,
+                strategy=unit.strategy,
+                placements=unit.placements,
+                reshard_after_forward=True,
+                mp_policy=precision,
+                granularity=unit.granularity,
+            )
+        except BaseException:
+            module.__class__ = given
+            raise
+
+
+class _Recomputed:
+    """Mixed in between a unit and its class, so that the unit's weights are there when backward recomputes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(super().forward, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
+        return checkpoint(forward, *args, use_reentrant=False)
+
+
+def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """With the name of ``cls``, as reports show it; one for each class, so that modules of one class stay of one."""
+    if cls not in _recomputed_classes:
+        _recomputed_classes[cls] = type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__})
+    return _recomputed_classes[cls]
+
+
+def _modules_with_forward(model: nn.Module, source: str) -> dict[str, nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{source}: expected a torch.nn.Module, got {type(model).__name__}")
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise PolicyError(f"{source}: expected a model that is not sharded yet, got a unit at {path!r}")
+    if isinstance(model, _CONTAINERS):
+        raise PolicyError(f"{source}: expected a model with a forward, got {type(model).__name__}")
+    return {path: module for path, module in model.named_modules() if not isinstance(module, _CONTAINERS)}
+
+
+def _check_main_weights(policy: ShardingPolicy, model: nn.Module) -> None:
+    wanted = getattr(torch, policy.precision.main)
+    for name, param in model.named_parameters():
+        main = group_dtypes(param.dtype, MixedPrecisionPolicy()).main
+        if main.is_floating_point and main is not wanted:
+            raise PolicyError(
+                f"{policy.source}: [precision] main: expected {wanted} main weights, got {name} in {param.dtype}; cast "
+                f"the model first, model.to({wanted})"
+            )
+
+
+def _check_ties(policy: ShardingPolicy, units: dict[str, nn.Module]) -> None:
+    inner = {id(module) for module in units.values()}
+    owners: dict[int, tuple[str, str]] = {}
+    for unit, module in units.items():
+        for name, param in _own_parameters(module, unit, inner, set()):
+            owner, first = owners.setdefault(id(param), (unit, name))
+            if owner != unit:
+                raise PolicyError(
+                    f"{policy.source}: expected tied weights inside one unit, got {first!r} of unit {owner!r} tied to "
+                    f"{name!r} of unit {unit!r}"
+                )
+
+
+def _own_parameters(
+    module: nn.Module, path: str, inner: Collection[int], seen: set[int]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """With their names in the model, all that lie below ``module`` and in no unit inside it."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, param in module.named_parameters(path, recurse=False):
+        yield name, param
+    for name, child in module.named_children():
+        if id(child) not in inner:
+            yield from _own_parameters(child, f"{path}.{name}".lstrip("."), inner, seen)
+
+
+def _mesh(policy: ShardingPolicy, mesh: DeviceMesh | None, device_type: str | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise PolicyError(
+            f"{policy.source}: expected a process group, got none; call torch.distributed.init_process_group first "
+            "(also for one process)"
+        )
+    if mesh is None:
+        sizes = policy.mesh_sizes(dist.get_world_size())
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        device = device_type or ("cuda" if on_gpu else "cpu")
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if device_type is not None:
+        raise PolicyError(f"{policy.source}: expected mesh or device_type, got both")
+    sizes = policy.mesh_sizes(mesh.size())
+    names = mesh.mesh_dim_names
+    if names not in (None, tuple(sizes)) or tuple(mesh.shape) != tuple(sizes.values()):
+        raise PolicyError(
+            f"{policy.source}: [mesh]: expected a mesh of {sizes}, got shape {tuple(mesh.shape)}, axes {names}"
+        )
+    return mesh
+
+
+def _mixed_precision(policy: ShardingPolicy) -> MixedPrecisionPolicy:
+    chosen = policy.precision
+    compute, reduce, grad = (
+        getattr(torch, name) for name in (chosen.compute_dtype, chosen.reduce_dtype, chosen.grad_dtype)
+    )
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, grad_dtype=grad)
