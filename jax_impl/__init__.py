@@ -12,13 +12,18 @@
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.collective_count import count_collectives
+from jax_impl.compiled_count import count_compiled_collectives
+from jax_impl.gradients import make_gradients
 from jax_impl.layout import Layout, plan_layout
 from jax_impl.memory import MemoryReport, memory_report
 from jax_impl.mesh import data_parallel_mesh, simulate_devices
+from jax_impl.module_tree import variable_leaves
 from jax_impl.optimizer import AdamWState, main_weight_adamw
 from jax_impl.plan import ShardingPlan
-from jax_impl.strategy import STRATEGIES
-from jax_impl.train import TrainState, init_state, make_gradients, make_train_step, shard_batch
+from jax_impl.policy import PolicyError, ShardingPolicy, UnitPolicy
+from jax_impl.stack import scan_layers, stack_layers
+from jax_impl.strategy import STRATEGIES, Placements
+from jax_impl.train import TrainState, init_state, make_train_step, shard_batch
 
 __all__ = [
     "STRATEGIES",
@@ -26,9 +31,14 @@ __all__ = [
     "Layout",
     "LoadedCheckpoint",
     "MemoryReport",
+    "Placements",
+    "PolicyError",
     "ShardingPlan",
+    "ShardingPolicy",
     "TrainState",
+    "UnitPolicy",
     "count_collectives",
+    "count_compiled_collectives",
     "data_parallel_mesh",
     "fully_shard",
     "init_state",
@@ -40,8 +50,11 @@ __all__ = [
     "plan_layout",
     "plan_sharding",
     "save_checkpoint",
+    "scan_layers",
     "shard_batch",
     "shard_weights",
     "simulate_devices",
+    "stack_layers",
     "unshard",
+    "variable_leaves",
 ]

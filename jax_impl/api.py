@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,90 +16,137 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jax_impl.buffer import unpack
+from jax_impl.axes import MeshAxes
 from jax_impl.collective import Wire
-from jax_impl.granularity import Granularity
-from jax_impl.layout import Layout, plan_layout
-from jax_impl.mesh import checked_mesh
-from jax_impl.module_tree import UnitModule, parameter_leaves, split_units, whole_model
-from jax_impl.plan import Buffers, ShardingPlan, UnitPlan
+from jax_impl.flat_group import FlatGroup
+from jax_impl.layout import plan_layout
+from jax_impl.logical_group import LogicalArray, LogicalGroup, cut_dimension
+from jax_impl.module_tree import (
+    UnitModule,
+    parameter_leaves,
+    split_units,
+    stack_lengths,
+    variable_infos,
+    whole_model,
+)
+from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
+from jax_impl.plan import Buffers, Group, ShardingPlan, UnitPlan
+from jax_impl.policy import ShardingPolicy
 from jax_impl.precision import Precision, main_dtype
-from jax_impl.strategy import strategy_named
+from jax_impl.strategy import Strategy
+
+ENGINES = ("shard_map", "pjit")
+_SHARE_TO_WARN_OF = 0.01
 
 
 def fully_shard(
     model: nnx.Module,
-    mesh: Mesh,
-    *,
-    strategy: str = "optim_grads_params",
-    units: Sequence[str] = ("layers/*",),
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
-    granularity: Granularity = "row",
-    rows: int = 1,
+    mesh: Mesh | None = None,
+    policy: ShardingPolicy | str | Path | None = None,
+    **options: Unpack[ShardingOptions],
 ) -> tuple[ShardingPlan, Buffers]:
-    """Shard ``model`` over the ``"dp"`` axis of ``mesh``: the plan, and the main weights in it.
+    """Shard ``model`` over a mesh of one or two data-parallel axes: the plan, and the main weights in it.
 
-    The model itself is read, not changed. ``units`` are patterns of module paths; each matching module becomes a unit
-    of its own, and the root owns what is left. ``granularity``: one for all parameters, or by parameter path, such as
-    ``{"layers/0/mlp/up/kernel": "block(32)"}``, where paths left out have rows. Precisions: see ``Precision``; layouts:
-    see ``plan_layout``.
+    The model itself is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives
+    the mesh where none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
-    Raises ``ValueError`` for an unknown strategy, dtype, granularity or parameter path, a mesh without exactly the axis
-    ``"dp"``, a pattern that matches nothing, tied weights in different units, and variables that are no floating
-    ``nnx.Param``.
+    Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
+    nothing, tied weights in different units, and parameters that are not floating point.
     """
-    plan = plan_sharding(
-        model,
-        mesh,
-        strategy=strategy,
-        units=units,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        granularity=granularity,
-        rows=rows,
-    )
+    plan = plan_sharding(model, mesh, policy, **options)
     return plan, shard_weights(plan, parameter_leaves(model))
 
 
 def plan_sharding(
     model: nnx.Module,
-    mesh: Mesh,
-    *,
-    strategy: str = "optim_grads_params",
-    units: Sequence[str] = ("layers/*",),
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
-    granularity: Granularity = "row",
-    rows: int = 1,
+    mesh: Mesh | None = None,
+    policy: ShardingPolicy | str | Path | None = None,
+    **options: Unpack[ShardingOptions],
 ) -> ShardingPlan:
     """``fully_shard`` without values: ``model`` may be abstract, from ``nnx.eval_shape``."""
-    chosen = strategy_named(strategy)
-    precision = Precision(param_dtype, reduce_dtype)
-    mesh = checked_mesh(mesh)
-    num_shards = int(mesh.devices.size) if chosen.shards_state else 1
-    modules = split_units(model, units)
-    if isinstance(granularity, Mapping):
-        known = {path for module in modules.values() for path in module.parameters}
-        unknown = [path for path in granularity if path not in known]
-        if unknown:
-            raise ValueError(f"granularity: expected paths of the model's parameters, got {unknown[:5]}")
-    plans = {}
+    unknown = sorted(options.keys() - ShardingOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"fully_shard: expected keywords among {list(ShardingOptions.__annotations__)}, got {unknown}"
+        )
+    engine = options.get("engine", "shard_map")
+    if engine not in ENGINES:
+        raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    stacks = stack_lengths(model, options.get("stacked", ()))
+    resolved = resolve(model, stacks, mesh, policy, options)
+    modules = split_units(model, list(resolved.units), stacks)
+    known = {path for module in modules.values() for path in module.parameters}
+    _check_granularities(resolved.units.values(), known)
+    frozen = _frozen_paths(model, options.get("frozen", ()))
+    axes = MeshAxes.of(resolved.mesh)
+    units = {}
     for path, module in modules.items():
-        main = _main_dtype(module)
-        shapes = dict(zip(module.parameters, module.shapes, strict=True))
-        layout = plan_layout(shapes, num_shards, granularity=_within(granularity, module), rows=rows)
-        plans[path] = UnitPlan(module, layout, Wire(main, precision.compute(main), precision.reduce(main)))
-    return ShardingPlan(mesh, chosen, plans, whole_model(model))
+        unit = resolved.units[path]
+        wire = _wire(axes, resolved.precision, module)
+        groups = tuple(_groups(module, unit, wire, frozen, resolved.mesh if engine == "pjit" else None))
+        units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
+    plan = ShardingPlan(resolved.mesh, engine, units, whole_model(model), variable_infos(model))
+    _warn_of_whole_parameters(plan)
+    return plan
 
 
-def _within(granularity: Granularity, module: UnitModule) -> Granularity:
-    if not isinstance(granularity, Mapping):
-        return granularity
-    return {path: granularity[path] for path in module.parameters if path in granularity}
+def _warn_of_whole_parameters(plan: ShardingPlan) -> None:
+    sizes = {path: math.prod(info.shape) for path, info in plan.parameters.items()}
+    share = sum(sizes[path] for path in plan.whole_parameters) / max(1, sum(sizes.values()))
+    if share > _SHARE_TO_WARN_OF:
+        warnings.warn(
+            f"pjit engine: no dimension of {len(plan.whole_parameters)} of {len(sizes)} parameters, {share:.0%} of the "
+            f"elements, divides by the number of shards, so they are whole everywhere: {plan.whole_parameters[:5]}, "
+            'see plan.whole_parameters; engine="shard_map" shards any shape',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
-def _main_dtype(module: UnitModule) -> np.dtype:
+def _groups(
+    module: UnitModule, options: UnitOptions, wire: Wire, frozen: frozenset[str], mesh: Mesh | None
+) -> Iterator[Group]:
+    """The trainable group, then the frozen one; flat ones, or logical ones on ``mesh``."""
+    for trainable in (True, False):
+        own = [i for i, path in enumerate(module.parameters) if (path not in frozen) == trainable]
+        if not own:
+            continue
+        paths = tuple(module.parameters[i] for i in own)
+        shapes = [module.shapes[i] for i in own]
+        if mesh is not None:
+            yield _logical_group(module, paths, shapes, options.strategy, wire, trainable, mesh)
+            continue
+        names = dict(zip(paths, (module.names[i] for i in own), strict=True))
+        chosen = within(options, paths, names)
+        layout = plan_layout(
+            dict(zip(names.values(), shapes, strict=True)),
+            wire.axes.shards(options.strategy.state),
+            granularity=chosen.granularity,
+            rows=chosen.rows,
+        )
+        key = module.path if trainable else f"{module.path} (frozen)"
+        yield FlatGroup(key, module.path, paths, layout, wire, options.strategy, trainable, module.layers)
+
+
+def _logical_group(
+    module: UnitModule,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    strategy: Strategy,
+    wire: Wire,
+    trainable: bool,
+    mesh: Mesh,
+) -> LogicalGroup:
+    stack = () if module.layers is None else (module.layers,)
+    arrays = []
+    for path, shape in zip(paths, shapes, strict=True):
+        cut = cut_dimension(shape, wire.axes.shards(strategy.state)) if strategy.state else None
+        dimension = None if cut is None else cut + len(stack)
+        arrays.append(LogicalArray(path, (*stack, *shape), wire.main, wire, strategy.state, dimension))
+    return LogicalGroup(module.path, tuple(arrays), mesh, wire, strategy, trainable, module.layers)
+
+
+def _wire(axes: MeshAxes, precision: Precision, module: UnitModule) -> Wire:
     for path, dtype in zip(module.parameters, module.dtypes, strict=True):
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"parameter {path!r}: expected a floating dtype, got {dtype}")
@@ -102,11 +154,38 @@ def _main_dtype(module: UnitModule) -> np.dtype:
     if len(mains) > 1:
         found = ", ".join(f"{dtype} for {path!r}" for dtype, path in mains.items())
         raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
-    return next(iter(mains), jnp.dtype(jnp.float32))
+    main = next(iter(mains), jnp.dtype(jnp.float32))
+    return Wire(axes, main, precision.compute(main), precision.reduce(main), precision.grad(main))
+
+
+def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
+    for options in units:
+        if isinstance(options.granularity, Mapping):
+            unknown = [path for path in options.granularity if path not in known]
+            if unknown:
+                raise ValueError(f"granularity: expected paths of the model's parameters, got {unknown[:5]}")
+
+
+def _frozen_paths(model: nnx.Module, frozen: Frozen) -> frozenset[str]:
+    """Raises ``ValueError`` for a pattern that matches no parameter."""
+    parameters = list(parameter_leaves(model))
+    if callable(frozen) or isinstance(frozen, type):
+        matches = nnx.filterlib.to_predicate(frozen)
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        return frozenset("/".join(map(str, key)) for key, variable in flat if matches(key, variable))
+    found: set[str] = set()
+    for pattern in frozen:
+        matching = fnmatch.filter(parameters, pattern)
+        if not matching:
+            raise ValueError(
+                f"frozen: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
+            )
+        found.update(matching)
+    return frozenset(found)
 
 
 def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Buffers:
-    """Main-weight buffers holding ``{path: value}``; each device receives its own shard only.
+    """Main-weight arrays holding ``{path: value}``; each device receives its own shard only.
 
     Raises ``ValueError`` naming a parameter that is missing or has another shape.
     """
@@ -120,19 +199,27 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
         return values[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
-    return {unit: plan.build_buffer(unit, read) for unit in plan.units}
+    return {key: plan.build_buffer(key, read) for key in plan.arrays}
 
 
 def unshard(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
-    """``{path: value}``, whole and replicated on every device, from buffers such as ``state.weights``."""
+    """``{path: value}``, whole and replicated on every device, from arrays such as ``state.weights``.
+
+    Gradients and moments have no frozen parameters, and so the result has none.
+    """
     whole: dict[str, jax.Array] = {}
-    for unit, unit_plan in plan.units.items():
-        # One unit at a time: see one_after_another.
-        leaves = jax.block_until_ready(_gathered(buffers[unit], unit_plan.layout, plan.replicated))
-        whole.update(zip(unit_plan.module.parameters, leaves, strict=True))
-    return {path: whole[path] for path in plan.parameters}
+    for unit in plan.units.values():
+        for group in unit.groups:
+            if all(key in buffers for key in group.stored):
+                # One group at a time: see forward.hold.
+                arrays = tuple(buffers[key] for key in group.stored)
+                leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
+                whole.update(zip(group.paths, leaves, strict=True))
+    return {path: whole[path] for path in plan.parameters if path in whole}
 
 
-@partial(jax.jit, static_argnames=("layout", "replicated"))
-def _gathered(flat: jax.Array, layout: Layout, replicated: NamedSharding) -> tuple[jax.Array, ...]:
-    return unpack(layout, jax.lax.with_sharding_constraint(flat, replicated))
+@partial(jax.jit, static_argnames=("group", "replicated"))
+def _gathered(
+    arrays: tuple[jax.Array, ...], group: Group, replicated: NamedSharding
+) -> tuple[jax.Array, ...]:
+    return group.logical(tuple(jax.lax.with_sharding_constraint(array, replicated) for array in arrays))

@@ -76,7 +76,7 @@ def unpack(layout: Layout, flat: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def shard_boxes(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], slice]]:
-    """``(path, offsets, sizes, where in the rank's shard)`` of everything that ``rank`` owns."""
+    """``(name, offsets, sizes, where in the rank's shard)`` of everything that ``rank`` owns."""
     for name, (r0, r1) in layout.row_ranges(rank).items():
         slot = layout.slot(name)
         start = layout.start_in_shard(slot, rank, r0)
@@ -84,25 +84,3 @@ def shard_boxes(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...
             size = int(np.prod(box.sizes, dtype=np.int64))
             yield name, box.offsets, box.sizes, slice(start, start + size)
             start += size
-
-
-def shard_pieces(layout: Layout, rank: int, shard: np.ndarray) -> Iterator[Piece]:
-    """The parameters' pieces in one rank's ``[shard_size]`` values; ``Piece.values`` are views of them."""
-    for name, offsets, sizes, where in shard_boxes(layout, rank):
-        yield Piece(name, offsets, sizes, shard[where].reshape(sizes))
-
-
-def shard_from(layout: Layout, rank: int, dtype: np.dtype, read: Read) -> np.ndarray:
-    """One rank's ``[shard_size]`` values from ``read(path, offsets, sizes)``; padding is zero.
-
-    Raises ``ValueError`` naming the parameter when ``read`` returns another shape.
-    """
-    shard = np.zeros(layout.shard_size, dtype)
-    for name, offsets, sizes, where in shard_boxes(layout, rank):
-        values = np.asarray(read(name, offsets, sizes))
-        if values.shape != sizes:
-            raise ValueError(
-                f"parameter {name!r}: expected values of shape {sizes} at {offsets}, got {values.shape}"
-            )
-        shard[where] = values.reshape(-1)
-    return shard

@@ -1,11 +1,16 @@
-"""The collectives of one unit's flat array, and the fences that order them.
+"""The collectives of one flat array between levels of sharding, and the fences that order them.
 
-Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written.
+Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. For levels
+see ``axes.py``::
+
+    level 0   |. . . . . . . . . . . .|    whole
+    level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
+    level 2   |. .|. .|. .|. .|. .|. .|    gather up: outer axis      reduce-scatter down: outer axis
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -14,7 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_impl.mesh import AXIS
+from jax_impl.axes import MeshAxes
 from jax_impl.precision import round_to
 
 Tree = TypeVar("Tree")
@@ -32,45 +37,51 @@ def fence(tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Wire:
-    """Dtypes of one unit's buffer: at rest, as gathered for compute, and while gradients are summed."""
+    """Mesh axes, and the dtypes of a group's array.
 
+    ``main``: at rest; ``compute``: as gathered; ``reduce``: while gradients are summed; ``grad``: as accumulated over
+    microbatches and given to the optimizer. An axis of one device takes no collective.
+    """
+
+    axes: MeshAxes
     main: np.dtype
     compute: np.dtype
     reduce: np.dtype
+    grad: np.dtype
 
     def cast(self, weights: jax.Array) -> jax.Array:
         """Main weights -> compute weights, without communication."""
         return round_to(weights, self.compute)
 
-    def gather(self, shard: jax.Array) -> jax.Array:
-        """``[S]`` main -> ``[N * S]`` compute; the cast comes first, so fewer bytes travel."""
-        return _unless_empty(partial(lax.all_gather, axis_name=AXIS, tiled=True), self.cast(shard))
+    def gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
+        """``[S]`` of ``level`` -> ``[S * devices of the axes between]`` of ``to``, in the compute dtype.
 
-    def reduce_scatter(self, full: jax.Array) -> jax.Array:
-        """``[N * S]`` of each rank -> this rank's ``[S]`` of the sum, in the main dtype."""
-        scatter = partial(lax.psum_scatter, axis_name=AXIS, tiled=True)
-        return _unless_empty(scatter, round_to(full, self.reduce)).astype(self.main)
+        The cast comes first, so fewer bytes travel.
+        """
+        gathered = self.cast(shard)
+        for axis in reversed(range(to, level)):
+            gathered = self._over(axis, partial(lax.all_gather, tiled=True), gathered)
+        return gathered
 
-    def all_reduce(self, full: jax.Array) -> jax.Array:
-        """``[P]`` of each rank -> the sum, in the main dtype."""
-        return _unless_empty(partial(lax.psum, axis_name=AXIS), round_to(full, self.reduce)).astype(self.main)
+    def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
+        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum, in the grad dtype."""
+        if level == to:
+            return round_to(values, self.grad)
+        reduced = round_to(values, self.reduce)
+        for axis in range(level, to):
+            reduced = self._over(axis, partial(lax.psum_scatter, tiled=True), reduced)
+        return round_to(reduced, self.grad)
 
+    def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
+        """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype."""
+        if level == self.axes.ndim:
+            return values
+        reduced = round_to(values, self.reduce)
+        for axis in range(level, self.axes.ndim):
+            reduced = self._over(axis, lax.psum, reduced)
+        return round_to(reduced, self.grad)
 
-def _unless_empty(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    # A root whose parameters all lie in other units has a buffer without elements.
-    return collective(x) if x.size else x
-
-
-def one_after_another(
-    functions: Sequence[Callable[[jax.Array], jax.Array]], inputs: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Each collective on its input, started when the one before is done.
-
-    Independent collectives can meet under one rendezvous key in the CPU simulator, which then aborts or hangs.
-    """
-    results: list[jax.Array] = []
-    for function, x in zip(functions, inputs, strict=True):
-        if results:
-            results[-1], x = fence((results[-1], x))
-        results.append(function(x))
-    return results
+    def _over(self, axis: int, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        if self.axes.sizes[axis] == 1:
+            return x
+        return collective(x, axis_name=self.axes.names[axis])

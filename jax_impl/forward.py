@@ -1,89 +1,140 @@
-"""The model's forward pass as a function of what a strategy holds of each unit's weights."""
+"""The model's forward pass as a function of what a step holds of each unit's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jax_impl.buffer import unpack
-from jax_impl.collective import one_after_another
+from jax_impl.collective import fence
 from jax_impl.module_tree import ROOT
-from jax_impl.plan import Buffers, ShardingPlan
-from jax_impl.unit import sharded_call
+from jax_impl.plan import Buffers, Group, ShardingPlan
+from jax_impl.unit import Collectors, Sources, sharded_call
+from jax_impl.unit_slot import SlotCall
 
-# By unit path. Differentiated: main-weight shards, or whole compute weights as tuples of leaves.
-Varied = Mapping[str, Any]
-# By unit path. Full buffers that go with the shards, or None where there are none.
-Fixed = Mapping[str, jax.Array | None]
+# By unit path.
+AllCollectors = dict[str, Collectors]
+AllSources = dict[str, Sources]
 
 
-def hold(plan: ShardingPlan, weights: Buffers) -> tuple[Varied, Fixed]:
-    """What the microbatches of one step use, from this rank's part of the main weights."""
-    names = list(plan.units)
-    if plan.strategy.shards_weights:
-        return weights, dict.fromkeys(names)
-    local = [weights[name] for name in names]
-    wires = [plan.units[name].wire for name in names]
-    if plan.strategy.shards_state:
-        full = one_after_another([wire.gather for wire in wires], local)
-    else:
-        full = [wire.cast(buffer) for wire, buffer in zip(wires, local, strict=True)]
-    if plan.strategy.shards_gradients:
-        return weights, dict(zip(names, full, strict=True))
-    leaves = {name: unpack(plan.units[name].layout, flat) for name, flat in zip(names, full, strict=True)}
-    return leaves, dict.fromkeys(names)
+def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
+    """What all microbatches of one step use of the weights at rest.
+
+    Each collective starts when the one before is done: independent ones can meet under one rendezvous key in the CPU
+    simulator, which then aborts or hangs.
+    """
+    last: Any = ()
+    sources: AllSources = {}
+    for path, unit in plan.units.items():
+        held = []
+        for group in unit.groups:
+            arrays = tuple(weights[key] for key in group.stored)
+            if unit.strategy.weights == unit.strategy.state:
+                held.append(group.hold(arrays))
+                continue
+            arrays, last = fence((arrays, last))
+            last = group.hold(arrays)
+            held.append(last)
+        sources[path] = tuple(held)
+    return sources
+
+
+def collectors(plan: ShardingPlan) -> AllCollectors:
+    """Zeros to differentiate by."""
+    return {path: tuple(group.collectors() for group in unit.groups) for path, unit in plan.units.items()}
+
+
+def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
+    """What was accumulated over microbatches -> gradients as at rest; collectives one after another, as in ``hold``."""
+    finished: Buffers = {}
+    last: Any = ()
+    for path, unit in plan.units.items():
+        for group, collected in zip(unit.groups, gradients[path], strict=True):
+            if group.trainable:
+                collected, last = fence((collected, last))
+                last = group.finish(collected)
+                finished.update(zip(group.stored, last, strict=True))
+    return finished
 
 
 def call_model(
     plan: ShardingPlan,
-    varied: Varied,
-    fixed: Fixed,
-    loss_fn: Callable[[nnx.Module, Any], jax.Array],
-    batch: Any,
-) -> jax.Array:
-    """``loss_fn(model, batch)``; the loss is inside the root unit, whose weights the end of the model needs too."""
-    if plan.strategy.shards_gradients:
-        varied = {name: (varied[name], fixed[name]) for name in varied}
-    return _call_unit(plan, ROOT, varied, loss_fn, batch)
+    collectors: AllCollectors,
+    sources: AllSources,
+    variables: Mapping[str, jax.Array],
+    run: Callable[[nnx.Module, Any], Any],
+    rows: Any,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """``run(model, rows)`` and the model's other variables after it.
+
+    The loss is inside the root unit, whose weights the end of the model needs too.
+    """
+    own = [variables[path] for path in plan.units[ROOT].module.variables]
+    held = {path: (collectors[path], sources[path]) for path in plan.units}
+    output, changed = _call_unit(plan, ROOT, held, run, own, (rows,), {})
+    return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 
 
 def _call_unit(
     plan: ShardingPlan,
     path: str,
-    weights: Mapping[str, Any],
+    held: Mapping[str, tuple[Collectors, Sources]],
     run: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """``run(module, *args, **kwargs)`` on the module of unit ``path``; ``weights`` of it and all units inside."""
+    variables: Sequence[jax.Array],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, list[jax.Array]]:
+    """``run(module, *args, **kwargs)`` on the module of unit ``path``; ``held`` of it and all units inside."""
     unit = plan.units[path]
     arrays, rebuild = _split_arrays((args, kwargs))
 
-    def apply(leaves: tuple[jax.Array, ...], inner: Mapping[str, Any], *arrays: Any) -> Any:
+    def apply(
+        leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], variables: Any, arrays: Any
+    ) -> Any:
         args, kwargs = rebuild(arrays)
-        calls = {below: partial(_call_unit, plan, below, inner, _run_module) for below in unit.module.inner}
-        return run(unit.module.merge(leaves, calls), *args, **kwargs)
+        calls = {below: _slot_call(plan, below, inner) for below in unit.module.inner}
+        module = unit.module.merge(
+            _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
+        )
+        output = run(module, *args, **kwargs)
+        return output, jax.lax.stop_gradient(unit.module.changed_variables(module))
 
-    inner = {below: weights[below] for below in _units_inside(plan, path)}
-    if plan.strategy.shards_gradients:
-        return sharded_call(apply, unit.layout, unit.wire, weights[path], inner, *arrays)
-    return apply(weights[path], inner, *arrays)
-
-
-def _run_module(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
+    inner = {below: held[below] for below in _units_inside(plan, path)}
+    return sharded_call(apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays)
 
 
-def _units_inside(plan: ShardingPlan, path: str) -> list[str]:
-    inside = []
+def _in_model_order(
+    groups: Sequence[Group], leaves: Sequence[Sequence[jax.Array]], parameters: Sequence[str]
+) -> list[jax.Array]:
+    by_path: dict[str, jax.Array] = {}
+    for group, values in zip(groups, leaves, strict=True):
+        # Else what a frozen weight's gradient needs would be saved.
+        values = values if group.trainable else jax.lax.stop_gradient(values)
+        by_path.update(zip(group.paths, values, strict=True))
+    return [by_path[path] for path in parameters]
+
+
+def _slot_call(
+    plan: ShardingPlan, path: str, held: Mapping[str, tuple[Collectors, Sources]]
+) -> tuple[SlotCall, list[jax.Array]]:
+    """How a slot calls unit ``path``, and the arrays that it carries: those of the unit and of all units inside."""
+    arrays, tree = jax.tree.flatten({below: held[below] for below in [path, *_units_inside(plan, path)]})
+
+    def run(
+        function: Callable[..., Any], arrays: Any, variables: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[jax.Array]]:
+        return _call_unit(plan, path, jax.tree.unflatten(tree, arrays), function, variables, args, kwargs)
+
+    return SlotCall(run), arrays
+
+
+def _units_inside(plan: ShardingPlan, path: str) -> Iterator[str]:
     for below in plan.units[path].module.inner:
-        inside += [below, *_units_inside(plan, below)]
-    return inside
+        yield below
+        yield from _units_inside(plan, below)
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:

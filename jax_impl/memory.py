@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_impl.plan import ShardingPlan
 from jax_impl.train import TrainState
@@ -17,7 +16,8 @@ class DeviceMemory:
     """Bytes at rest on one device.
 
     With P parameters in buffers of W shards, ``main_weights`` is 4P / W on average, ``moments`` 8P / W, and
-    ``padding`` fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step count).
+    ``padding`` fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step
+    count), and variables that are no parameters.
     Compute weights and gradients live only inside a step.
     """
 
@@ -58,20 +58,13 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
             located = plan.locate_buffer(path, leaf)
             for shard in leaf.addressable_shards:
                 stored = shard.data.nbytes
-                real = _real_elements(plan, located[0], shard) * leaf.dtype.itemsize if located else stored
+                real = plan.arrays[located[0]].numel(shard.index) * leaf.dtype.itemsize if located else stored
                 (kind if located else other)[shard.device] += real
                 padding[shard.device] += stored - real
 
     add(state.weights, main)
     add(state.opt_state, moments)
+    add(state.variables, other)
     return MemoryReport(
         tuple(DeviceMemory(str(d), main[d], moments[d], padding[d], other[d]) for d in devices)
-    )
-
-
-def _real_elements(plan: ShardingPlan, unit: str, shard: jax.Shard) -> int:
-    layout = plan.units[unit].layout
-    rows = layout.row_ranges(plan.rank_of(unit, shard.index))
-    return int(
-        np.sum([(r1 - r0) * layout.slot(name).row_size for name, (r0, r1) in rows.items()], dtype=np.int64)
     )

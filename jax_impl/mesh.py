@@ -1,9 +1,11 @@
-"""The data-parallel mesh axis, and simulated devices to try it on."""
+"""Meshes of one or two data-parallel axes, and simulated devices to try them on."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -12,9 +14,10 @@ from jax.sharding import AxisType, Mesh
 
 AXIS = "dp"
 
-# Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them.
+# Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them. Small loops
+# it compiles in a way that knows no barriers, and then fails or aborts.
 _SIMULATOR_FLAGS = (
-    "--xla_disable_hlo_passes=cse_barrier_expander",
+    "--xla_disable_hlo_passes=cse_barrier_expander,small-while-loop-hoisting",
     "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 )
 
@@ -54,26 +57,33 @@ def _overrides(ours: tuple[str, ...], flag: str) -> bool:
     return any(flag.split("=")[0] == own.split("=")[0] for own in ours)
 
 
-def data_parallel_mesh(num_devices: int | None = None) -> Mesh:
-    """A mesh with one axis ``"dp"`` over the first ``num_devices`` devices (default: all).
+def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of one axis ``"dp"`` over that many devices (default: all), or of one or two axes by name, outer to inner.
 
-    Raises ``ValueError`` when there are fewer.
+    ``data_parallel_mesh({"dp_outer": 2, "dp": 4})`` is for ``hsdp`` and ``hfsdp``: neighbours share the inner axis.
+    Raises ``ValueError`` when there are fewer devices.
     """
     devices = jax.devices()
-    count = len(devices) if num_devices is None else num_devices
-    if not 1 <= count <= len(devices):
+    if sizes is None:
+        sizes = len(devices)
+    named = sizes if isinstance(sizes, Mapping) else {AXIS: sizes}
+    if len(named) not in (1, 2) or any(type(size) is not int or size < 1 for size in named.values()):
+        raise ValueError(f"mesh: expected one or two axes of at least one device, got {dict(named)}")
+    count = math.prod(named.values())
+    if count > len(devices):
         raise ValueError(
             f"expected 1 to {len(devices)} devices (what JAX sees on {devices[0].platform}), got {count}; "
             "simulate_devices(n) provides n simulated CPU devices"
         )
-    return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))
+    return _automatic(np.array(devices[:count]).reshape(*named.values()), tuple(named))
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """The same devices as an automatically typed mesh; raises ``ValueError`` unless its only axis is ``"dp"``."""
-    if mesh.axis_names != (AXIS,):
-        hint = "; two data-parallel axes (hsdp, hfsdp) are not available" if len(mesh.axis_names) > 1 else ""
-        raise ValueError(f"expected a mesh with the single axis {AXIS!r}, got axes {mesh.axis_names}{hint}")
+    """The same devices as an automatically typed mesh; raises ``ValueError`` unless it has one or two axes."""
+    if len(mesh.axis_names) not in (1, 2):
+        raise ValueError(
+            f"mesh: expected one or two data-parallel axes, outer to inner, got {dict(mesh.shape)}"
+        )
     if (
         mesh.devices.size > 1
         and is_simulated(mesh)
@@ -86,7 +96,11 @@ def checked_mesh(mesh: Mesh) -> Mesh:
             stacklevel=3,
         )
     # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
+    return _automatic(mesh.devices, mesh.axis_names)
+
+
+def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def is_simulated(mesh: Mesh) -> bool:

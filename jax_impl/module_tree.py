@@ -1,9 +1,17 @@
-"""Cut an nnx model into units: chosen submodules, and the root with all that no other unit owns."""
+"""Cut an nnx model into units: chosen submodules, and the root with all that no other unit owns.
+
+A *stack* is a module whose parameters have a leading axis over equal layers, as ``nnx.vmap`` makes them. Its layers
+count as modules of their own, and each unit inside it stands for as many equal ones::
+
+    model                     modules for patterns       units for ["layers/*"]
+    layers: Block [4, ...]    layers/0 ... layers/3      "layers", 4 layers
+      mlp: MLP    [4, ...]    layers/0/mlp ...           ""
+    norm: Norm                norm
+"""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,55 +19,101 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType
+
 ROOT = ""
 Key = tuple[str | int, ...]
-
-
-class UnitSlot(nnx.Module):
-    """Stands in its parent for a unit; ``call`` is set while a step is traced."""
-
-    call: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class UnitModule:
     """A unit's own structure, without values.
 
-    ``path``: module path in the model, ``""`` for the root. ``parameters``: paths in the model of the parameters it
-    owns, sorted as in ``parameter_leaves``; ``shapes`` and ``dtypes`` belong to them. ``inner``: the units right inside
-    it, path -> key within.
+    ``path``: module path in the model, ``""`` for the root. ``layers``: how many equal layers it stands for, None where
+    it is not in a stack; shapes are those of one. ``parameters``: paths in the model of the parameters it owns, in the
+    order of its leaves; ``names``: the same, dotted and relative to the unit; ``shapes`` and ``dtypes`` belong to them.
+    ``variables``: paths in the model of all other variables below it, those of inner units too. ``inner``: the units
+    right inside it, path -> key within.
     """
 
     path: str
+    layers: int | None
     graphdef: Any
-    treedef: Any
+    parameter_tree: Any
+    variable_tree: Any
     parameters: tuple[str, ...]
+    names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[jnp.dtype, ...]
+    variables: tuple[str, ...]
     inner: Mapping[str, Key]
 
-    def merge(self, leaves: Sequence[jax.Array], inner: Mapping[str, Callable[..., Any]]) -> nnx.Module:
-        """The module with ``leaves`` as parameters and ``inner[path]`` called where an inner unit stood."""
-        module = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+    def merge(
+        self,
+        leaves: Sequence[jax.Array],
+        variables: Sequence[jax.Array],
+        calls: Mapping[str, tuple[SlotCall, Sequence[jax.Array]]],
+    ) -> nnx.Module:
+        """The module with ``leaves`` as parameters; inner units are called by ``calls[path]`` with their arrays."""
+        module = nnx.merge(
+            self.graphdef,
+            jax.tree.unflatten(self.parameter_tree, leaves),
+            jax.tree.unflatten(self.variable_tree, variables),
+        )
         for path, key in self.inner.items():
-            _get(module, key).call = inner[path]
+            _get(module, key).fill(*calls[path])
         return module
+
+    def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
+        """The variables of a merged module after it ran; raises ``ValueError`` for new ones, by path."""
+        state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
+        leaves, tree = jax.tree.flatten(state)
+        if tree != self.variable_tree:
+            before = dict(nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables)))
+            new = [joined(key) for key, _ in nnx.to_flat_state(state) if key not in before]
+            raise ValueError(
+                f"unit {self.path!r}: expected the variables that it had when it was sharded, got new or other ones "
+                f"after its call: {new[:5]}; sown or lazily created variables are not supported"
+            )
+        return leaves
+
+
+@dataclass(frozen=True)
+class VariableInfo:
+    """A variable that is no parameter: its nnx type, shape and dtype."""
+
+    kind: type[nnx.Variable]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def joined(key: Iterable[Any]) -> str:
+    return "/".join(map(str, key))
 
 
 def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
     """``{path: value}`` of every parameter, paths like ``layers/0/mlp/up/kernel``.
 
     Sorted part by part, list indices as numbers: ``layers/2`` comes before ``layers/10``.
-    Raises ``ValueError`` when the model has other variables (batch statistics, random state), which are not supported.
     """
-    variables = nnx.to_flat_state(nnx.state(model))
-    others = [_joined(key) for key, variable in variables if not isinstance(variable, nnx.Param)]
-    if others:
-        raise ValueError(f"expected a model whose only variables are nnx.Param, got others at {others[:5]}")
-    return {_joined(key): variable.get_raw_value() for key, variable in variables}
+    return {joined(key): v.get_raw_value() for key, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def variable_leaves(model: nnx.Module) -> dict[str, jax.Array]:
+    """``{path: value}`` of every other variable: batch statistics, random keys and counts, and the like."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+    return {joined(key): variable.get_raw_value() for key, variable in flat}
+
+
+def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
+    """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
+    found = {}
+    for key, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
+        value = variable.get_raw_value()
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise ValueError(f"variable {joined(key)!r}: expected an array, got {type(value).__name__}")
+        found[joined(key)] = VariableInfo(type(variable), tuple(value.shape), value.dtype)
+    return found
 
 
 def abstract(model: nnx.Module) -> nnx.Module:
@@ -70,73 +124,140 @@ def abstract(model: nnx.Module) -> nnx.Module:
 
 def whole_model(model: nnx.Module) -> UnitModule:
     """The model as one unit with all parameters; never touches the model itself."""
-    return _split(abstract(model), ())
-
-
-def split_units(model: nnx.Module, patterns: Sequence[str]) -> dict[str, UnitModule]:
-    """Units of ``model`` by path, the root last.
-
-    A pattern matches a module path segment by segment (``layers/*``). Raises ``ValueError`` when a pattern matches no
-    module, and when one parameter lies in two units (tied weights).
-    """
-    parameter_leaves(model)
     whole = abstract(model)
-    keys = _matching(whole, patterns)
+    return _split(whole, (), None, _variable_paths(whole))
+
+
+def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]:
+    """Dotted path -> path in the model of every module that may be a unit, the root first; stacks layer by layer.
+
+    Lists and dictionaries of modules are none.
+    """
+    found: dict[str, str] = {}
+    for key, module in _modules(model):
+        if isinstance(module, nnx.List | nnx.Dict):
+            continue
+        path = joined(key)
+        stack = next((s for s in stacks if path == s or path.startswith(f"{s}/")), None)
+        if stack is None:
+            found[path.replace("/", ".")] = path
+            continue
+        below = path[len(stack) :].replace("/", ".")
+        for layer in range(stacks[stack]):
+            found[f"{stack.replace('/', '.')}.{layer}{below}"] = path
+    return found
+
+
+def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
+    """Layers of each stack. Raises ``ValueError`` for a path without a module, or parameters of other leading sizes."""
+    modules = {joined(key) for key, _ in _modules(model)}
+    lengths: dict[str, int] = {}
+    for path in stacked:
+        if path not in modules or path == ROOT:
+            raise ValueError(
+                f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
+            )
+        if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in lengths):
+            raise ValueError(f"stacked: expected no stack inside another, got {path!r} with {list(lengths)}")
+        sizes = {
+            name: value.shape[0] if value.ndim else None
+            for name, value in parameter_leaves(model).items()
+            if name.startswith(f"{path}/")
+        }
+        found = set(sizes.values())
+        if len(found) != 1 or None in found or 0 in found:
+            raise ValueError(
+                f"stacked: expected all parameters of {path!r} with one leading axis over its layers, got leading "
+                f"sizes {dict(list(sizes.items())[:8])}"
+            )
+        lengths[path] = cast(int, found.pop())
+    return lengths
+
+
+def split_units(
+    model: nnx.Module, paths: Sequence[str], stacks: Mapping[str, int] | None = None
+) -> dict[str, UnitModule]:
+    """Units of ``model`` at the module ``paths``, in the order of the model, the root last.
+
+    Raises ``ValueError`` when one parameter lies in two units (tied weights).
+    """
+    whole = abstract(model)
+    variables = _variable_paths(whole)
+    keys = [key for key, _ in _modules(whole) if joined(key) in paths and key]
     units: dict[str, UnitModule] = {}
     owners: dict[int, tuple[str, str]] = {}
     # Innermost first: an outer unit is split when the units inside it are slots already.
     for key in sorted(keys, key=len, reverse=True):
         module = _get(whole, key)
         _claim(module, key, owners)
-        units[_joined(key)] = _split(module, key)
-        _set(whole, key, UnitSlot())
+        units[joined(key)] = _split(module, key, _layers(key, stacks or {}), variables)
+        _set(whole, key, UnitSlot(_unit_type(module, key), _variables(module)))
     _claim(whole, (), owners)
-    ordered = {_joined(key): units[_joined(key)] for key in keys}
-    return {**ordered, ROOT: _split(whole, ())}
+    ordered = {joined(key): units[joined(key)] for key in sorted(keys)}
+    return {**ordered, ROOT: _split(whole, (), None, variables)}
 
 
-def _split(module: nnx.Module, key: Key) -> UnitModule:
-    graphdef, state = nnx.split(module, nnx.Param)
-    flat = nnx.to_flat_state(state)
-    leaves, treedef = jax.tree.flatten(state)
+def _split(module: nnx.Module, key: Key, layers: int | None, variable_paths: Mapping[int, str]) -> UnitModule:
+    below = {
+        place: variable for place, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
+    }
+    graphdef, parameters, variables = cast(tuple[Any, Any, Any], nnx.split(module, nnx.Param, ...))
+    flat = nnx.to_flat_state(parameters)
+    leaves, parameter_tree = jax.tree.flatten(nnx.as_pure(parameters))
     return UnitModule(
-        path=_joined(key),
+        path=joined(key),
+        layers=layers,
         graphdef=graphdef,
-        treedef=treedef,
-        parameters=tuple(_joined((*key, *below)) for below, _ in flat),
-        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+        parameter_tree=parameter_tree,
+        variable_tree=jax.tree.structure(nnx.as_pure(variables)),
+        parameters=tuple(joined((*key, *place)) for place, _ in flat),
+        names=tuple(".".join(map(str, place)) for place, _ in flat),
+        shapes=tuple(tuple(leaf.shape[layers is not None :]) for leaf in leaves),
         dtypes=tuple(leaf.dtype for leaf in leaves),
-        inner={_joined(key + below): below for below, m in _modules(module) if isinstance(m, UnitSlot)},
+        variables=tuple(variable_paths[id(below[place])] for place, _ in nnx.to_flat_state(variables)),
+        inner={joined(key + place): place for place, m in _modules(module) if isinstance(m, UnitSlot)},
     )
 
 
-def _matching(model: nnx.Module, patterns: Sequence[str]) -> list[Key]:
-    modules = [key for key, _ in _modules(model) if key]
-    chosen: dict[Key, None] = {}
-    for pattern in patterns:
-        segments = pattern.split("/")
-        found = [key for key in modules if _matches(key, segments)]
-        if not found:
-            raise ValueError(
-                f"units: expected patterns of module paths, but {pattern!r} matches none of "
-                f"{sorted(map(_joined, modules))[:12]}"
-            )
-        chosen.update(dict.fromkeys(found))
-    return sorted(chosen)
+def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:
+    path = joined(key)
+    return next((n for s, n in stacks.items() if path == s or path.startswith(f"{s}/")), None)
 
 
-def _matches(key: Key, segments: Sequence[str]) -> bool:
-    return len(key) == len(segments) and all(
-        fnmatch.fnmatchcase(str(part), segment) for part, segment in zip(key, segments, strict=True)
-    )
+def _unit_type(module: nnx.Module, key: Key) -> UnitType:
+    modes = {
+        name
+        for _, below in _modules(module)
+        for name, value in vars(below).items()
+        if isinstance(value, bool) and not name.startswith("_")
+    }
+    for _, below in _modules(module):
+        if isinstance(below, UnitSlot):
+            modes |= below._unit.modes
+    return UnitType(joined(key), type(module), frozenset(modes))
+
+
+def _variables(module: nnx.Module) -> list[nnx.Variable]:
+    """In the order of the unit's ``variable_tree``."""
+    below = dict(nnx.iter_graph(module))
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
+    return [cast(nnx.Variable, below[place]) for place, _ in flat]
+
+
+def _variable_paths(model: nnx.Module) -> dict[int, str]:
+    return {
+        id(v): joined(key)
+        for key, v in nnx.iter_graph(model)
+        if isinstance(v, nnx.Variable) and not isinstance(v, nnx.Param)
+    }
 
 
 def _claim(module: nnx.Module, key: Key, owners: dict[int, tuple[str, str]]) -> None:
     """Note the variables that are this unit's own; ``owners`` gives each variable's unit and path."""
-    unit = _joined(key)
+    unit = joined(key)
     for below, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param):
-            path = _joined((*key, *below))
+            path = joined((*key, *below))
             owner, first = owners.setdefault(id(variable), (unit, path))
             if owner != unit:
                 raise ValueError(
@@ -164,7 +285,3 @@ def _set(module: Any, key: Key, value: Any) -> None:
 def _modules(model: nnx.Module) -> Iterator[tuple[Key, nnx.Module]]:
     for key, module in nnx.iter_modules(model):
         yield cast(Key, key), module
-
-
-def _joined(key: Iterable[Any]) -> str:
-    return "/".join(map(str, key))

@@ -1,156 +1,262 @@
-"""The sharding plan of a model: its units, their layouts, dtypes and placements; and buffers to and from the host."""
+"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train state.
+
+::
+
+    unit        group                      arrays by key
+    layers/0    trainable                  "layers/0"
+    layers/1    trainable                  "layers/1"
+                frozen                     "layers/1 (frozen)"
+    ""          trainable                  ""
+
+With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.buffer import Piece, Read, shard_from, shard_pieces
-from jax_impl.collective import Wire
+from jax_impl.axes import MeshAxes
+from jax_impl.buffer import Piece, Read
 from jax_impl.layout import Layout
-from jax_impl.mesh import AXIS
-from jax_impl.module_tree import UnitModule
+from jax_impl.module_tree import UnitModule, VariableInfo
 from jax_impl.strategy import Strategy
 
-# One flat main-dtype array per unit, by unit path: weights, gradients, and each kind of moments. All buffers of the
-# unit's layout lie in it (see buffer.py).
+# Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
+Arrays = Sequence[jax.Array]
+
+
+class Stored(Protocol):
+    """An array of a train state, and which parts of parameters lie where in it. ``index`` as in ``jax.Shard.index``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def spec(self) -> PartitionSpec: ...
+    def numel(self, index: tuple[slice, ...]) -> int:
+        """Elements of parameters in a shard."""
+
+    def pieces(self, index: tuple[slice, ...], values: np.ndarray) -> Iterator[Piece]:
+        """A shard's values as boxes of parameters."""
+
+    def shard(self, index: tuple[slice, ...], dtype: np.dtype, read: Read) -> np.ndarray:
+        """A shard's values from boxes of parameters."""
+
+
+class Group(Protocol):
+    """Parameters of one unit that are gathered and reduced together; see ``FlatGroup`` for what the methods do."""
+
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def stored(self) -> Mapping[str, Stored]: ...
+    @property
+    def regathers(self) -> bool: ...
+    @property
+    def reduces(self) -> bool: ...
+    def hold(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
+    def collectors(self) -> tuple[jax.Array, ...]: ...
+    def gather(self, sources: Arrays) -> tuple[jax.Array, ...]: ...
+    def leaves(self, whole: Arrays) -> tuple[jax.Array, ...]: ...
+    def reduce(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
+    def finish(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
+    def logical(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter as checkpoints see it: ``dtype`` is that of its main weights."""
+    """A parameter as checkpoints see it: ``key`` of the array that it lies in, ``dtype`` of its main weights."""
 
     unit: str
+    key: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    trainable: bool
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit: its module, where its parameters lie, and the dtypes of its buffer."""
+    """One unit: its module, strategy, and groups (trainable, then frozen; those that have parameters)."""
 
     module: UnitModule
-    layout: Layout
-    wire: Wire
+    strategy: Strategy
+    recompute: bool
+    groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the trainable group, or the only one. Raises ``ValueError`` where there is none."""
+        layouts = [group.layout for group in self.groups if hasattr(group, "layout")]
+        if not layouts:
+            raise ValueError(
+                f"unit {self.module.path!r}: expected a flat group, got {len(self.groups)} groups without layout"
+            )
+        return layouts[0]
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
     """How one model is sharded over one mesh; made by ``fully_shard``, holds no values.
 
-    ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. Each unit has one flat
-    array of ``layout.padded_size`` elements, split over the mesh in equal contiguous shards, or replicated under
-    ``no_shard`` (whose layouts have one shard). A shard is the rank's shard of each of the layout's buffers in turn.
+    ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
+    what is no parameter. ``engine``: "shard_map" or "pjit".
     """
 
     mesh: Mesh
-    strategy: Strategy
+    engine: str
     units: Mapping[str, UnitPlan]
     model: UnitModule
+    variables: Mapping[str, VariableInfo]
 
     @property
     def num_devices(self) -> int:
         return int(self.mesh.devices.size)
 
     @cached_property
+    def axes(self) -> MeshAxes:
+        return MeshAxes.of(self.mesh)
+
+    @cached_property
+    def arrays(self) -> Mapping[str, Stored]:
+        """Every array of a train state's weights."""
+        groups = [group for unit in self.units.values() for group in unit.groups]
+        return MappingProxyType({key: stored for group in groups for key, stored in group.stored.items()})
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """Keys of the arrays that have gradients and moments."""
+        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
+        return frozenset(key for group in groups for key in group.stored)
+
+    @cached_property
     def parameters(self) -> Mapping[str, ParamInfo]:
         """Every parameter by its path in the model, in the order of the model's own state."""
-        owner = {path: name for name, unit in self.units.items() for path in unit.module.parameters}
-        return MappingProxyType(
-            {
-                path: ParamInfo(owner[path], shape, self.units[owner[path]].wire.main)
-                for path, shape in zip(self.model.parameters, self.model.shapes, strict=True)
-            }
+        place = {}
+        for name, unit in self.units.items():
+            for group in unit.groups:
+                keys = list(group.stored) * (len(group.paths) // len(group.stored))
+                for path, key in zip(group.paths, keys, strict=True):
+                    place[path] = (name, key, group.dtype, group.trainable)
+        infos = {}
+        for path, shape in zip(self.model.parameters, self.model.shapes, strict=True):
+            unit_path, key, dtype, trainable = place[path]
+            infos[path] = ParamInfo(unit_path, key, shape, dtype, trainable)
+        return MappingProxyType(infos)
+
+    @cached_property
+    def whole_parameters(self) -> tuple[str, ...]:
+        """Those that a strategy shards, but that are whole on every device: where the pjit engine cannot cut."""
+        return tuple(
+            path
+            for path, info in self.parameters.items()
+            if self.axes.shards(self.units[info.unit].strategy.state) > 1
+            and not any(self.arrays[info.key].spec)
         )
 
-    @property
-    def spec(self) -> PartitionSpec:
-        """How a unit's flat array lies on the mesh."""
-        return PartitionSpec(AXIS) if self.strategy.shards_state else PartitionSpec()
+    def sharding(self, key: str) -> NamedSharding:
+        """Of the array ``key`` of weights, gradients and moments."""
+        return NamedSharding(self.mesh, self.stored(key).spec)
 
     @property
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec)
+    def shardings(self) -> dict[str, NamedSharding]:
+        return {key: self.sharding(key) for key in self.arrays}
 
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def unit_plan(self, unit: str) -> UnitPlan:
-        """Raises ``ValueError`` for an unknown unit path."""
-        if unit not in self.units:
-            raise ValueError(f"expected a unit among {list(self.units)}, got {unit!r}")
-        return self.units[unit]
+    def stored(self, key: str) -> Stored:
+        """Raises ``ValueError`` for an unknown key."""
+        if key not in self.arrays:
+            raise ValueError(f"expected an array among {list(self.arrays)[:12]}, got {key!r}")
+        return self.arrays[key]
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
-        """The unit whose buffer ``leaf`` at the tree path ``path`` is, and the path without that unit's key.
+        """The key of the array that ``leaf`` at the tree path ``path`` is, and the path without that key.
 
-        None for what is no buffer. Weights are a dictionary by unit, and optimizer states keep its keys.
+        None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys.
         """
         places = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
-        if not places or (unit := path[places[-1]].key) not in self.units:
-            return None
-        if leaf.shape != (self.units[unit].layout.padded_size,):
-            return None
-        return unit, (*path[: places[-1]], *path[places[-1] + 1 :])
+        # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
+        for i in reversed(places):
+            key = path[i].key
+            if key in self.arrays and leaf.shape == self.arrays[key].shape:
+                return key, (*path[:i], *path[i + 1 :])
+        return None
 
-    def local_pieces(self, unit: str, buffer: jax.Array) -> Iterator[Piece]:
-        """The pieces of a unit's parameters that this process holds in ``buffer``, a device at a time.
+    def local_pieces(self, key: str, array: jax.Array) -> Iterator[Piece]:
+        """The pieces of parameters that this process holds in the array ``key``, a device at a time.
 
         Nothing is gathered. Over all processes every element comes exactly once (of replicas, the first).
         """
-        layout = self.unit_plan(unit).layout
-        self._check_buffer(unit, buffer)
-        for shard in buffer.addressable_shards:
+        stored = self.stored(key)
+        self.check_array(key, array)
+        for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                yield from shard_pieces(layout, self.rank_of(unit, shard.index), np.asarray(shard.data))
+                yield from stored.pieces(shard.index, np.asarray(shard.data))
 
-    def build_buffer(self, unit: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
-        """A unit's buffer from ``read(path, offsets, sizes) -> np.ndarray``, called for each addressable shard's boxes.
+    def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
+        """The array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for each addressable shard's
+        boxes.
 
         ``dtype``: default the main dtype, to which values are cast.
         """
-        plan = self.unit_plan(unit)
-        target = plan.wire.main if dtype is None else np.dtype(dtype)
-        shards: dict[int, np.ndarray] = {}
+        stored = self.stored(key)
+        target = stored.dtype if dtype is None else np.dtype(dtype)
+        last: dict[str, np.ndarray] = {}
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
-            rank = self.rank_of(unit, index)
-            if rank not in shards:
-                shards.clear()
-                shards[rank] = shard_from(plan.layout, rank, target, read)
-            return shards[rank]
+            index = index or ()
+            # Replicas of a shard are asked for one after another.
+            if repr(index) not in last:
+                last.clear()
+                last[repr(index)] = stored.shard(index, target, read)
+            return last[repr(index)]
 
-        return jax.make_array_from_callback((plan.layout.padded_size,), self.sharding, values)
+        return jax.make_array_from_callback(stored.shape, self.sharding(key), values)
 
-    def rank_of(self, unit: str, index: tuple[slice, ...] | None) -> int:
-        """Which shard of the unit's buffer ``index`` selects, as ``jax.Shard.index`` gives it."""
-        size = self.units[unit].layout.shard_size
-        return (index[0].start or 0) // size if index and size else 0
-
-    def _check_buffer(self, unit: str, buffer: jax.Array) -> None:
-        size = self.units[unit].layout.padded_size
-        if buffer.shape != (size,) or not buffer.sharding.is_equivalent_to(self.sharding, 1):
+    def check_array(self, key: str, array: jax.Array) -> None:
+        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``."""
+        stored, sharding = self.stored(key), self.sharding(key)
+        if array.shape != stored.shape or not array.sharding.is_equivalent_to(sharding, array.ndim):
             raise ValueError(
-                f"buffer of unit {unit!r}: expected shape {(size,)} with sharding {self.spec} over "
-                f"{self.num_devices} devices, got {buffer.shape} with {buffer.sharding}"
+                f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "
+                f"devices {dict(self.mesh.shape)}, got {array.shape} with {array.sharding}"
             )
 
-    def merge(self, parameters: Mapping[str, jax.Array]) -> nnx.Module:
-        """The logical model with ``{path: value}`` as its parameters."""
-        expected, given = set(self.parameters), set(parameters)
-        if expected != given:
-            raise ValueError(
-                f"expected values for exactly the model's parameters; missing {sorted(expected - given)[:5]}, "
-                f"unexpected {sorted(given - expected)[:5]}"
-            )
-        return self.model.merge([parameters[path] for path in self.parameters], {})
+    def merge(
+        self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
+    ) -> nnx.Module:
+        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any."""
+        for kind, expected, given in (
+            ("parameters", self.parameters, parameters),
+            ("other variables", self.variables, variables or {}),
+        ):
+            if expected.keys() != given.keys():
+                missing, unexpected = (
+                    sorted(a.keys() - b.keys())[:5] for a, b in ((expected, given), (given, expected))
+                )
+                raise ValueError(
+                    f"expected values for exactly the model's {kind}; missing {missing}, unexpected {unexpected}"
+                )
+        others = variables or {}
+        return self.model.merge(
+            [parameters[path] for path in self.parameters],
+            [others[path] for path in self.model.variables],
+            {},
+        )

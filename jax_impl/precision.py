@@ -1,6 +1,6 @@
-"""Which dtype weights have in compute, and gradients have on the wire.
+"""Which dtype weights have in compute, and gradients have on the wire and for the optimizer.
 
-Main weights, moments and accumulated gradients are float32, or float64 where the given parameters are.
+Main weights and moments are float32, or float64 where the given parameters are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DTYPES = ("float32", "bfloat16", "float64")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,17 @@ class Precision:
     """``param_dtype``: dtype of the compute weights; ``None`` keeps the main weights' dtype.
 
     ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
-    PyTorch's ``MixedPrecisionPolicy``. Raises ``ValueError`` for another dtype, or float64 without x64.
+    PyTorch's ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches
+    and that the optimizer reads; ``None`` takes the main weights'. Raises ``ValueError`` for another dtype, or float64
+    without x64.
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    grad_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for field, name in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
+        for field, name in vars(self).items():
             if name is not None and name not in _DTYPES:
                 raise ValueError(f"{field}: expected None or one of {list(_DTYPES)}, got {name!r}")
             if name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
@@ -38,6 +41,9 @@ class Precision:
     def reduce(self, main: np.dtype) -> np.dtype:
         return self.compute(main) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
 
+    def grad(self, main: np.dtype) -> np.dtype:
+        return main if self.grad_dtype is None else jnp.dtype(self.grad_dtype)
+
 
 def main_dtype(given: np.dtype) -> np.dtype:
     """The dtype of the main weights of a parameter that was given in dtype ``given``."""
@@ -46,8 +52,9 @@ def main_dtype(given: np.dtype) -> np.dtype:
 
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
-    if dtype == jnp.bfloat16 and x.dtype != jnp.bfloat16:
-        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    if dtype.itemsize < 4 and x.dtype != dtype:
+        kept = jnp.finfo(dtype)
+        x = jax.lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
     return x.astype(dtype)
 
 

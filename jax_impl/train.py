@@ -1,51 +1,99 @@
-"""The training step: microbatched, sharded gradients, then the optimizer on the main-weight shards."""
+"""The training step: sharded gradients, then the optimizer on the main-weight shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jax_impl.buffer import pack
-from jax_impl.collective import fence, one_after_another
-from jax_impl.forward import call_model, hold
-from jax_impl.mesh import AXIS, is_simulated
+from jax_impl.gradients import Batch, Loss, make_gradients
+from jax_impl.mesh import is_simulated
 from jax_impl.optimizer import MainWeightTransformation
 from jax_impl.plan import Buffers, ShardingPlan
-from jax_impl.precision import divide_exactly
+from jax_impl.variables import Variables
 
-Loss = Callable[[nnx.Module, Any], jax.Array]
-Batch = Any
 Metrics = dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """``weights``: main weights, one flat array a unit. ``opt_state``: the optimizer's, moments in equal arrays."""
+    """``weights``: main weights, arrays by key. ``opt_state``: the optimizer's, moments in equal arrays.
+
+    ``variables``: what else the model has (batch statistics, random streams), by path.
+    """
 
     weights: Buffers
     opt_state: Any
+    variables: Variables = field(default_factory=dict)
 
 
-def init_state(plan: ShardingPlan, weights: Buffers, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step; moments are born sharded."""
-    # By shape alone: a transformation may keep moments under other keys than the weights'.
-    shapes = {buffer.shape for buffer in weights.values()}
-    shardings = jax.tree.map(
-        lambda leaf: plan.sharding if leaf.shape in shapes else plan.replicated,
-        jax.eval_shape(optimizer.init, weights),
+def init_state(
+    plan: ShardingPlan,
+    weights: Buffers,
+    optimizer: optax.GradientTransformation,
+    variables: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
+    """The state before the first step; moments are born sharded, and frozen weights have none.
+
+    ``variables``: ``variable_leaves(model)`` of a model that has variables other than parameters. Raises ``ValueError``
+    when they are missing, or others than the plan's.
+    """
+    trained = trainable(plan, weights)
+    return TrainState(weights, _placed(plan, optimizer.init, trained), place_variables(plan, variables or {}))
+
+
+def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
+    """The arrays that an optimizer sees."""
+    return {key: array for key, array in weights.items() if key in plan.trainable}
+
+
+def _placed(plan: ShardingPlan, init: Callable[[Buffers], Any], weights: Buffers) -> Any:
+    by_shape = {array.shape: plan.sharding(key) for key, array in weights.items()}
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        located = plan.locate_buffer(path, leaf)
+        if located is not None:
+            return plan.sharding(located[0])
+        # A transformation may keep moments under other keys than the weights'.
+        return by_shape.get(leaf.shape, plan.replicated)
+
+    shardings = jax.tree.map_with_path(sharding, jax.eval_shape(init, weights))
+    return jax.jit(init, out_shardings=shardings)(weights)
+
+
+def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
+    """Whole on every device of the plan; raises ``ValueError`` for other variables than the plan's."""
+    missing, unexpected = (
+        sorted(plan.variables.keys() - variables.keys()),
+        sorted(variables.keys() - plan.variables.keys()),
     )
-    return TrainState(weights, jax.jit(optimizer.init, out_shardings=shardings)(weights))
+    if missing or unexpected:
+        raise ValueError(
+            f"variables: expected those of the model that are no parameters, missing {missing[:5]}, unexpected "
+            f"{unexpected[:5]}; jax_impl.variable_leaves(model) gives them"
+        )
+    for path, info in plan.variables.items():
+        if variables[path].shape != info.shape or variables[path].dtype != info.dtype:
+            raise ValueError(
+                f"variable {path!r}: expected {info.dtype} of shape {info.shape}, got {variables[path].dtype} of shape "
+                f"{variables[path].shape}"
+            )
+    return {path: _whole(plan, variables[path]) for path in plan.variables}
+
+
+def _whole(plan: ShardingPlan, value: jax.Array) -> jax.Array:
+    """``value`` on every device of the plan."""
+    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.device_put(value, plan.replicated)
+    # Random keys cannot be put on devices of other processes, but their data can.
+    data = jax.device_put(jax.random.key_data(value), plan.replicated)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
 
 
 def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batch:
@@ -60,70 +108,7 @@ def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batc
             f"batch: expected arrays of one first dimension, a positive multiple of {parts} ({plan.num_devices} "
             f"devices x {microbatches} microbatches), got first dimensions {sorted(sizes)}"
         )
-    return jax.device_put(batch, NamedSharding(plan.mesh, PartitionSpec(AXIS)))
-
-
-def make_gradients(
-    plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1
-) -> Callable[[Buffers, Batch], tuple[jax.Array, Buffers]]:
-    """``(weights, batch) -> (loss, gradients)``, not jitted; ``batch`` as ``shard_batch`` places it.
-
-    ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows. Loss and gradients are means over all ranks
-    and microbatches; gradients are buffers like the weights, in the main dtype.
-    """
-
-    def local(weights: Buffers, batch: Batch) -> tuple[jax.Array, Buffers]:
-        varied, fixed = hold(plan, weights)
-
-        def one(rows: Batch) -> tuple[jax.Array, Any]:
-            loss, gradients = jax.value_and_grad(
-                lambda varied: call_model(plan, varied, fixed, loss_fn, rows)
-            )(varied)
-            return loss, {
-                name: jax.tree.map(lambda x, main=plan.units[name].wire.main: x.astype(main), gradient)
-                for name, gradient in gradients.items()
-            }
-
-        loss, gradients = _sum_microbatches(one, batch, microbatches)
-        loss, gradients = fence((loss, _reduce_whole(plan, gradients)))
-        count = plan.num_devices * microbatches
-        return jax.tree.map(partial(divide_exactly, divisor=count), (lax.psum(loss, AXIS), gradients))
-
-    return jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(plan.spec, PartitionSpec(AXIS)),
-        out_specs=(PartitionSpec(), plan.spec),
-        # With the check on, explicit sums are done a second time: gradients come out N times too large.
-        check_vma=False,
-    )
-
-
-def _sum_microbatches(
-    one: Callable[[Batch], tuple[jax.Array, Any]], batch: Batch, microbatches: int
-) -> tuple[jax.Array, Any]:
-    """Loss and gradients summed over the contiguous parts of this rank's rows."""
-    if microbatches == 1:
-        return one(batch)
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-    first = jax.tree.map(lambda x: x[0], parts)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first))
-
-    def add(total: Any, rows: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, one(rows)), None
-
-    return lax.scan(add, zeros, parts)[0]
-
-
-def _reduce_whole(plan: ShardingPlan, gradients: Mapping[str, Any]) -> Buffers:
-    """Sum over ranks what was accumulated whole; shards were summed in each unit's backward already."""
-    if plan.strategy.shards_gradients:
-        return dict(gradients)
-    units = [plan.units[name] for name in gradients]
-    packed = [pack(unit.layout, leaves) for unit, leaves in zip(units, gradients.values(), strict=True)]
-    scatters = plan.strategy.shards_state
-    reductions = [unit.wire.reduce_scatter if scatters else unit.wire.all_reduce for unit in units]
-    return dict(zip(gradients, one_after_another(reductions, packed), strict=True))
+    return jax.device_put(batch, NamedSharding(plan.mesh, plan.axes.batch_spec))
 
 
 class TrainStep:
@@ -142,25 +127,49 @@ class TrainStep:
         self._microbatches = microbatches
         self._optimizer = optimizer
         self._gradients = jax.jit(make_gradients(plan, loss_fn, microbatches))
-        self._update: Callable[[TrainState, Buffers], TrainState] | None = None
+        self._update: Callable[..., tuple[Buffers, Any]] | None = None
 
-    def gradients(self, weights: Buffers, batch: Batch) -> tuple[jax.Array, Buffers]:
+    def gradients(
+        self, weights: Buffers, batch: Batch, variables: Variables | None = None
+    ) -> tuple[jax.Array, Buffers]:
         """Mean loss and mean gradients of one global batch, without an update."""
-        return self._settled(self._gradients(weights, shard_batch(self._plan, batch, self._microbatches)))
+        return self._run(weights, batch, variables or {})[:2]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, gradients = self.gradients(state.weights, batch)
+        loss, gradients, variables = self._run(state.weights, batch, state.variables)
         if self._update is None:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-            self._update = jax.jit(self._updated, donate_argnums=0, out_shardings=shardings)
-        return self._settled(self._update(state, gradients)), {"loss": loss}
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+            self._update = jax.jit(self._updated, donate_argnums=(0, 1), out_shardings=shardings)
+        weights, opt_state = self._settled(self._update(state.weights, state.opt_state, gradients))
+        return TrainState(weights, opt_state, variables), {"loss": loss}
 
-    def _updated(self, state: TrainState, gradients: Buffers) -> TrainState:
-        optimizer = self._optimizer
+    def _run(
+        self, weights: Buffers, batch: Batch, variables: Variables
+    ) -> tuple[jax.Array, Buffers, Variables]:
+        self._check(weights, variables)
+        placed = shard_batch(self._plan, batch, self._microbatches)
+        return self._settled(self._gradients(weights, placed, variables))
+
+    def _check(self, weights: Buffers, variables: Variables) -> None:
+        plan = self._plan
+        if weights.keys() != plan.arrays.keys():
+            raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
+        for key, array in weights.items():
+            plan.check_array(key, array)
+        if variables.keys() != plan.variables.keys():
+            raise ValueError(
+                f"step: expected the model's variables {list(plan.variables)[:12]}, got {list(variables)[:12]}; give "
+                "them to init_state, or to gradients"
+            )
+
+    def _updated(self, weights: Buffers, opt_state: Any, gradients: Buffers) -> tuple[Buffers, Any]:
+        optimizer, trained = self._optimizer, trainable(self._plan, weights)
         if isinstance(optimizer, MainWeightTransformation):
-            return TrainState(*optimizer.apply(gradients, state.opt_state, state.weights))
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.weights)
-        return TrainState(optax.apply_updates(state.weights, updates), opt_state)
+            trained, opt_state = optimizer.apply(gradients, opt_state, trained)
+        else:
+            updates, opt_state = optimizer.update(gradients, opt_state, trained)
+            trained = optax.apply_updates(trained, updates)
+        return {key: trained.get(key, array) for key, array in weights.items()}, opt_state
 
     def _settled(self, result: Any) -> Any:
         # Simulated devices share few threads: programs in flight together can wait for each other's for ever.

@@ -12,68 +12,101 @@ Three fences make XLA keep that order:
    and so keeps the whole buffer alive until backward;
 3. the second gather waits for the output's cotangent and the saved activations, or it merges with the first.
 
-Under ``optim_grads`` the gathered weights are given, and only the scatter happens here.
+A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
+With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
+anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jax_impl.buffer import pack, unpack
-from jax_impl.collective import Wire, fence
-from jax_impl.layout import Layout
+from jax_impl.collective import fence
+from jax_impl.plan import Group
 
 Leaves = tuple[jax.Array, ...]
-# A unit's shard and, where the step gathered it already, its full buffer.
-Held = tuple[jax.Array, jax.Array | None]
+# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
+Collectors = tuple[tuple[jax.Array, ...], ...]
+Sources = tuple[tuple[jax.Array, ...], ...]
 
 
 def sharded_call(
-    apply: Callable[..., Any], layout: Layout, wire: Wire, held: Held, inner: Mapping[str, Any], *inputs: Any
+    apply: Callable[..., Any],
+    groups: Sequence[Group],
+    recompute: bool,
+    collectors: Collectors,
+    sources: Sources,
+    inner: Mapping[str, tuple[Collectors, Sources]],
+    *inputs: Any,
 ) -> Any:
-    """``apply(leaves, inner, *inputs)`` with the unit's weights taken from ``held``.
+    """``apply(leaves of each group, inner, *inputs)`` with the weights taken from ``sources``.
 
-    ``inner`` holds the weights of the units inside this one; ``inputs`` are pytrees of arrays. Differentiating gives
-    the reduce-scattered gradient of the shard, and no gradient of a full buffer.
+    ``inner`` holds collectors and sources of the units inside this one; ``inputs`` are pytrees of arrays.
+    Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
     """
 
-    def weights(held: Held, after: Any) -> tuple[Leaves, Any]:
-        shard, full = held
-        if full is None:
-            shard, after = fence((shard, after))
-            # What follows may need nothing of these weights; its collectives must still come after this one.
-            full, after = fence((wire.gather(shard), after))
-        return unpack(layout, full), after
+    def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
+        leaves = []
+        for group, source in zip(groups, sources, strict=True):
+            if again and not group.regathers:
+                source, after = fence((source, after))
+            if group.regathers:
+                source, after = fence((source, after))
+                gathered = group.gather(source)
+                # What follows may need nothing of these weights; its collectives must still come after this one.
+                source, after = fence((gathered, after))
+            leaves.append(group.leaves(source))
+        return tuple(leaves), after
+
+    keeps_order = any(group.regathers for group in groups)
 
     @jax.custom_vjp
-    def call(held: Held, inner: Mapping[str, Any], *inputs: Any) -> Any:
-        leaves, inputs = weights(held, inputs)
+    def call(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
+        leaves, inputs = weights(sources, inputs)
         return apply(leaves, inner, *inputs)
 
-    def forward(held: Held, inner: Mapping[str, Any], *inputs: Any) -> tuple[Any, Any]:
-        leaves, inputs = weights(held, inputs)
+    def forward(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
+        leaves, inputs = weights(sources, inputs)
+        if recompute:
+            return apply(leaves, inner, *inputs), (sources, inner, inputs)
         vjp: Any
         output, vjp = jax.vjp(apply, leaves, inner, *inputs)
         # Residuals that are arguments are listed apart, so weights can be left out and put back.
         vjp.args_res[:2] = [None, None]
-        if held[1] is None:
+        if keeps_order:
             output, vjp = fence((output, vjp))
-        return output, (held, inner, vjp)
+        return output, (sources, inner, vjp)
 
     def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        held, inner, vjp = saved
-        leaves, (cotangent, vjp) = weights(held, (cotangent, vjp))
-        vjp.args_res[:2] = [leaves, inner]
+        sources, inner, rest = saved
+        if recompute:
+            # Without it XLA would merge the second forward with the first, and keep what that computed.
+            cotangent, rest = fence((cotangent, rest))
+        leaves, (cotangent, rest) = weights(sources, (cotangent, rest), again=True)
+        if recompute:
+            _, vjp = jax.vjp(apply, leaves, inner, *rest)
+        else:
+            vjp = rest
+            vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
-        inner_shards = {path: shard for path, (shard, _) in inner_gradients.items()}
-        # No collective beside another (see one_after_another): scatters inside this unit, its own, the next gather.
-        gradients, inner_shards = fence((gradients, inner_shards))
-        shard_gradient = wire.reduce_scatter(pack(layout, gradients))
-        shard_gradient, input_gradients = fence((shard_gradient, input_gradients))
-        return (shard_gradient, None), {path: (x, None) for path, x in inner_shards.items()}, *input_gradients
+        collected = {path: mine for path, (mine, _) in inner_gradients.items()}
+        reduced: list[tuple[jax.Array, ...]] = []
+        for group, values in zip(groups, gradients, strict=True):
+            if group.reduces:
+                # No collective beside another (see hold): reductions of inner units, this one, the next gather.
+                values, collected, reduced = fence((values, collected, reduced))
+            reduced.append(group.reduce(values) if group.trainable else ())
+        if any(group.reduces for group in groups):
+            reduced, input_gradients = fence((reduced, input_gradients))
+        return (
+            tuple(reduced),
+            None,
+            {path: (mine, None) for path, mine in collected.items()},
+            *input_gradients,
+        )
 
     call.defvjp(forward, backward)
-    return call(held, inner, *inputs)
+    return call(collectors, sources, inner, *inputs)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
-        "--xla_disable_hlo_passes=cse_barrier_expander",
+        "--xla_disable_hlo_passes=cse_barrier_expander,small-while-loop-hoisting",
         "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     ]
 )

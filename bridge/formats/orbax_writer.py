@@ -3,8 +3,7 @@
     layout "v0"   <path>/{_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/*}
     layout "v1"   <path>/{_CHECKPOINT_METADATA, commit_success.txt, orbax.checkpoint, state/{_METADATA, ...}}
 
-Chunks go into a tensorstore transaction, which stays in memory until it is committed, once it holds 32 MiB. Smaller
-transactions would cost more: each commit writes a data file and the manifest and syncs both. Chunks are row slabs:
+Chunks are row slabs:
 
       +-----------------+
       |     chunk 0     |   up to 8 MiB        A row longer than 32 MiB is cut along the next axis in turn.
@@ -13,6 +12,12 @@ transactions would cost more: each commit writes a data file and the manifest an
       +-----------------+
       |  chunk 2 (rest) |
       +-----------------+
+
+Several processes may write one checkpoint, each chunk by one of them, in a directory that all of them see. One of them
+makes an `OrbaxWriter` and tells the others its `temporary` directory, in which each of them makes an `OrbaxPart`:
+
+    process 0    OrbaxWriter(path, process=0)           write ...  finish |         | commit(processes=[0, 1])
+    process 1    OrbaxPart(path, temporary, process=1)  write ...  finish | barrier |
 """
 
 from __future__ import annotations
@@ -31,50 +36,35 @@ import tensorstore as ts
 
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.orbax_chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax_tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
-_TRANSACTION_BYTES = 32 << 20
-# Each array opened in a transaction takes memory too.
-_TRANSACTION_ARRAYS = 2000
 _HANDLERS = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     "v1": "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler",
 }
 
 
-class OrbaxWriter(CommitOrAbort):
-    """A new Orbax checkpoint; see `CheckpointWriter`. Writing is thread-safe.
+class OrbaxPart:
+    """What one process writes of a checkpoint: tensors are declared by every process, each chunk is written by one.
 
-    Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
-    objects ride in `_METADATA`. Tree paths keep list positions where all of 0, 1, ..., n-1 are there, else they become
-    dict keys. A checkpoint without any tensor is refused at commit, as stock Orbax could not read it.
+    path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
+    to write to, None where there is only one. Writing is thread-safe.
     """
 
-    format = "orbax"
-
-    def __init__(self, path: str | os.PathLike[str], *, layout: Literal["v0", "v1"] = "v0") -> None:
-        if layout not in _HANDLERS:
-            raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
-        self._directory = AtomicDirectory(path)
-        self.path = self._directory.path
-        self._layout = layout
-        self._item = self._directory.temporary / ("state" if layout == "v1" else "")
-        self._spec = store_spec(self._item, ocdbt=True, create=True)
-        self._context = new_context()
-        self._started = time.time_ns()
+    def __init__(self, path: Path, item: Path, process: int | None) -> None:
+        self.path = path
+        self._item = item
+        self._store = ChunkStore(item if process is None else process_store(item, process))
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._infos: dict[str, TensorInfo] = {}
         self._layouts: dict[str, ArrayLayout] = {}
         self._unwritten: dict[str, set[Box]] = {}
-        self._objects: dict[TreePath, object] = {}
-        self._transaction: ts.Transaction | None = None
-        self._arrays: dict[str, ts.TensorStore] = {}
-        self._pending_bytes = 0
         self._state: Literal["open", "failed", "closed"] = "open"
 
     def add_tensor(
@@ -137,14 +127,62 @@ class OrbaxWriter(CommitOrAbort):
                 raise CheckpointError(f"{what}: expected every box {wanted}, got {box}")
             try:
                 with explain(f"{what}: cannot write {box}"):
-                    if self._pending_bytes + layout.chunk_bytes > _TRANSACTION_BYTES:
-                        self._flush()
-                    self._array(name)[box.slices()].write(array).result()
+                    self._store.write(layout, box, array)
             except BaseException:
                 self._state = "failed"
                 raise
-            self._pending_bytes += layout.chunk_bytes
             self._unwritten[name].remove(box)
+
+    def finish(self) -> None:
+        """Commit what this process wrote to disk."""
+        self._require_open()
+        with self._lock, explain(f"{self.path}: cannot finish the array store"):
+            self._store.flush()
+
+    def abort(self) -> None:
+        """Forget what is not on disk yet. Does nothing after commit or abort."""
+        if self._state != "closed":
+            self._state = "closed"
+            self._store.drop()
+
+    def _require_open(self) -> None:
+        if self._state != "open":
+            reason = "a write failed" if self._state == "failed" else "it was committed or aborted"
+            raise CheckpointError(f"{self.path}: expected an unfinished checkpoint, but {reason}")
+
+
+class OrbaxWriter(OrbaxPart, CommitOrAbort):
+    """A new Orbax checkpoint; see `CheckpointWriter`. Writing is thread-safe.
+
+    Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
+    objects ride in `_METADATA`. Tree paths keep list positions where all of 0, 1, ..., n-1 are there, else they become
+    dict keys. A checkpoint without any tensor is refused at commit, as stock Orbax could not read it.
+
+    process: this process's number where several write; see the module docstring.
+    """
+
+    format = "orbax"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        layout: Literal["v0", "v1"] = "v0",
+        process: int | None = None,
+    ) -> None:
+        if layout not in _HANDLERS:
+            raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
+        self._directory = AtomicDirectory(path)
+        self._layout = layout
+        item = self._directory.temporary / ("state" if layout == "v1" else "")
+        super().__init__(self._directory.path, item, process)
+        self._started = time.time_ns()
+        self._objects: dict[TreePath, object] = {}
+
+    @property
+    def temporary(self) -> Path:
+        """The directory that becomes the checkpoint. Files that are still in it on commit are a part of it."""
+        return self._directory.temporary
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Store a value that is not a tensor; tuples stay tuples. CheckpointError for other types or a collision."""
@@ -155,21 +193,27 @@ class OrbaxWriter(CommitOrAbort):
             self._claims.add(leaf)
             self._objects[leaf] = value
 
-    def commit(self) -> None:
+    def commit(self, processes: Sequence[int] = ()) -> None:
         """Let the checkpoint appear under its name; on any error nothing is left behind.
 
-        CheckpointError unless every box was written and every chunk is then found in the store.
+        processes: all that wrote, each of which has finished; by default it is this one alone. CheckpointError unless
+        every box was written, and by one process, and every chunk is then found in the store.
         """
         try:
             self._require_open()
             with self._lock:
-                self._require_complete()
+                if not self._infos:
+                    raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
+                if not processes:
+                    self._require_complete()
                 with explain(f"{self.path}: cannot finish the array store"):
-                    for name, layout in self._layouts.items():
+                    for layout in self._layouts.values():
                         if not layout.num_stored:
-                            self._array(name)
-                    self._flush()
-                self._require_stored()
+                            self._store.array(layout)
+                    self._store.flush()
+                if processes:
+                    join_stores(self._item, processes)
+                self._require_stored(processes)
                 self._write_metadata()
             self._directory.commit()
         except BaseException:
@@ -179,47 +223,14 @@ class OrbaxWriter(CommitOrAbort):
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        self._arrays.clear()
-        if self._transaction is not None:
-            self._transaction.abort()
-            self._transaction = None
+        super().abort()
         self._directory.abort()
 
     @property
     def ended(self) -> bool:
         return self._state == "closed"
 
-    def _require_open(self) -> None:
-        if self._state != "open":
-            reason = "a write failed" if self._state == "failed" else "it was committed or aborted"
-            raise CheckpointError(f"{self.path}: expected an unfinished checkpoint, but {reason}")
-
-    def _array(self, name: str) -> ts.TensorStore:
-        """The array, opened (and if need be created) in the current transaction."""
-        if len(self._arrays) >= _TRANSACTION_ARRAYS:
-            self._flush()
-        if self._transaction is None:
-            self._transaction = ts.Transaction(atomic=True)
-        if name not in self._arrays:
-            spec = self._layouts[name].write_spec(self._spec)
-            self._arrays[name] = ts.open(
-                spec, create=True, open=True, context=self._context, transaction=self._transaction
-            ).result()
-        return self._arrays[name]
-
-    def _flush(self) -> None:
-        self._arrays.clear()
-        transaction, self._transaction = self._transaction, None
-        self._pending_bytes = 0
-        if transaction is not None:
-            transaction.commit_async().result()
-
     def _require_complete(self) -> None:
-        if not self._infos:
-            raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
         for name, info in self._infos.items():
             if left := self._unwritten[name]:
                 raise CheckpointError(
@@ -227,17 +238,18 @@ class OrbaxWriter(CommitOrAbort):
                     f"but {len(left)} were not, such as {min(left, key=lambda box: box.offsets)}"
                 )
 
-    def _require_stored(self) -> None:
+    def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
         with explain(f"{self.path}: cannot list the array store"):
             spec = store_spec(self._item, ocdbt=True)
             present = set(ts.KvStore.open(spec, context=new_context()).result().list().result())
+        missing = "was written but is not stored"
+        if processes:
+            missing = f"is stored by none of processes {list(processes)}"
         for name, layout in self._layouts.items():
             for key in (metadata_key(layout.key, zarr3=True), *layout.stored_keys()):
                 if key.encode() not in present:
-                    raise CheckpointError(
-                        f"{self.path}: tensor {name!r}: chunk {key!r} was written but is not stored"
-                    )
+                    raise CheckpointError(f"{self.path}: tensor {name!r}: chunk {key!r} {missing}")
 
     def _write_metadata(self) -> None:
         root = self._directory.temporary

@@ -7,11 +7,14 @@ Every module computes in the dtype of its parameters; norms, rotations, scores a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from jax_impl.stack import scan_layers, stack_layers
 
 
 @dataclass(frozen=True)
@@ -178,13 +181,23 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """``tokens`` int ``[B, T]`` -> logits ``[B, T, vocab_size]`` in the dtype of the parameters.
 
-    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``.
+    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: layers are one stack,
+    which is scanned; the parameters are the same, with a leading axis.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.float32,
+        stacked: bool = False,
+    ) -> None:
         self.config = config
+        self.stacked = stacked
         self.embed = Embedding(config, rngs=rngs, dtype=dtype)
-        self.layers = nnx.List([Block(config, rngs=rngs, dtype=dtype) for _ in range(config.n_layers)])
+        layers = [Block(config, rngs=rngs, dtype=dtype) for _ in range(config.n_layers)]
+        self.layers: Any = stack_layers(layers) if stacked else nnx.List(layers)
         self.norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs, dtype=dtype)
         if not config.tied:
             shape = (config.d_model, config.vocab_size)
@@ -192,8 +205,11 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        if self.stacked:
+            x = scan_layers(self.layers, x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
         x = self.norm(x)
         return self.embed.attend(x) if self.config.tied else self.lm_head(x)
 

@@ -20,10 +20,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint, orbax_writer
+from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint, orbax_chunks
 from bridge.formats.base import Box, check_coverage
+from bridge.formats.orbax_chunks import ChunkStore
 from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_writer import OrbaxWriter
+from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
 from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
     STOCK_RESTORES,
@@ -262,7 +263,7 @@ def test_a_chunk_that_was_never_written_prevents_the_commit(tmp_path: Path) -> N
 def test_a_chunk_that_is_not_in_the_store_prevents_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.formats.orbax_writer._TRANSACTION_BYTES", 1)
+    monkeypatch.setattr("bridge.formats.orbax_chunks._TRANSACTION_BYTES", 1)
     writer = OrbaxWriter(tmp_path / "c")
     name, boxes = _two_chunks(writer)
     for box in boxes:
@@ -280,11 +281,11 @@ def test_a_failed_write_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.
     name, boxes = _two_chunks(writer)
     writer.write(name, boxes[0], np.ones((2, 3), np.float32))
 
-    def full(self: OrbaxWriter, name: str) -> None:
+    def full(self: ChunkStore, layout: object) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(OrbaxWriter, "_array", full)
+        patch.setattr(ChunkStore, "array", full)
         with pytest.raises(CheckpointError, match=r"'w': cannot write .*no space left"):
             writer.write(name, boxes[1], np.ones((2, 3), np.float32))
     with pytest.raises(CheckpointError, match="a write failed"):
@@ -338,7 +339,7 @@ def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     program = """
 import sys, numpy as np
-from bridge.formats.orbax_writer import OrbaxWriter
+from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
 writer = OrbaxWriter(sys.argv[1])
 info = writer.add_tensor("w", (1 << 30, 4), np.dtype("float32"))
 for box in info.chunks:
@@ -407,7 +408,7 @@ def test_a_path_can_be_written_again_after_removal(tmp_path: Path) -> None:
 
 
 def test_threads_may_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.formats.orbax_writer._TRANSACTION_BYTES", 20_000)
+    monkeypatch.setattr("bridge.formats.orbax_chunks._TRANSACTION_BYTES", 20_000)
     tree = {str(i): random_bits((64, 16), F32, i) for i in range(12)}
     errors: list[Exception] = []
     with OrbaxWriter(tmp_path / "c") as writer:
@@ -480,12 +481,12 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
 def test_a_transaction_holds_a_bounded_number_of_arrays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orbax_writer, "_TRANSACTION_ARRAYS", 2)
+    monkeypatch.setattr(orbax_chunks, "_TRANSACTION_ARRAYS", 2)
     with OrbaxWriter(tmp_path / "c") as writer:
         for k in range(7):
             name = writer.add_tensor(f"w{k}", (3,), F32).name
             writer.write(name, writer.chunks(name)[0], np.full(3, k, np.float32))
-            assert len(writer._arrays) <= 2
+            assert len(writer._store._arrays) <= 2
     with OrbaxReader(tmp_path / "c") as reader:
         assert [reader.read(f"w{k}").tolist() for k in range(7)] == [[k] * 3 for k in range(7)]
 
@@ -499,3 +500,73 @@ def test_the_metadata_says_what_stock_orbax_says(tmp_path: Path) -> None:
     assert {key: ours[key] for key in ours if key != "tree_metadata"} == {
         key: value for key, value in stock.items() if key != "tree_metadata"
     } | {"use_zarr3": True}
+
+
+def _two_processes(path: Path, tree: dict[str, np.ndarray]) -> tuple[OrbaxWriter, OrbaxPart]:
+    """Process 0 and 1 of one save, both with all tensors declared in chunks of two rows."""
+    first = OrbaxWriter(path, process=0)
+    second = OrbaxPart(first.path, first.temporary, 1)
+    for part in (first, second):
+        for name, value in tree.items():
+            part.add_tensor(name, value.shape, value.dtype, (2, *value.shape[1:]) if value.ndim else None)
+    return first, second
+
+
+SHARED = {
+    "w": random_bits((7, 300), F32, 1),
+    "small": random_bits((3,), BF16, 2),
+    "scalar": random_bits((), F32, 3),
+    "empty": np.zeros((0, 4), F32),
+}
+
+
+def _deal(parts: tuple[OrbaxPart, ...], tree: dict[str, np.ndarray]) -> None:
+    for name, value in tree.items():
+        for number, box in enumerate(parts[0].chunks(name)):
+            parts[number % len(parts)].write(name, box, value[box.slices()])
+
+
+def test_processes_write_one_checkpoint_that_stock_orbax_reads(tmp_path: Path) -> None:
+    parts = _two_processes(tmp_path / "c", SHARED)
+    _deal(parts, SHARED)
+    for part in parts:
+        part.finish()
+    parts[0].commit(processes=[0, 1])
+    # Moved: the item refers to the processes' files by relative paths.
+    os.rename(tmp_path / "c", tmp_path / "moved")
+    assert_reads(tmp_path / "moved", SHARED)
+    for restore in STOCK_RESTORES.values():
+        assert_same_tree(restore(tmp_path / "moved"), SHARED)
+    assert len(list((tmp_path / "moved").glob("ocdbt.process_*/manifest.ocdbt"))) == 2
+
+
+def test_a_process_may_have_nothing_to_write(tmp_path: Path) -> None:
+    first, second = _two_processes(tmp_path / "c", SHARED)
+    _deal((first,), SHARED)
+    second.finish()
+    first.commit(processes=[0, 1])
+    assert_reads(tmp_path / "c", SHARED)
+
+
+def test_a_chunk_that_two_processes_wrote_prevents_the_commit(tmp_path: Path) -> None:
+    parts = _two_processes(tmp_path / "c", SHARED)
+    _deal(parts, SHARED)
+    box = parts[0].chunks("w")[1]
+    parts[0].write("w", box, SHARED["w"][box.slices()])
+    parts[1].finish()
+    with pytest.raises(CheckpointError, match=r"processes 0 and 1 wrote 'w/c/1/0'"):
+        parts[0].commit(processes=[0, 1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_did_not_finish_prevents_the_commit(tmp_path: Path) -> None:
+    parts = _two_processes(tmp_path / "c", SHARED)
+    _deal(parts, SHARED)
+    with pytest.raises(
+        CheckpointError, match=r"'w': chunk 'w/c/1/0' is stored by none of processes \[0, 1\]"
+    ):
+        parts[0].commit(processes=[0, 1])
+    with pytest.raises(CheckpointError, match="committed or aborted"):
+        parts[0].finish()
+    parts[1].abort()
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,62 +20,149 @@ from jax_impl import (
     main_weight_adamw,
     make_train_step,
     plan_sharding,
+    scan_layers,
     shard_weights,
+    stack_layers,
+    variable_leaves,
 )
+from jax_impl.flat_group import FlatGroup
 from jax_impl.layout import Layout
+from jax_impl.logical_group import LogicalGroup
 from jax_impl.models import Decoder
 from jax_impl.module_tree import parameter_leaves
 from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
+DEFAULT = "optim_grads_params"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # Divisible by one to four devices.
 ROWS = 12
 # One block: a step is compiled for every number of devices and strategy, and blocks add to that most.
 CONFIG_OF_RUNS = dataclasses.replace(CONFIG, n_layers=1)
 OPTIMIZER = main_weight_adamw(1e-2, weight_decay=0.1)
+# A large eps keeps Adam from magnifying the rounding of sums where gradients are tiny.
+STEADY = {"learning_rate": 1e-2, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
 
 
-def model() -> Decoder:
-    return decoder(CONFIG_OF_RUNS)
+class Case(NamedTuple):
+    """How a model is sharded: ``devices`` on one axis, or on an outer and an inner one."""
+
+    devices: int | tuple[int, int]
+    strategy: str = DEFAULT
+    engine: str = "shard_map"
+    model: str = "decoder"
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(12, 12, rngs=rngs)
+        self.norm = nnx.BatchNorm(12, epsilon=0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.norm(self.linear(x)))
+
+
+class Mixed(nnx.Module):
+    """Frozen parameters, a stack, batch statistics in and outside of it, and random numbers."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0, dropout=7)
+        self.embed = nnx.Embed(CONFIG.vocab_size, 12, rngs=rngs)
+        self.layers = stack_layers([Layer(rngs) for _ in range(3)])
+        self.norm = nnx.BatchNorm(12, epsilon=0.1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.head = nnx.Linear(12, 5, rngs=rngs)
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        x = scan_layers(self.layers, self.embed(rows).mean(axis=1))
+        return self.head(self.dropout(self.norm(x)))
+
+
+def model(kind: str = "decoder") -> nnx.Module:
+    if kind == "decoder":
+        return decoder(CONFIG_OF_RUNS)
+    return Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=True) if kind == "stacked" else Mixed()
+
+
+def loss_of(model: Any, rows: jax.Array) -> jax.Array:
+    return jnp.mean((model(rows) - 0.5) ** 2) if isinstance(model, Mixed) else loss(model, rows)
 
 
 @functools.cache
-def plan_of(devices: int, strategy: str = "optim_grads_params") -> ShardingPlan:
-    return plan_sharding(nnx.eval_shape(model), data_parallel_mesh(devices), strategy=strategy)
+def _plan(case: Case) -> ShardingPlan:
+    outer, inner = case.devices if isinstance(case.devices, tuple) else (0, case.devices)
+    mesh = data_parallel_mesh({"dp_outer": outer, "dp": inner} if outer else inner)
+    return plan_sharding(
+        nnx.eval_shape(lambda: model(case.model)),
+        mesh,
+        strategy=case.strategy,
+        engine=case.engine,
+        stacked=[] if case.model == "decoder" else ["layers"],
+        frozen=["embed/*", "layers/linear/bias"] if case.model == "mixed" else [],
+    )
 
 
 @functools.cache
-def step_of(devices: int, strategy: str = "optim_grads_params") -> Any:
-    return make_train_step(plan_of(devices, strategy), loss, OPTIMIZER)
+def _step(case: Case, optimizer: Any) -> Any:
+    return make_train_step(_plan(case), loss_of, optimizer)
 
 
-def fresh(devices: int, strategy: str = "optim_grads_params") -> TrainState:
-    plan = plan_of(devices, strategy)
-    return init_state(plan, shard_weights(plan, parameter_leaves(model())), OPTIMIZER)
+def plan_of(*case: Any) -> ShardingPlan:
+    return _plan(Case(*case))
+
+
+def step_of(*case: Any, optimizer: Any = OPTIMIZER) -> Any:
+    return _step(Case(*case), optimizer)
+
+
+def fresh(*case: Any, optimizer: Any = OPTIMIZER) -> TrainState:
+    plan, made = plan_of(*case), model(Case(*case).model)
+    return init_state(plan, shard_weights(plan, parameter_leaves(made)), optimizer, variable_leaves(made))
 
 
 def train(
-    state: TrainState, devices: int, strategy: str, first: int, count: int
+    state: TrainState, *case: Any, first: int, count: int, optimizer: Any = OPTIMIZER
 ) -> tuple[TrainState, list[float]]:
     """``count`` steps, each on another batch whose rows, and so every device's, all differ. ``state`` is used up."""
     losses = []
     for index in range(first, first + count):
-        state, metrics = step_of(devices, strategy)(state, tokens(ROWS, seed=100 + index))
+        state, metrics = step_of(*case, optimizer=optimizer)(state, tokens(ROWS, seed=100 + index))
         losses.append(float(metrics["loss"]))
     return state, losses
 
 
 def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
-    """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered buffers."""
+    """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered arrays."""
     kinds = {"params": state.weights, "opt_state/mu": state.opt_state.mu, "opt_state/nu": state.opt_state.nu}
     arrays = {}
-    for kind, buffers in kinds.items():
-        for unit, buffer in buffers.items():
-            layout = plan.units[unit].layout
-            for slot in layout.slots:
-                flat = whole_buffer(layout, np.array(buffer), slot.buffer)
-                arrays[f"{kind}/{slot.name}"] = flat[slot.offset : slot.end].reshape(slot.shape)
+    for kind, by_key in kinds.items():
+        for path, value in logical_arrays(plan, by_key).items():
+            arrays[f"{kind}/{path}"] = value
+    for path, value in state.variables.items():
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        arrays[f"variables/{path}"] = np.array(jax.random.key_data(value) if is_key else value)
     return {**arrays, "opt_state/count": np.array(state.opt_state.count)}
+
+
+def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """``{path: value}`` of weights, or of moments, which frozen parameters do not have."""
+    found = {}
+    for unit in plan.units.values():
+        for group in unit.groups:
+            if not by_key.keys() >= group.stored.keys():
+                continue
+            if isinstance(group, LogicalGroup):
+                found |= {path: np.array(by_key[path]) for path in group.paths}
+                continue
+            assert isinstance(group, FlatGroup)
+            flat = np.array(by_key[group.key])
+            layers = [flat] if group.layers is None else list(flat)
+            for path, slot in zip(group.paths, group.layout.slots, strict=True):
+                values = [
+                    whole_buffer(group.layout, layer, slot.buffer)[slot.offset : slot.end].reshape(slot.shape)
+                    for layer in layers
+                ]
+                found[path] = values[0] if group.layers is None else np.stack(values)
+    return found
 
 
 def whole_buffer(layout: Layout, flat: np.ndarray, buffer: int) -> np.ndarray:
@@ -107,12 +194,24 @@ def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> N
 
 
 def forward(plan: ShardingPlan, state: TrainState) -> np.ndarray:
-    """Logits of the logical model on one device."""
+    """Outputs of the logical model on one device."""
     arrays = logical(plan, state)
-    logical_model = plan.merge({path: jnp.asarray(arrays[f"params/{path}"]) for path in plan.parameters})
-    return np.asarray(_logits(*nnx.split(logical_model)))
+    variables = {path: state.variables[path] for path in plan.variables}
+    local = {path: value.addressable_shards[0].data for path, value in variables.items()}
+    parameters = {path: jnp.asarray(arrays[f"params/{path}"]) for path in plan.parameters}
+    return np.asarray(_outputs(*nnx.split(plan.merge(parameters, local))))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(graphdef: nnx.GraphDef, parameters: nnx.State) -> jax.Array:
-    return nnx.merge(graphdef, parameters)(tokens(2, seed=7))
+def _outputs(graphdef: nnx.GraphDef, values: nnx.State) -> jax.Array:
+    return nnx.merge(graphdef, values)(tokens(2, seed=7))
+
+
+def perturbed(state: Any) -> Any:
+    """The state with other values in every buffer, moments too, of which the layout's padding keeps zeros."""
+    return jax.tree.map(
+        lambda x: (
+            jnp.where(x == 0, 0, x + 0.25 * jnp.cos(jnp.arange(x.size, dtype=x.dtype))) if x.ndim else x + 3
+        ),
+        state,
+    )

@@ -14,22 +14,25 @@ from jax_impl.mesh import checked_mesh, data_parallel_mesh, simulate_devices
 def test_more_devices_than_exist_are_refused():
     with pytest.raises(ValueError, match=f"expected 1 to {len(jax.devices())} devices .*, got 99"):
         data_parallel_mesh(99)
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match=r"at least one device, got \{'dp': 0\}"):
         data_parallel_mesh(0)
+    with pytest.raises(ValueError, match=r"one or two axes .*, got \{'a': 1, 'b': 1, 'c': 1\}"):
+        data_parallel_mesh({"a": 1, "b": 1, "c": 1})
 
 
-@pytest.mark.parametrize(
-    ("axes", "shape", "message"),
-    [
-        (("data",), (4,), r"single axis 'dp', got axes \('data',\)$"),
-        (("dp_outer", "dp"), (2, 2), r"hsdp, hfsdp"),
-        (("dp", "tp"), (2, 2), r"single axis 'dp', got axes \('dp', 'tp'\)"),
-    ],
-)
-def test_a_mesh_with_other_axes_is_refused(axes, shape, message):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), axes)
-    with pytest.raises(ValueError, match=message):
+def test_a_mesh_of_more_than_two_axes_is_refused():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("dp_outer", "dp", "tp"))
+    with pytest.raises(
+        ValueError, match=r"one or two data-parallel axes.*got \{'dp_outer': 2, 'dp': 2, 'tp': 1\}"
+    ):
         checked_mesh(mesh)
+
+
+def test_two_axes_have_neighbouring_devices_on_the_inner_one():
+    mesh = data_parallel_mesh({"outer": 2, "inner": 4})
+    assert mesh.axis_names == ("outer", "inner")
+    assert [device.id for device in mesh.devices[1]] == [4, 5, 6, 7]
+    assert checked_mesh(mesh) == mesh
 
 
 def test_the_explicit_axes_that_make_mesh_gives_by_default_are_accepted():

@@ -29,7 +29,7 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
-from jax_impl.buffer import pack, shard_from, unpack
+from jax_impl.buffer import pack, shard_boxes, unpack
 from jax_impl.collective_count import Collective
 from jax_impl.layout import Layout, Slot
 from tests.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
@@ -160,11 +160,12 @@ def test_packing_is_undone_by_unpacking_and_puts_each_ranks_rows_into_its_shard(
     assert flat.shape == (layout.padded_size,)
     assert_same_bits(dict(zip(shapes, unpack(layout, jnp.asarray(flat)), strict=True)), values)
 
-    def read(path, offsets, sizes):
-        return values[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-
-    shards = [shard_from(layout, rank, np.dtype(np.float32), read) for rank in range(num_shards)]
-    np.testing.assert_array_equal(np.concatenate(shards), flat)
+    shards = np.zeros((num_shards, layout.shard_size), np.float32)
+    for rank in range(num_shards):
+        for name, offsets, sizes, where in shard_boxes(layout, rank):
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            shards[rank, where] = values[name][box].reshape(-1)
+    np.testing.assert_array_equal(shards.reshape(-1), flat)
     for slot in layout.slots:
         whole = whole_buffer(layout, flat, slot.buffer)
         np.testing.assert_array_equal(whole[slot.offset : slot.end], values[slot.name].ravel())
@@ -232,7 +233,8 @@ def test_bytes_at_rest_are_counted_over_all_buffers(devices):
 
 
 def owned(plan, path):
-    bounds = plan.units[plan.parameters[path].unit].layout.row_bounds(path)
+    group = plan.arrays[plan.parameters[path].key]
+    bounds = group.layout.row_bounds(group.layout.slots[group.paths.index(path)].name)
     return [r1 - r0 for r0, r1 in itertools.pairwise(bounds)]
 
 
@@ -248,8 +250,12 @@ def test_blocks_tensors_and_granularities_by_path_train_alike():
         if granularity == "tensor":
             assert all(sorted(owned(plan, path))[-2] == 0 for path in plan.parameters)
         if granularity == "block(32)":
-            assert plan.units["first"].layout.slot("first/k1").block == 10
-    blocks = {slot.name: slot.block for unit in plan.units.values() for slot in unit.layout.slots}
+            assert plan.units["first"].layout.slot("k1").block == 10
+    blocks = {
+        path: slot.block
+        for group in plan.arrays.values()
+        for path, slot in zip(group.paths, group.layout.slots, strict=True)
+    }
     asked = {"first/k1": 10, "second/k1": 2, "second/b2": 4}
     assert blocks == {**dict.fromkeys(plan.parameters, 1), **asked}
     for found in results[1:]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, A
         def __missing__(self, key: tuple[int, str]) -> dict[str, Any]:
             devices, strategy = key
             plan, path = runs.plan_of(devices, strategy), base / f"{devices}-{strategy}"
-            state, _ = runs.train(runs.fresh(devices, strategy), devices, strategy, 0, 2)
+            state, _ = runs.train(runs.fresh(devices, strategy), devices, strategy, first=0, count=2)
             saved, logits = runs.logical(plan, state), runs.forward(plan, state)
             with pytest.MonkeyPatch.context() as patch:
                 # Chunks of a few rows: some inside one device's shard, some over two or three.
                 patch.setattr("bridge.formats.orbax_writer._CHUNK", 300)
                 save_checkpoint(path, plan, state, TRAIN)
-            state, losses = runs.train(state, devices, strategy, 2, 2)
+            state, losses = runs.train(state, devices, strategy, first=2, count=2)
             self[key] = {
                 "path": path,
                 "saved": saved,
@@ -53,7 +55,7 @@ def _continue(path: Path, devices: int, strategy: str, original: dict[str, Any],
     loaded = load_checkpoint(path, plan, runs.OPTIMIZER)
     runs.assert_same_bits(runs.logical(plan, loaded.state), original["saved"])
     np.testing.assert_array_equal(runs.forward(plan, loaded.state), original["logits"])
-    state, losses = runs.train(loaded.state, devices, strategy, 2, 2)
+    state, losses = runs.train(loaded.state, devices, strategy, first=2, count=2)
     final = runs.logical(plan, state)
     assert loaded.train["data"]["seed"] == 2**40
     assert final["opt_state/count"] == 4
@@ -88,3 +90,79 @@ def test_a_run_continues_bitwise_on_as_many_devices_under_its_own_strategy(
 ) -> None:
     original = originals[devices, strategy]
     _continue(original["path"], devices, strategy, original, bitwise=True)
+
+
+# Every engine, strategy and mesh, for models with stacks, frozen parameters and variables.
+KINDS = {
+    kind: [
+        runs.Case(4, "no_shard", "shard_map", kind),
+        runs.Case(3, "optim", "pjit", kind),
+        runs.Case(2, "optim_grads", "shard_map", kind),
+        runs.Case(4, "optim_grads_params", "pjit", kind),
+        runs.Case((2, 2), "hfsdp", "shard_map", kind),
+        runs.Case((2, 2), "hsdp", "pjit", kind),
+    ]
+    for kind in ("decoder", "stacked", "mixed")
+}
+# Each loads what the one before saved, so that no two neighbours are alike; the first loads the last one's.
+CHAINS = [
+    pytest.param(kind, i, marks=() if kind == "mixed" else pytest.mark.slow)
+    for kind, cases in KINDS.items()
+    for i in range(len(cases))
+]
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], dict[str, Any]]:
+    """A run of one step, its save in small chunks, and what was saved."""
+    base = tmp_path_factory.mktemp("chained")
+
+    @functools.cache
+    def make(case: runs.Case) -> dict[str, Any]:
+        path, plan = base / str(hash(case)), runs.plan_of(*case)
+        state, _ = runs.train(runs.fresh(*case), *case, first=0, count=1)
+        saved, outputs = runs.logical(plan, state), runs.forward(plan, state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bridge.formats.orbax_writer._CHUNK", 300)
+            patch.setattr("jax_impl.checkpoint_chunks._HELD", 1000)
+            save_checkpoint(path, plan, state, TRAIN)
+        state, losses = runs.train(state, *case, first=1, count=1)
+        return {"path": path, "saved": saved, "outputs": outputs, "losses": losses}
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "position"), CHAINS)
+def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(
+    chained: Callable[[runs.Case], dict[str, Any]], kind: str, position: int
+) -> None:
+    saver, loader = KINDS[kind][position - 1], KINDS[kind][position]
+    original, plan = chained(saver), runs.plan_of(*loader)
+    loaded = load_checkpoint(original["path"], plan, runs.OPTIMIZER)
+    runs.assert_same_bits(runs.logical(plan, loaded.state), original["saved"])
+    assert loaded.state.variables.keys() == plan.variables.keys()
+    np.testing.assert_array_equal(runs.forward(plan, loaded.state), original["outputs"])
+    _, losses = runs.train(loaded.state, *loader, first=1, count=1)
+    if kind == "mixed":
+        # Each device has statistics of its own rows and random numbers of its own, or all have them in common.
+        assert np.isfinite(losses).all()
+    else:
+        np.testing.assert_allclose(losses, original["losses"], rtol=1e-6)
+
+
+def test_mixed_models_go_on_bitwise_as_they_were(
+    chained: Callable[[runs.Case], dict[str, Any]],
+) -> None:
+    for case in KINDS["mixed"][3:5]:
+        original = chained(case)
+        loaded = load_checkpoint(original["path"], runs.plan_of(*case), runs.OPTIMIZER)
+        assert runs.train(loaded.state, *case, first=1, count=1)[1] == original["losses"]
+
+
+def test_all_engines_and_strategies_are_in_the_chain() -> None:
+    for cases in KINDS.values():
+        assert {case.strategy for case in cases} == {*runs.STRATEGIES, "hsdp", "hfsdp"}
+        assert {case.engine for case in cases} == {"shard_map", "pjit"}
+        for before, after in zip([cases[-1], *cases], cases, strict=False):
+            assert before.engine != after.engine
+            assert before.strategy != after.strategy

@@ -1,0 +1,163 @@
+"""A train state as tensors of a checkpoint: declared, then written box by box from what this process's devices hold."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from bridge.formats import Box
+from bridge.formats.orbax_writer import OrbaxPart
+from jax_impl.buffer import Piece
+from jax_impl.checkpoint_chunks import Chunks
+from jax_impl.checkpoint_tree import as_stored, kinds, optimizer_entries
+from jax_impl.flat_group import FlatGroup
+from jax_impl.logical_group import LogicalArray
+from jax_impl.mesh import is_simulated
+from jax_impl.plan import Buffers, ShardingPlan
+from jax_impl.train import TrainState
+
+# Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.
+_SLABS = 8 << 20
+
+
+@dataclass(frozen=True)
+class Contents:
+    """``arrays``: by name (params, opt_state/mu, ...), arrays by key. ``whole``: arrays that every device has, by name.
+
+    ``fingerprint``: of names, shapes, dtypes and shardings.
+    """
+
+    plan: ShardingPlan
+    arrays: Mapping[str, Buffers]
+    whole: Mapping[str, jax.Array]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, plan: ShardingPlan, state: TrainState) -> Contents:
+        """Raises ``ValueError`` for a state of another plan, or with something that no checkpoint can hold."""
+        _check_keys("weights", plan.arrays, state.weights)
+        _check_keys("variables", plan.variables, state.variables)
+        _check_arrays(plan, state.weights)
+        arrays: dict[str, Buffers] = {"params": state.weights}
+        whole: dict[str, jax.Array] = {}
+        for name, value in optimizer_entries(plan, state.opt_state).items():
+            if isinstance(value, dict):
+                arrays[name] = value
+                _check_arrays(plan, value)
+            else:
+                whole[name] = value
+        for path, variable in state.variables.items():
+            if variable.shape != plan.variables[path].shape or not variable.sharding.is_fully_replicated:
+                raise ValueError(
+                    f"variable {path!r}: expected shape {plan.variables[path].shape}, whole on every device, got "
+                    f"{variable.shape} with {variable.sharding}"
+                )
+            whole[f"variables/{path}"] = as_stored(variable.addressable_shards[0].data)
+        found = kinds(plan, state.weights, state.opt_state)
+        lying = [(key, stored.shape, str(stored.spec)) for key, stored in plan.arrays.items()]
+        text = json.dumps([[[name, kind.shape, kind.dtype.name] for name, kind in found.items()], lying])
+        return cls(plan, arrays, whole, hashlib.sha256(text.encode()).hexdigest())
+
+    def write(self, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
+        """``first``: whether this is the process that writes what every device has."""
+        for name, by_key in self.arrays.items():
+            self._declare(writer, chunks, name, by_key)
+            for key, array in by_key.items():
+                for piece in _pieces(self.plan, key, array):
+                    chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
+        for name, value in self.whole.items():
+            info = writer.add_tensor(tuple(name.split("/")), value.shape, np.dtype(value.dtype))
+            if first:
+                values = _local(value)
+                for box in info.chunks:
+                    writer.write(info.name, box, values[box.slices()])
+
+    def _declare(self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Buffers) -> None:
+        for path, param in self.plan.parameters.items():
+            if param.key in by_key:
+                dtype = np.dtype(by_key[param.key].dtype)
+                blocks = _blocks(self.plan, param.key, param.shape, dtype.itemsize)
+                chunks.add_tensor(
+                    writer.add_tensor((*name.split("/"), *path.split("/")), param.shape, dtype, blocks)
+                )
+
+
+def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """The chunk shape to wish for, None for the writer's own slabs of rows.
+
+    Of the pjit engine's arrays that are cut along another axis than the first, the devices' shards. Of a stack, slabs
+    of rows of one layer.
+    """
+    stored = plan.stored(key)
+    if isinstance(stored, LogicalArray):
+        large = math.prod(shape) * itemsize > _SLABS
+        return tuple(plan.sharding(key).shard_shape(shape)) if stored.dimension and large else None
+    if (
+        not isinstance(stored, FlatGroup)
+        or stored.layers is None
+        or math.prod(shape[1:]) * itemsize <= _SLABS
+    ):
+        return None
+    slabs = -(-math.prod(shape[1:]) * itemsize // _SLABS)
+    return (1, -(-shape[1] // slabs), *shape[2:])
+
+
+def _pieces(plan: ShardingPlan, key: str, array: jax.Array) -> Iterator[Piece]:
+    """The pieces of parameters that this process holds; over all processes every element comes exactly once.
+
+    Of a stack, layer by layer: all of it may be as large as the model.
+    """
+    stored = plan.stored(key)
+    # An array keeps the host copies made of it for as long as it lives; this one does not live long.
+    view = jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, [shard.data for shard in array.addressable_shards]
+    )
+    shards = [shard for shard in view.addressable_shards if shard.replica_id == 0]
+    if isinstance(stored, FlatGroup) and stored.layers is not None:
+        # On the CPU a layer is on the host already.
+        layered: list[Any] = [
+            np.asarray(shard.data) if is_simulated(plan.mesh) else _Layers(shard.data) for shard in shards
+        ]
+        by_shard = [stored.pieces(shard.index, layers) for shard, layers in zip(shards, layered, strict=True)]
+        yield from heapq.merge(*by_shard, key=lambda piece: piece.offsets[0])
+        return
+    for shard in shards:
+        yield from stored.pieces(shard.index, np.asarray(shard.data))
+
+
+class _Layers:
+    """``data[layer, where]`` of a shard of a stack, of which one layer is on the host at a time."""
+
+    def __init__(self, data: jax.Array) -> None:
+        self._data = data
+        self._layer = -1
+        self._values = np.empty(0)
+
+    def __getitem__(self, place: tuple[int, slice]) -> np.ndarray:
+        layer, where = place
+        if layer != self._layer:
+            self._layer, self._values = layer, np.asarray(self._data[layer])
+        return self._values[where]
+
+
+def _local(array: Any) -> np.ndarray:
+    """The value of an array that is the same on all devices."""
+    return np.asarray(array.addressable_data(0) if isinstance(array, jax.Array) else array)
+
+
+def _check_arrays(plan: ShardingPlan, by_key: Buffers) -> None:
+    for key, array in by_key.items():
+        plan.check_array(key, array)
+
+
+def _check_keys(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    if expected.keys() != found.keys():
+        raise ValueError(f"{what}: expected {list(expected)[:12]}, got {list(found)[:12]}")

@@ -1,0 +1,143 @@
+"""Processes that save or load one checkpoint together: a step that fails on one fails on all.
+
+::
+
+    process 0     step | outcomes of all ->  verdict  | next step, or raise
+    process 1     step | outcome ^           v        | next step, or raise
+
+Outcomes travel through the key-value store of ``jax.distributed``: a collective of the devices would wait for ever for
+a process that raised, and could meet the collectives of a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax.sharding import Mesh
+
+from bridge.formats import CheckpointError
+
+# Saves and loads begun so far by each set of processes: the same number on all of them, and so part of the keys.
+_BEGUN: defaultdict[tuple[int, ...], int] = defaultdict(int)
+_SHOWN = 2000
+
+
+class Step:
+    """``note``: what the first process tells the others, set inside the step; on all of them after it."""
+
+    def __init__(self) -> None:
+        self.note = ""
+
+
+class Processes:
+    """The processes that hold the devices of a mesh, all of which save or load at once.
+
+    ``kind``: "save" or "load". ``timeout``: seconds to wait for one another in each step. Raises ``ValueError`` on a
+    process without such devices.
+    """
+
+    def __init__(self, mesh: Mesh, kind: str, timeout: float) -> None:
+        self.index = jax.process_index()
+        self.members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+        self._kind = kind
+        self._timeout = timeout
+        self._steps = 0
+        if self.index not in self.members:
+            raise ValueError(
+                f"checkpoint: expected to be called by the processes that have devices of the mesh, {self.members}, "
+                f"got process {self.index}"
+            )
+        self._number = _BEGUN[self.members]
+        _BEGUN[self.members] += 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process does what is done once."""
+        return self.index == self.members[0]
+
+    @property
+    def several(self) -> bool:
+        return len(self.members) > 1
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        """Work of this process; leaves when all have done theirs.
+
+        Raises the error of this process, or ``CheckpointError`` naming the processes that failed or were not heard of
+        in time.
+        """
+        step = Step()
+        if not self.several:
+            yield step
+            return
+        failure: BaseException | None = None
+        try:
+            yield step
+        except BaseException as error:
+            failure = error
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"[:_SHOWN]
+        try:
+            failed = self._exchange(f"{self._kind}: {name}", text, step)
+        except CheckpointError as lost:
+            if failure is None:
+                raise
+            failed = [str(lost)]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise CheckpointError(f"checkpoint: {self._kind}: {name}: {'; '.join(failed)}")
+
+    def _exchange(self, step_name: str, error: str | None, step: Step) -> list[str]:
+        """What went wrong, on any process."""
+        client: Any = distributed.global_state.client
+        everything = f"twinshard/{'-'.join(map(str, self.members))}"
+        here = f"{everything}/{self._number}/{self._steps}"
+        self._steps += 1
+        mine = {"step": step_name, "error": error}
+        if not self.first:
+            client.key_value_set(f"{here}/{self.index}", json.dumps(mine))
+            # The first process waits for the slowest, and may have begun to wait late.
+            heard = self._get(client, f"{here}/verdict", 2 * self._timeout + 10)
+            if heard is None:
+                raise CheckpointError(
+                    f"checkpoint: {step_name}: expected word from process {self.members[0]} within "
+                    f"{2 * self._timeout + 10:g} s, got none: it has died, hangs, or does not save or load"
+                )
+            step.note = heard["note"]
+            return list(heard["failed"])
+        failed = [] if error is None else [f"process {self.index}: {error}"]
+        lost, deadline = [], time.monotonic() + self._timeout
+        for member in self.members[1:]:
+            outcome = self._get(client, f"{here}/{member}", deadline - time.monotonic())
+            if outcome is None:
+                lost.append(member)
+            elif outcome["step"] != step_name:
+                failed.append(
+                    f"process {member}: expected to be at {step_name!r} like the others, got {outcome['step']!r}"
+                )
+            elif outcome["error"] is not None:
+                failed.append(f"process {member}: {outcome['error']}")
+        if lost:
+            failed.append(
+                f"expected word from all processes within {self._timeout:g} s, got none from {lost}: they have died, "
+                "hang, or do not save or load"
+            )
+        client.key_value_set(f"{here}/verdict", json.dumps({"note": step.note, "failed": failed}))
+        if not lost and self._number:
+            # All have left the operation before, or they would not be here.
+            client.key_value_delete(f"{everything}/{self._number - 1}/")
+        return failed
+
+    def _get(self, client: Any, key: str, seconds: float) -> Any:
+        """A value from the store; None when it does not come in time, or its process is known to have died."""
+        try:
+            return json.loads(client.blocking_key_value_get(key, max(1, int(seconds * 1000))))
+        except jax.errors.JaxRuntimeError:
+            return None

@@ -1,0 +1,183 @@
+"""What a train state is called in a checkpoint, and whether a checkpoint is one of this plan and optimizer.
+
+::
+
+    params/<path>                   main weights, one array a parameter
+    opt_state/<name>/<path>         every dict of arrays by key in the optimizer's state: mu, nu, of a chain 0/mu
+    opt_state/<name>                every other leaf: count
+    variables/<path>                the model's other variables; random keys as their uint32 data
+    train/...                       the caller's values
+
+Parameters without moments (frozen, or left out by ``optax.masked``) have none in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bridge.formats import CheckpointError
+from bridge.formats.base import CheckpointReader, TensorInfo
+from jax_impl.plan import Buffers, ShardingPlan
+
+_SHOWN = 10
+
+
+class Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def optimizer_entries(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
+    """Arrays by key, or a single one, by name, of an optimizer state, abstract or not."""
+    entries: dict[str, Any] = {}
+    for keys, leaf in jax.tree.leaves_with_path(opt_state):
+        located = plan.locate_buffer(keys, leaf)
+        parts = parts_of(keys if located is None else located[1])
+        name = "/".join(parts)
+        if located is not None:
+            entries.setdefault(name, {})[located[0]] = leaf
+        elif leaf.shape == () and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts):
+            entries[name] = leaf
+        else:
+            raise ValueError(
+                f"optimizer state {name!r}: expected one array for each of the weights' or a single named number, got "
+                f"{leaf.dtype} of shape {leaf.shape}"
+            )
+    return entries
+
+
+def parts_of(keys: tuple[Any, ...]) -> list[str]:
+    """The name of a leaf of the optimizer state, part by part."""
+    return ["opt_state", *(jax.tree_util.keystr((key,), simple=True) for key in keys)]
+
+
+def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kind]:
+    """Shape and dtype of every array that a checkpoint of this plan and optimizer has, besides ``train``.
+
+    ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
+    """
+    expected = {}
+    for name, value in {"params": weights, **optimizer_entries(plan, opt_state)}.items():
+        if isinstance(value, Mapping):
+            for path, param in plan.parameters.items():
+                if param.key in value:
+                    expected[f"{name}/{path}"] = Kind(param.shape, np.dtype(value[param.key].dtype))
+        else:
+            expected[name] = Kind(tuple(value.shape), np.dtype(value.dtype))
+    for path, variable in plan.variables.items():
+        stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(variable.shape, variable.dtype))
+        expected[f"variables/{path}"] = Kind(tuple(stored.shape), np.dtype(stored.dtype))
+    return expected
+
+
+def as_stored(variable: jax.Array) -> jax.Array:
+    """A variable as an array of numbers."""
+    return jax.random.key_data(variable) if is_key(variable) else variable
+
+
+def is_key(value: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def key_impls(plan: ShardingPlan) -> dict[str, str]:
+    """The algorithm of every random key among the model's variables, such as "threefry2x32"."""
+    impls: dict[str, str] = {}
+
+    def note(keys: Mapping[str, jax.Array]) -> None:
+        impls.update({path: str(jax.random.key_impl(key)) for path, key in keys.items()})
+
+    keys = {path: variable for path, variable in plan.variables.items() if is_key(variable)}
+    # Only arrays tell their algorithm, not dtypes.
+    jax.eval_shape(note, {path: jax.ShapeDtypeStruct(key.shape, key.dtype) for path, key in keys.items()})
+    return impls
+
+
+def check_tensors(reader: CheckpointReader, expected: Mapping[str, Kind], *, with_optimizer: bool) -> None:
+    """Compare names, then shapes, then dtypes, so that each error speaks of one kind of difference."""
+    found = {
+        name: Kind(info.shape, info.dtype)
+        for name, info in reader.tensors.items()
+        if not _is_train(info) and (with_optimizer or info.path[0] != "opt_state")
+    }
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{reader.path}: is this another model's or optimizer's checkpoint? Missing: {_listed(missing)}; "
+            f"unexpected: {_listed(unexpected)}"
+        )
+    for field in Kind._fields:
+        wrong = [
+            f"{name} (expected {getattr(kind, field)}, got {getattr(found[name], field)})"
+            for name, kind in expected.items()
+            if getattr(kind, field) != getattr(found[name], field)
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{reader.path}: tensors of another {field} than this model's: {_listed(wrong)}"
+            )
+
+
+def check_key_impls(reader: CheckpointReader, expected: Mapping[str, str], saved: object) -> None:
+    """``saved``: the algorithms as a checkpoint has them; of keys that others saved, only the size is known."""
+    found = saved if isinstance(saved, Mapping) else {}
+    wrong = [
+        f"variables/{path} (expected {impl}, got {found[path]})"
+        for path, impl in expected.items()
+        if found.get(path, impl) != impl
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{reader.path}: random keys of another algorithm than this model's: {_listed(wrong)}; make the model with "
+            "keys of that algorithm (jax_default_prng_impl)"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    rest = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest or "none"
+
+
+def train_leaves(
+    train: Mapping[str, Any], parents: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Tree path and array of every value; ``ValueError`` for one that cannot be kept, by name."""
+    for key, value in train.items():
+        path = (*parents, key)
+        name = "/".join(map(str, ("train", *path)))
+        if not isinstance(key, str) or not key or "/" in key:
+            raise ValueError(f"{name}: expected keys to be non-empty strings without '/', got {key!r}")
+        if isinstance(value, Mapping) and value:
+            yield from train_leaves(value, path)
+        elif isinstance(value, np.ndarray | np.generic):
+            yield ("train", *path), np.asarray(value)
+        elif type(value) is int and -(2**63) <= value < 2**63:
+            yield ("train", *path), np.asarray(value, np.int64)
+        else:
+            raise ValueError(
+                f"{name}: expected a NumPy array, an int of at most 64 bits or a mapping of these, got "
+                f"{type(value).__name__} {value!r:.80}"
+            )
+
+
+def train_values(reader: CheckpointReader) -> dict[str, Any]:
+    """The nested dict that was saved."""
+    values: dict[str, Any] = {}
+    for name, info in reader.tensors.items():
+        if not _is_train(info):
+            continue
+        *parents, last = map(str, info.path[1:])
+        node = values
+        for key in parents:
+            node = node.setdefault(key, {})
+        array = reader.read(name)
+        node[last] = int(array) if array.ndim == 0 and array.dtype.kind in "iu" else array
+    return values
+
+
+def _is_train(info: TensorInfo) -> bool:
+    return len(info.path) > 1 and info.path[0] == "train"

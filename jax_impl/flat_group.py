@@ -1,0 +1,158 @@
+"""A group of the shard_map engine: a unit's parameters of one trainability in one flat array, cut unevenly into rows.
+
+    at rest       [padded] of level ``state``, main dtype; of a stack [layers, padded]
+    source        what a step holds of it: level ``weights``. Whole weights, and shards coarser than at rest, are
+                  gathered once a step, in the compute dtype; otherwise it is the array at rest
+    gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``state`` once a step
+
+Levels are those of ``axes.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_impl.buffer import Piece, Read, pack, shard_boxes, unpack
+from jax_impl.collective import Wire
+from jax_impl.layout import Layout
+from jax_impl.strategy import Strategy
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """``paths``: of the parameters, in the order of ``layout.slots``. ``layers``: of a stack, or None."""
+
+    key: str
+    unit: str
+    paths: tuple[str, ...]
+    layout: Layout
+    wire: Wire
+    strategy: Strategy
+    trainable: bool
+    layers: int | None
+
+    @property
+    def stored(self) -> dict[str, FlatGroup]:
+        """Its arrays in a train state."""
+        return {self.key: self}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self._stack, self.layout.padded_size)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.wire.main
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the array at rest lies on the mesh."""
+        return self.wire.axes.spec(self.strategy.state, len(self._stack))
+
+    @property
+    def regathers(self) -> bool:
+        """Whether weights are gathered for each use, and dropped after it."""
+        return self.strategy.weights > 0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in each backward."""
+        return self.trainable and self.strategy.gradients > 0
+
+    def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Arrays at rest -> sources."""
+        (array,) = arrays
+        levels = self.strategy
+        if 0 < levels.weights == levels.state:
+            return (array,)
+        return (self._each_layer(lambda x: self.wire.gather(x, levels.state, levels.weights), array),)
+
+    def collectors(self) -> tuple[jax.Array, ...]:
+        """Zeros whose cotangent is the gradient: what a step differentiates by."""
+        if not self.trainable:
+            return ()
+        size = self.layout.padded_size // self.wire.axes.shards(self.strategy.gradients)
+        return (jnp.zeros((*self._stack, size), self.wire.grad),)
+
+    def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Sources of one layer -> whole compute weights, where ``regathers``."""
+        return (self.wire.gather(sources[0], self.strategy.weights, 0),)
+
+    def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Whole compute weights of one layer -> parameters, in the order of ``paths``."""
+        return unpack(self.layout, whole[0])
+
+    def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Gradients of the leaves on each device -> what its collectors get."""
+        return (self.wire.reduce_scatter(pack(self.layout, gradients), 0, self.strategy.gradients),)
+
+    def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Accumulated gradients -> the sum over all devices, sharded as at rest."""
+        levels, wire = self.strategy, self.wire
+
+        def reduce(x: jax.Array) -> jax.Array:
+            return wire.all_reduce(wire.reduce_scatter(x, levels.gradients, levels.state), levels.state)
+
+        return (self._each_layer(reduce, gradients[0]),)
+
+    def logical(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Whole arrays -> parameters as the model has them, in the order of ``paths``."""
+        if self.layers is None:
+            return unpack(self.layout, arrays[0])
+        return jax.vmap(lambda flat: unpack(self.layout, flat))(arrays[0])
+
+    def numel(self, index: Index) -> int:
+        """Elements of parameters in the shard of the array at ``index``, as ``jax.Shard.index`` gives it."""
+        rows = self.layout.row_ranges(self._rank(index))
+        return (self.layers or 1) * sum(
+            (r1 - r0) * self.layout.slot(name).row_size for name, (r0, r1) in rows.items()
+        )
+
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+        """The parameters' pieces in a shard of the array; ``Piece.values`` are views of ``values``."""
+        for path, offsets, sizes, where in self._boxes(index):
+            yield Piece(path, offsets, sizes, values[where].reshape(sizes))
+
+    def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
+        """A shard's values from ``read(path, offsets, sizes)``; padding is zero."""
+        values = np.zeros((*self._stack, self.layout.shard_size), dtype)
+        for path, offsets, sizes, where in self._boxes(index):
+            found = np.asarray(read(path, offsets, sizes))
+            if found.shape != sizes:
+                raise ValueError(
+                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
+                )
+            values[where] = found.reshape(-1)
+        return values
+
+    def _boxes(
+        self, index: Index
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]:
+        paths = dict(zip((slot.name for slot in self.layout.slots), self.paths, strict=True))
+        boxes = list(shard_boxes(self.layout, self._rank(index)))
+        if self.layers is None:
+            yield from ((paths[name], offsets, sizes, (where,)) for name, offsets, sizes, where in boxes)
+            return
+        for layer in range(self.layers):
+            for name, offsets, sizes, where in boxes:
+                yield paths[name], (layer, *offsets), (1, *sizes), (layer, where)
+
+    def _rank(self, index: Index) -> int:
+        return (index[-1].start or 0) // self.layout.shard_size if self.layout.shard_size else 0
+
+    @property
+    def _stack(self) -> tuple[int, ...]:
+        return () if self.layers is None else (self.layers,)
+
+    def _each_layer(self, function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+        # Collectives along the second axis would transpose a copy of all layers.
+        return function(array) if self.layers is None else lax.map(function, array)

@@ -1,0 +1,131 @@
+"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced when.
+
+::
+
+    once a step       hold: weights that are whole, or coarser than at rest, are gathered
+    each microbatch   forward and backward of the model; what a strategy shards is gathered and reduced inside (unit.py)
+    once a step       finish: what was accumulated is reduced the rest of the way, and divided by all that was summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_impl.collective import fence
+from jax_impl.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
+from jax_impl.plan import Buffers, ShardingPlan
+from jax_impl.precision import divide_exactly
+from jax_impl.variables import Variables, of_all_devices, of_this_device
+
+Loss = Callable[[nnx.Module, Any], jax.Array]
+Batch = Any
+Gradients = Callable[..., tuple[jax.Array, Buffers, Variables]]
+
+
+def make_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1) -> Gradients:
+    """``(weights, batch, variables=None) -> (loss, gradients, variables)``, not jitted.
+
+    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows. Loss
+    and gradients are means over all ranks and microbatches; gradients are arrays like the trainable weights, in the
+    grad dtype.
+    """
+    computed = _shard_map if plan.engine == "shard_map" else _pjit
+    function = computed(plan, loss_fn, microbatches)
+
+    def gradients(
+        weights: Buffers, batch: Batch, variables: Variables | None = None
+    ) -> tuple[jax.Array, Buffers, Variables]:
+        return function(weights, batch, variables or {})
+
+    return gradients
+
+
+def _shard_map(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
+    def local(weights: Buffers, batch: Batch, given: Variables) -> tuple[jax.Array, Buffers, Variables]:
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        own = of_this_device(given, plan.axes)
+        loss, variables, gradients = _accumulated(
+            plan, loss_fn, hold(plan, weights), own, parts, microbatches
+        )
+        loss, finished = fence((loss, finish(plan, gradients)))
+        loss = lax.psum(loss, plan.axes.names)
+        variables, loss = of_all_devices(given, variables, plan.axes, loss)
+        return *_divided((loss, finished), plan.num_devices * microbatches), variables
+
+    specs = {key: stored.spec for key, stored in plan.arrays.items()}
+    trained = {key: specs[key] for key in specs if key in plan.trainable}
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(specs, plan.axes.batch_spec, PartitionSpec()),
+        out_specs=(PartitionSpec(), trained, PartitionSpec()),
+        # With the check on, explicit sums are done a second time: gradients come out N times too large.
+        check_vma=False,
+    )
+
+
+def _pjit(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
+    rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
+
+    def part(x: jax.Array) -> jax.Array:
+        # Each device's rows are cut into parts, as in the other engine, so that none changes its device.
+        by_device = x.reshape(plan.num_devices, microbatches, -1, *x.shape[1:])
+        return lax.with_sharding_constraint(
+            by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
+        )
+
+    def whole(weights: Buffers, batch: Batch, given: Variables) -> tuple[jax.Array, Buffers, Variables]:
+        parts = jax.tree.map(part, batch)
+        sources = hold(plan, weights)
+        loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, microbatches)
+        # Else XLA may leave statistics cut like the activations that they come from.
+        variables = {
+            path: lax.with_sharding_constraint(value, plan.replicated) for path, value in variables.items()
+        }
+        return *_divided((loss, finish(plan, gradients)), microbatches), variables
+
+    return whole
+
+
+def _accumulated(
+    plan: ShardingPlan,
+    loss_fn: Loss,
+    sources: AllSources,
+    variables: Variables,
+    parts: Batch,
+    microbatches: int,
+) -> tuple[jax.Array, Variables, AllCollectors]:
+    """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
+
+    def one(rows: Batch, variables: Variables) -> tuple[jax.Array, Variables, AllCollectors]:
+        def loss(held: AllCollectors) -> tuple[jax.Array, Variables]:
+            return call_model(plan, held, sources, variables, loss_fn, rows)
+
+        (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(collectors(plan))
+        return value, variables, gradients
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    if microbatches == 1:
+        return one(first, variables)
+    shapes = jax.eval_shape(one, first, variables)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
+
+    def add(carried: Any, rows: Batch) -> tuple[Any, None]:
+        total, variables = carried
+        loss, variables, gradients = one(rows, variables)
+        return (jax.tree.map(jnp.add, total, (loss, gradients)), variables), None
+
+    ((loss, gradients), variables), _ = lax.scan(add, (zeros, variables), parts)
+    return loss, variables, gradients
+
+
+def _divided(summed: Any, count: int) -> Any:
+    return jax.tree.map(partial(divide_exactly, divisor=count), summed)

@@ -1,0 +1,143 @@
+"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a ``NamedSharding``.
+
+Each parameter is cut along its largest dimension that the number of its shards divides, and is whole on every device
+where there is none. Levels of sharding are those of ``axes.py``, all along that dimension::
+
+    state level 2 on 2 x 4 devices        (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
+    weights level 1                       4 x (1024, 1024)                     whole
+
+There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl.buffer import Piece, Read
+from jax_impl.collective import Wire
+from jax_impl.precision import round_to
+from jax_impl.strategy import Strategy
+
+Index = tuple[slice, ...]
+
+
+def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
+    """The largest dimension that ``shards`` divides, the first of equal ones; None where there is none."""
+    able = [i for i, size in enumerate(shape) if size and size % shards == 0]
+    return max(able, key=lambda i: shape[i], default=None)
+
+
+@dataclass(frozen=True)
+class LogicalArray:
+    """One parameter at rest. ``dimension``: along which it is cut, None where it is whole; ``level``: how far."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    wire: Wire
+    level: int
+    dimension: int | None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.spec_of(self.level)
+
+    def spec_of(self, level: int, layers: int = 0) -> PartitionSpec:
+        """At another level; ``layers``: how many leading axes are left out."""
+        if self.dimension is None:
+            return PartitionSpec()
+        return self.wire.axes.spec(level, self.dimension - layers)
+
+    def numel(self, index: Index) -> int:
+        return int(np.prod(self._sizes(index), dtype=np.int64))
+
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+        yield Piece(self.path, tuple(part.start or 0 for part in index), self._sizes(index), values)
+
+    def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
+        offsets, sizes = tuple(part.start or 0 for part in index), self._sizes(index)
+        found = np.asarray(read(self.path, offsets, sizes))
+        if found.shape != sizes:
+            raise ValueError(
+                f"parameter {self.path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
+            )
+        return found.astype(dtype)
+
+    def _sizes(self, index: Index) -> tuple[int, ...]:
+        return tuple(len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class LogicalGroup:
+    """``arrays``: the parameters at rest, in the order of the unit. ``layers``: of a stack, or None."""
+
+    unit: str
+    arrays: tuple[LogicalArray, ...]
+    mesh: Mesh
+    wire: Wire
+    strategy: Strategy
+    trainable: bool
+    layers: int | None
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(array.path for array in self.arrays)
+
+    @property
+    def stored(self) -> dict[str, LogicalArray]:
+        return {array.path: array for array in self.arrays}
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.wire.main
+
+    @property
+    def regathers(self) -> bool:
+        return self.strategy.weights > 0
+
+    @property
+    def reduces(self) -> bool:
+        return self.trainable and self.strategy.gradients > 0
+
+    def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        if 0 < self.strategy.weights == self.strategy.state:
+            return tuple(arrays)
+        return self._lying(map(self.wire.cast, arrays), self.strategy.weights)
+
+    def collectors(self) -> tuple[jax.Array, ...]:
+        if not self.trainable:
+            return ()
+        return tuple(jnp.zeros(array.shape, self.wire.grad) for array in self.arrays)
+
+    def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return self._lying(map(self.wire.cast, sources), 0, one_layer=True)
+
+    def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(whole)
+
+    def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
+        return self._lying(rounded, self.strategy.gradients, one_layer=True)
+
+    def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return self._lying(gradients, self.strategy.state)
+
+    def logical(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(arrays)
+
+    def _lying(
+        self, values: Iterable[jax.Array], level: int, *, one_layer: bool = False
+    ) -> tuple[jax.Array, ...]:
+        left_out = 1 if one_layer and self.layers is not None else 0
+        return tuple(
+            lax.with_sharding_constraint(x, NamedSharding(self.mesh, array.spec_of(level, left_out)))
+            for x, array in zip(values, self.arrays, strict=True)
+        )

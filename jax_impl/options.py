@@ -1,0 +1,191 @@
+"""What is asked of a sharded model, by keywords or by a policy, resolved to options of each unit."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jax_impl.granularity import Granularity
+from jax_impl.mesh import checked_mesh, data_parallel_mesh
+from jax_impl.module_tree import ROOT, module_paths, parameter_leaves
+from jax_impl.policy import PolicyError, ShardingPolicy
+from jax_impl.precision import Precision
+from jax_impl.strategy import Placements, Strategy, check_axes, strategy_named
+
+Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
+
+
+class ShardingOptions(TypedDict, total=False):
+    """Keywords of ``fully_shard`` and ``plan_sharding``.
+
+    strategy: see ``jax_impl.strategy``; default "optim_grads_params", which on two axes is HSDP.
+    placements: the strategy spelled out for each mesh axis, instead of its name.
+    units: patterns of module paths, part by part ("layers/*"); each matching module becomes a unit, and the root owns
+        what is left. Default ("layers/*",).
+    param_dtype, reduce_dtype, grad_dtype: see ``Precision``.
+    granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
+    where
+        paths left out have rows. ``rows``: of "block". See ``plan_layout``.
+    recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
+        only where a policy says it; then all that is inside runs forward once more.
+
+    With a policy, only these may be given:
+
+    stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans.
+    frozen: parameters without gradient and moments: patterns of parameter paths ("embed/*"), or an nnx filter.
+    engine: "shard_map" or "pjit".
+    """
+
+    strategy: str
+    placements: Placements
+    units: Sequence[str]
+    param_dtype: str | None
+    reduce_dtype: str | None
+    grad_dtype: str | None
+    granularity: Granularity
+    rows: int
+    recompute: bool
+    stacked: Sequence[str]
+    frozen: Frozen
+    engine: str
+
+
+_BESIDE_A_POLICY = ("stacked", "frozen", "engine")
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What is asked of one unit."""
+
+    strategy: Strategy
+    recompute: bool
+    granularity: Granularity
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Mesh, precision, and options by unit path, the root included."""
+
+    mesh: Mesh
+    precision: Precision
+    units: Mapping[str, UnitOptions]
+
+
+def resolve(
+    model: nnx.Module,
+    stacks: Mapping[str, int],
+    mesh: Mesh | None,
+    policy: ShardingPolicy | str | Path | None,
+    options: ShardingOptions,
+) -> Resolved:
+    """Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
+    paths = module_paths(model, stacks)
+    if policy is None:
+        if mesh is None:
+            raise ValueError("fully_shard: expected a mesh, or a policy that has one, got neither")
+        return _by_keywords(checked_mesh(mesh), paths, options)
+    beside = [name for name in options if name not in _BESIDE_A_POLICY]
+    if beside:
+        raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
+    if not isinstance(policy, ShardingPolicy):
+        policy = ShardingPolicy.load(policy)
+    return _by_policy(policy, mesh, model, paths)
+
+
+def _by_keywords(mesh: Mesh, paths: Mapping[str, str], options: ShardingOptions) -> Resolved:
+    placements = options.get("placements")
+    if placements is None:
+        strategy = strategy_named(options.get("strategy", "optim_grads_params"))
+    elif "strategy" in options:
+        raise ValueError(f"expected strategy or placements, got both ({options['strategy']!r}, {placements})")
+    else:
+        strategy = placements.strategy
+    check_axes(strategy, placements, mesh.axis_names)
+    unit = UnitOptions(
+        strategy, options.get("recompute", False), options.get("granularity", "row"), options.get("rows", 1)
+    )
+    precision = Precision(options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype"))
+    chosen = dict.fromkeys(_matching(paths, options.get("units", ("layers/*",))), unit)
+    # Recomputing the root would run the whole model's forward a third time.
+    root = replace(unit, recompute=False)
+    return Resolved(mesh, precision, {**_by_module(chosen, paths), ROOT: root})
+
+
+def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
+    if len(set(patterns)) != len(patterns):
+        raise ValueError(f"units: expected each pattern once, got {list(patterns)}")
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        segments = pattern.split("/")
+        found = [path for path in paths if path and _matches(path.split("."), segments)]
+        if not found:
+            raise ValueError(
+                f"units: expected patterns of module paths, but {pattern!r} matches none of "
+                f"{sorted(path.replace('.', '/') for path in paths if path)[:12]}"
+            )
+        chosen.update(dict.fromkeys(found))
+    return list(chosen)
+
+
+def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
+    return len(path) == len(segments) and all(map(fnmatch.fnmatchcase, path, segments))
+
+
+def _by_policy(
+    policy: ShardingPolicy, mesh: Mesh | None, model: nnx.Module, paths: Mapping[str, str]
+) -> Resolved:
+    if mesh is None:
+        mesh = data_parallel_mesh(policy.mesh_sizes(len(jax.devices())))
+    mesh = checked_mesh(mesh)
+    expected = policy.mesh_sizes(mesh.devices.size)
+    if dict(mesh.shape) != expected:
+        raise PolicyError(f"{policy.source}: [mesh]: expected a mesh of {expected}, got {dict(mesh.shape)}")
+    for path, value in parameter_leaves(model).items():
+        if (policy.precision.main == "float64") != (value.dtype == "float64"):
+            raise PolicyError(
+                f"{policy.source}: [precision] main: expected parameters for {policy.precision.main} main weights, got "
+                f"{value.dtype} for {path!r}"
+            )
+    precision = Precision(policy.precision.compute, policy.precision.reduce, policy.precision.grad)
+    units = {
+        path: UnitOptions(unit.chosen, unit.recompute, unit.granularity)
+        for path, unit in policy.units_of(paths).items()
+    }
+    return Resolved(mesh, precision, _by_module(units, paths))
+
+
+def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:
+    """By path in the model. All layers of a stack are one module, so they must be units of one kind or no units."""
+    found: dict[str, UnitOptions | None] = {}
+    first: dict[str, str] = {}
+    for dotted, path in paths.items():
+        options = units.get(dotted)
+        if path in found and found[path] != options:
+            raise ValueError(
+                f"units: expected one policy for all layers of the stack {path!r}, since they are scanned, got "
+                f"{_words(found[path])} for {first[path]!r} and {_words(options)} for {dotted!r}"
+            )
+        found[path] = options
+        first.setdefault(path, dotted)
+    return {path: options for path, options in found.items() if options is not None}
+
+
+def _words(options: UnitOptions | None) -> str:
+    return "no unit" if options is None else f"{options.strategy.name}, {options.granularity}"
+
+
+def within(options: UnitOptions, parameters: Iterable[str], names: Mapping[str, str]) -> UnitOptions:
+    """The options with granularities of these ``parameters`` only, by the ``names`` that a layout has for them."""
+    granularity = options.granularity
+    if not isinstance(granularity, Mapping):
+        return options
+    chosen = {names[path]: granularity[path] for path in parameters if path in granularity}
+    return replace(options, granularity=chosen)

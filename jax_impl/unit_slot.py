@@ -1,0 +1,92 @@
+"""What stands in a model for a unit while a step is traced: it carries the unit's arrays as variables.
+
+Being an nnx module with variables, a slot can be split, merged and scanned like the module that it stands for: under
+``nnx.scan`` or ``scan_layers`` the arrays of a stacked unit are sliced layer by layer with everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+class Held(nnx.Param):
+    """A flat or logical array of a unit, or the place where the gradient of one is collected."""
+
+
+@dataclass(frozen=True)
+class UnitType:
+    """What a slot knows of its module: path, class, and names of static attributes anywhere below (modes)."""
+
+    path: str
+    cls: type[nnx.Module]
+    modes: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotCall:
+    """``run(function, arrays, variables, args, kwargs) -> (output, variables)`` on the slot's own unit.
+
+    Compared by identity, since nnx keeps it among the static attributes of a module.
+    """
+
+    run: Callable[..., tuple[Any, list[Any]]]
+
+
+class UnitSlot(nnx.Module):
+    """``variables``: those of the unit that are no parameters, such as batch statistics; the program's own objects."""
+
+    def __init__(self, unit: UnitType, variables: Sequence[nnx.Variable]) -> None:
+        self._unit = unit
+        self.variables = nnx.List(variables)
+
+    def fill(self, call: SlotCall, arrays: Sequence[jax.Array]) -> None:
+        """Get ready for calls: done when a step is traced."""
+        self._call = call
+        self.arrays = nnx.List([Held(array) for array in arrays])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(_call_module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        unit = None if name.startswith("_") else vars(self).get("_unit")
+        if unit is None or not hasattr(unit.cls, name):
+            modes = frozenset() if unit is None else unit.modes
+            if name in modes:
+                # set_attributes asks whether there is one; its value is the inner modules' own.
+                return None
+            where = f" of unit {unit.path!r}" if unit is not None else ""
+            raise AttributeError(
+                f"{name!r}{where}: expected a method; a unit's weights and submodules can be used inside of the unit "
+                "only, so choose units that contain what is used together"
+            )
+        method = partial(_call_method, name)
+        return lambda *args, **kwargs: self._apply(method, args, kwargs)
+
+    def _apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        modes = {name: value for name, value in vars(self).items() if name in self._unit.modes}
+        arrays = [held.get_raw_value() for held in self.arrays]
+        variables = [variable.get_raw_value() for variable in self.variables]
+
+        def run(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            if modes:
+                module.set_attributes(**modes)
+            return function(module, *args, **kwargs)
+
+        output, changed = self._call.run(run, arrays, variables, args, kwargs)
+        for variable, value in zip(self.variables, changed, strict=True):
+            variable.set_raw_value(value)
+        return output
+
+
+def _call_method(name: str, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module, name)(*args, **kwargs)
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)

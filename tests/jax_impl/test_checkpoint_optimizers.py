@@ -1,0 +1,151 @@
+"""Checkpoints of train states with any optimizer, and of parameters of any shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from bridge.formats import open_checkpoint
+from jax_impl import (
+    data_parallel_mesh,
+    fully_shard,
+    init_state,
+    load_checkpoint,
+    main_weight_adamw,
+    make_train_step,
+    memory_report,
+    save_checkpoint,
+    shard_weights,
+)
+from jax_impl.module_tree import parameter_leaves
+from tests.jax_impl import checkpoint_runs as runs
+from tests.jax_impl.tiny import loss, tokens
+
+OPTIMIZERS = {
+    "adamw with bfloat16 mu": optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "clipped schedule": optax.chain(
+        optax.clip(1.0), optax.lion(1e-3), optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 9))
+    ),
+    "masked": optax.masked(optax.adam(1e-2), {"layers/0": True, "": False}),
+    "injected": optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_any_optimizer_made_of_flat_buffers_and_numbers_is_kept(tmp_path: Path, kind: str) -> None:
+    optimizer, three, two = OPTIMIZERS[kind], runs.plan_of(3), runs.plan_of(2, "optim")
+    weights = shard_weights(three, parameter_leaves(runs.model()))
+    state = runs.perturbed(init_state(three, weights, optimizer))
+    save_checkpoint(tmp_path / "a", three, state)
+    loaded = load_checkpoint(tmp_path / "a", two, optimizer).state
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    like = init_state(two, shard_weights(two, parameter_leaves(runs.model())), optimizer)
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(like), strict=True):
+        assert (found.dtype, found.sharding) == (expected.dtype, expected.sharding)
+    save_checkpoint(tmp_path / "b", two, loaded)
+    with open_checkpoint(tmp_path / "a") as a, open_checkpoint(tmp_path / "b") as b:
+        assert any("/0/" in name or "trace" in name for name in a.tensors)
+        runs.assert_same_bits({n: b.read(n) for n in b.tensors}, {n: a.read(n) for n in a.tensors})
+    back = load_checkpoint(tmp_path / "b", three, optimizer).state
+    for found, expected in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_units_that_a_mask_leaves_out_have_no_moments_anywhere(tmp_path: Path, strategy: str) -> None:
+    plan, optimizer = runs.plan_of(2, strategy), OPTIMIZERS["masked"]
+    state = init_state(plan, shard_weights(plan, parameter_leaves(runs.model())), optimizer)
+    for keys, leaf in jax.tree.leaves_with_path(state):
+        located = plan.locate_buffer(keys, leaf)
+        assert (located is None) == (leaf.ndim == 0)
+        assert leaf.sharding == (plan.sharding(located[0]) if located else plan.replicated)
+    state, _ = make_train_step(plan, loss, optimizer)(state, tokens(2))
+    masked_in = [path for path, info in plan.parameters.items() if info.unit == "layers/0"]
+    numel = sum(int(np.prod(plan.parameters[path].shape)) for path in masked_in)
+    shards = 1 if strategy == "no_shard" else 2
+    assert sum(device.moments for device in memory_report(plan, state).devices) == 2 * 4 * numel * 2 // shards
+    save_checkpoint(tmp_path / "c", plan, state)
+    with open_checkpoint(tmp_path / "c") as reader:
+        saved = {name.removeprefix("opt_state/inner_state/0/") for name in reader.tensors if "opt" in name}
+        assert saved == {"count", *(f"{kind}/{path}" for kind in ("mu", "nu") for path in masked_in)}
+    loaded = load_checkpoint(tmp_path / "c", plan, optimizer).state
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert found.sharding == expected.sharding
+        np.testing.assert_array_equal(found, expected)
+
+
+def _steps_of_each_unit() -> optax.GradientTransformation:
+    return optax.GradientTransformation(
+        lambda weights: {"steps": dict.fromkeys(weights, jnp.int32(0))}, lambda g, state, _: (g, state)
+    )
+
+
+def _window_of_losses() -> optax.GradientTransformation:
+    return optax.GradientTransformation(lambda _: {"window": jnp.zeros(5)}, lambda g, state, _: (g, state))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (_window_of_losses, "window"),
+        (_steps_of_each_unit, "steps/"),
+        (lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)), "rng_key"),
+    ],
+)
+def test_an_optimizer_with_other_arrays_is_refused_by_name(tmp_path: Path, make: Any, name: str) -> None:
+    plan = runs.plan_of(2)
+    optimizer = make()
+    state = init_state(plan, shard_weights(plan, parameter_leaves(runs.model())), optimizer)
+    with pytest.raises(
+        ValueError, match=f"optimizer state 'opt_state/{name}': expected one array for each of the weights'"
+    ):
+        save_checkpoint(tmp_path / "c", plan, state)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Odd(nnx.Module):
+    """Empty and scalar parameters, a list of modules, fewer rows than devices, and a stack of matrices."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+
+        def values(*shape: int) -> nnx.Param:
+            return nnx.Param(jnp.asarray(rng.standard_normal(shape), jnp.float32))
+
+        self.layers = nnx.List([nnx.Linear(3, 5, rngs=nnx.Rngs(i + seed)) for i in range(2)])
+        self.scale = values()
+        self.nothing = values(0, 4)
+        self.short = values(2, 7)
+        self.stack = values(3, 4, 5)
+
+
+@pytest.mark.parametrize("granularity", [("row", 1), ("block", 3), ("tensor", 1)])
+@pytest.mark.parametrize("chunk", [16, 100, 1 << 20])
+def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: tuple[str, int], chunk: int
+) -> None:
+    monkeypatch.setattr("bridge.formats.orbax_writer._CHUNK", chunk)
+    optimizer = main_weight_adamw(0.1)
+    kind, rows = granularity
+    plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=kind, rows=rows)
+    state = runs.perturbed(init_state(plan, weights, optimizer))
+    moments = dataclasses.replace(state.opt_state, mu=jax.tree.map(jnp.negative, state.weights))
+    state = dataclasses.replace(state, opt_state=moments)
+    save_checkpoint(tmp_path / "c", plan, state)
+    expected = runs.logical(plan, state)
+    with open_checkpoint(tmp_path / "c") as reader:
+        runs.assert_same_bits({name: reader.read(name) for name in reader.tensors}, expected)
+    for devices in (1, 3):
+        other, _ = fully_shard(Odd(2), data_parallel_mesh(devices), strategy="optim")
+        loaded = load_checkpoint(tmp_path / "c", other, optimizer)
+        runs.assert_same_bits(runs.logical(other, loaded.state), expected)
