@@ -20,6 +20,7 @@ from rich.console import Console
 
 import bridge
 from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.cli_plan import plan
 from bridge.formats.base import CheckpointError, dtype_name
 from bridge.ulp import LARGEST_ULP
 
@@ -281,6 +282,9 @@ def relay(
     if not report.failures() and not json:
         print_line(console, "Every promise of the relay held.")
     raise typer.Exit(1 if report.failures() else 0)
+
+
+app.command()(plan)
 
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:

@@ -1,0 +1,154 @@
+"""The `twinshard plan` command: see ``bridge.planning`` for what it computes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_output import human_bytes, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from bridge.planning.comparison import Comparison
+
+
+class RuntimeChoice(StrEnum):
+    """Whose numbers to give."""
+
+    both = "both"
+    torch = "torch"
+    jax = "jax"
+
+
+def plan(
+    policies: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="POLICY...", help="Policy files, or names of shipped ones (fsdp, zero1, hsdp, ...)."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; decoder:CONFIG, a TOML file with a "
+            "[model] table or a relay's name; or package.module:Factory, a torch.nn or flax.nnx module.",
+        ),
+    ],
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="N,...", help="Numbers of devices to plan for.")
+    ] = "8",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="SIZE", help="Of one device, such as 80GB or 80GiB: say what fits in it."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a device and microbatch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 4096,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches a step.")] = 1,
+    runtime: Annotated[RuntimeChoice, typer.Option("--runtime", help="Whose numbers.")] = RuntimeChoice.both,
+    compile_: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Check the JAX numbers of a decoder against what XLA compiles for simulated devices.",
+        ),
+    ] = False,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Predict memory and traffic of a sharded model, without devices.
+
+    For every policy and number of devices: bytes at rest by kind on the fullest device, the most bytes in a step, and
+    the collectives of a step. One policy on one number of devices is shown unit by unit.
+
+    With --memory, the cheapest policy that fits is named for each number of devices: the one whose devices send the
+    fewest bytes in a step. The exit status is 1 when nothing fits.
+
+    \b
+    Example:
+      twinshard plan fsdp zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
+      twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
+    """
+    from bridge.layout_file import LayoutError
+    from bridge.planning.comparison import compare
+    from bridge.planning.document import document
+    from bridge.planning.errors import PlanError
+    from bridge.planning.models import resolve_models
+    from bridge.planning.plan import Workload
+    from bridge.planning.runtimes import RUNTIMES, load_policy
+    from bridge.planning.sizes import parse_bytes, parse_counts
+
+    out = Console()
+    try:
+        limit = None if memory is None else parse_bytes(memory)
+        counts = parse_counts(devices)
+        if chart is not None:
+            from bridge.layout_picture import check_picture_path
+
+            check_picture_path(chart)
+        runtimes = RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
+        models = resolve_models(model, runtimes)
+        loaded = [load_policy(one) for one in dict.fromkeys(policies)]
+        work = Workload(batch, length, microbatches)
+        comparison = compare(models, loaded, counts, work, limit)
+        checks = []
+        if compile_:
+            from bridge.planning.compiled import check_compiled
+
+            checks = [check_compiled(model, policy, count, work) for policy in loaded for count in counts]
+        if chart is not None:
+            from bridge.layout_picture import save_picture
+            from bridge.planning.chart import chart as draw
+
+            save_picture(draw(comparison), chart)
+    except (PlanError, LayoutError, OSError) as error:
+        print_line(Console(stderr=True), f"error: {error}")
+        raise typer.Exit(2) from None
+    if json:
+        print_json(out, {**document(comparison), "compiled": [check.as_dict() for check in checks]})
+    else:
+        _print(out, comparison)
+        for check in checks:
+            print_line(out)
+            print_table(out, *check.table(), left=1)
+            print_line(out, check.summary())
+    agreed = all(check.agrees for check in checks)
+    raise typer.Exit(0 if comparison.anything_fits and agreed else 1)
+
+
+def _print(out: Console, comparison: Comparison) -> None:
+    from bridge.planning.tables import by_axis, by_term, by_unit, notes, overview
+
+    first = comparison.plans[0]
+    work = first.workload
+    print_line(
+        out,
+        f"{first.model.name}: {first.model.numel:,} parameters; {work.microbatches} x {work.batch} sequences of "
+        f"{work.length} tokens a device and step",
+    )
+    if len({(plan.policy, plan.mesh) for plan in comparison.plans}) == 1:
+        for plan in comparison.plans:
+            print_line(out)
+            print_line(
+                out,
+                f"{plan.policy} on {plan.mesh.devices} devices ({plan.mesh}), {plan.runtime}: device {plan.device} "
+                f"holds most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at rest; peak "
+                f"{human_bytes(plan.peak.total)} in the {plan.peak.moment}",
+            )
+            print_table(out, *by_unit(plan), left=2)
+            print_table(out, *by_axis(plan), left=2)
+            print_table(out, *by_term(plan))
+    print_line(out)
+    headings, rows = overview(comparison)
+    print_table(out, headings, rows)
+    for line in notes(comparison):
+        print_line(out, line)

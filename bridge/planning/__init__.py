@@ -1,0 +1,17 @@
+"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/plan.py`` for where to begin.
+
+::
+
+    from bridge.planning import Workload, load_policy, make_plan, resolve_models
+
+    model = resolve_models("llama3-8b")["jax"]
+    plan = make_plan(model, load_policy("fsdp"), 64, "jax", Workload(batch=1, length=4096))
+    print(plan.at_rest.total, plan.traffic.wire_bytes())
+"""
+
+from bridge.planning.errors import PlanError
+from bridge.planning.models import resolve_models
+from bridge.planning.plan import Plan, Workload, make_plan
+from bridge.planning.runtimes import load_policy, parse_policy
+
+__all__ = ["Plan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]

@@ -1,0 +1,122 @@
+"""The flat buffers of one parameter group on a mesh: elements of them, by level of sharding.
+
+Level a is the buffers cut over the a innermost axes of the mesh; level 0 is whole. The layout is planned for the level
+of the optimizer state, the finest in use, and coarser levels merge its shards::
+
+    mesh 2 x 3          6 shards, of 14 elements and 4 of padding                 a device holds
+    level 2   |w w w|w w w|w w b|b b u|u u .|. . .|    state                      3, of them 3, 3, 3, 3, 2 or 0 real
+    level 1   |w w w w w w|w w b b b u|u u . . . .|    cut over the inner axis    6
+    level 0   |w w w w w w w w b b b u u u . . . .|    whole                      18
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from bridge.planning.dtypes import size_of
+from bridge.planning.mesh import MeshShape
+from bridge.planning.runtimes import Depths, Layout, plan_layout
+from bridge.planning.units import GroupShape, UnitKind
+
+
+@dataclass(frozen=True)
+class GroupBuffers:
+    """One group's buffers on one mesh."""
+
+    shape: GroupShape
+    depths: Depths
+    mesh: MeshShape
+    layout: Layout
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters."""
+        return self.layout.numel
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffers."""
+        return self.layout.padded_size
+
+    @property
+    def overhead(self) -> float:
+        """Padding as a fraction of the parameters' elements."""
+        return self.padded / self.numel - 1 if self.numel else 0.0
+
+    def size(self, level: int) -> int:
+        """Elements that a device holds at ``level``, padding included; ``level`` at most that of the state."""
+        return self.padded // self.mesh.shards(level)
+
+    @cached_property
+    def _real_by_shard(self) -> np.ndarray:
+        """``int64 [num_shards]``: elements of parameters in each of the finest shards."""
+        layout = self.layout
+        bounds = np.arange(layout.num_shards + 1, dtype=np.int64)
+        real = np.zeros(layout.num_shards, np.int64)
+        for slot in layout.slots:
+            if slot.numel:
+                before = bounds * layout.shard_sizes[slot.buffer] - slot.offset
+                real += np.diff(np.clip(before, 0, slot.numel))
+        return real
+
+    def real_by_device(self, level: int) -> np.ndarray:
+        """``int64 [devices]``: elements of parameters that each device holds at ``level``."""
+        shards = self.mesh.shards(level)
+        real = self._real_by_shard.reshape(shards, -1).sum(1)
+        return real[self.mesh.shard_by_device(level)]
+
+    def real(self, level: int, device: int) -> int:
+        """The same for one device."""
+        return int(self._real_on(level)[device])
+
+    @property
+    def main_bytes(self) -> int:
+        """Bytes of an element of the main weights."""
+        return size_of(self.shape.dtypes.main)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element in forward and backward."""
+        return size_of(self.shape.dtypes.compute)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of an element of a gradient that crosses the network."""
+        return size_of(self.shape.dtypes.reduce)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of an element of a reduced gradient."""
+        return size_of(self.shape.dtypes.grad)
+
+    @property
+    def computes_with_main(self) -> bool:
+        """Whether the main weights are what forward and backward read: whole, and in their dtype."""
+        return self.depths.state == 0 and self.shape.dtypes.main == self.shape.dtypes.compute
+
+    def _real_on(self, level: int) -> np.ndarray:
+        known = self.__dict__.setdefault("_real_on_level", {})
+        if level not in known:
+            known[level] = self.real_by_device(level)
+        found: np.ndarray = known[level]
+        return found
+
+
+def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
+    """The buffers of each group of a unit. Layouts are planned once for equal shapes."""
+    shards = mesh.shards(kind.depths.state)
+    return tuple(
+        GroupBuffers(group, kind.depths, mesh, _layout(group.names, group.shapes, shards, kind.granularity))
+        for group in kind.groups
+    )
+
+
+# A comparison asks for the layouts of one model for several strategies, numbers of devices and runtimes.
+@lru_cache(maxsize=1024)
+def _layout(
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str
+) -> Layout:
+    return plan_layout(dict(zip(names, shapes, strict=True)), shards, granularity)

@@ -1,0 +1,45 @@
+"""Plans as a picture: bytes a device holds, by kind, beside the bytes it sends, by collective."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bridge.cli_output import human_bytes
+from bridge.planning.comparison import Comparison
+from bridge.planning.traffic import KINDS
+
+_BAR = 0.38
+
+
+def chart(comparison: Comparison) -> Figure:
+    """A bar for each plan, in the order of the table; a dashed line is the memory of a device."""
+    plans = comparison.plans
+    figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
+    memory, traffic = figure.subplots(1, 2, sharey=True)
+    labels = [f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" for plan in plans]
+    terms = list(plans[0].peak.terms)
+    _stack(memory, {term.replace("_", " "): [plan.peak.terms[term] for plan in plans] for term in terms})
+    kinds = {kind.replace("_", "-"): [plan.traffic.wire_bytes(kind) for plan in plans] for kind in KINDS}
+    _stack(traffic, kinds)
+    memory.set_yticks(range(len(plans)), labels)
+    memory.invert_yaxis()
+    if comparison.memory is not None:
+        memory.axvline(comparison.memory, color="black", linestyle="--", linewidth=1)
+    first = plans[0]
+    memory.set_title(f"{first.model.name}: bytes at the peak, on one device")
+    traffic.set_title("bytes that a device sends in a step")
+    for axes in (memory, traffic):
+        axes.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
+    return figure
+
+
+def _stack(axes: Axes, values: dict[str, list[int]]) -> None:
+    starts: list[int] = []
+    for name, lengths in values.items():
+        starts = starts or [0] * len(lengths)
+        if any(lengths):
+            axes.barh(range(len(lengths)), lengths, left=starts, height=0.7, label=name)
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,93 @@
+"""Plans of one model under several policies, on several numbers of devices, and which of them is cheapest.
+
+Cheapest is, of the plans that fit, the one whose devices send the fewest bytes in a step; of equal ones, the one with
+the lowest peak. Plans on different numbers of devices are not compared: more devices do more work. A policy fits a
+number of devices when it fits in every runtime asked for, and its bytes and its peak are the largest of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.planning.errors import PlanError
+from bridge.planning.model import Model
+from bridge.planning.plan import Plan, Workload, make_plan
+from bridge.planning.runtimes import Policy
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cheapest policy that fits on ``devices`` devices; None when no policy does."""
+
+    devices: int
+    policy: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``plans`` by policy, devices, runtime; ``memory``: bytes of one device, None when nobody asked.
+
+    ``refused``: why a policy cannot be had on a number of devices.
+    """
+
+    plans: tuple[Plan, ...]
+    memory: int | None = None
+    refused: tuple[str, ...] = ()
+
+    def fits(self, plan: Plan) -> bool | None:
+        """Whether a plan's peak is within a device's memory; None when nobody asked."""
+        return None if self.memory is None else plan.peak.total <= self.memory
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """For each number of devices; none without ``memory``."""
+        if self.memory is None:
+            return ()
+        counts = dict.fromkeys(plan.mesh.devices for plan in self.plans)
+        return tuple(Choice(devices, self._cheapest(devices)) for devices in counts)
+
+    @property
+    def anything_fits(self) -> bool:
+        """True also when nobody asked."""
+        return self.memory is None or any(choice.policy is not None for choice in self.choices)
+
+    def _cheapest(self, devices: int) -> str | None:
+        by_policy: dict[str, list[Plan]] = {}
+        for plan in self.plans:
+            if plan.mesh.devices == devices:
+                by_policy.setdefault(plan.policy, []).append(plan)
+        costs = {
+            policy: (max(p.traffic.wire_bytes() for p in plans), max(p.peak.total for p in plans))
+            for policy, plans in by_policy.items()
+            if all(self.fits(plan) for plan in plans)
+        }
+        return min(costs, key=lambda policy: costs[policy]) if costs else None
+
+
+def compare(
+    models: Mapping[str, Model],
+    policies: Sequence[Policy],
+    devices: Sequence[int],
+    workload: Workload,
+    memory: int | None = None,
+) -> Comparison:
+    """Plan every model (by runtime) under every policy on every number of devices.
+
+    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices.
+    """
+    plans: list[Plan] = []
+    refused: list[str] = []
+    for policy in policies:
+        possible = []
+        for count in devices:
+            try:
+                policy.mesh_sizes(count)
+                possible.append(count)
+            except ValueError as error:
+                refused.append(str(error))
+        if not possible:
+            raise PlanError(refused[-1])
+        for count in possible:
+            plans += [make_plan(model, policy, count, runtime, workload) for runtime, model in models.items()]
+    return Comparison(tuple(plans), memory, tuple(refused))

@@ -1,0 +1,135 @@
+"""A plan of a decoder held against what XLA compiles for simulated devices, in a process of its own.
+
+XLA's own figures are those of its CPU compiler, which computes in float32 what the policy asks in bfloat16, so its
+figures for bfloat16 are upper bounds: the peak is required to agree for float32 only.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bridge.cli_output import human_bytes
+from bridge.planning.errors import PlanError
+from bridge.planning.models import decoder_config, resolve_models
+from bridge.planning.plan import Plan, Workload, make_plan
+from bridge.planning.runtimes import Policy
+
+TOLERANCE = 0.10
+"""Of the peak, relative to the compiled one."""
+LARGEST = 512
+"""Devices to simulate; XLA compiles for more, at the price of as many threads."""
+_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of both; ``agrees`` is None where they are not required to."""
+
+    what: str
+    planned: int
+    compiled: int
+    agrees: bool | None
+
+
+@dataclass(frozen=True)
+class CompiledCheck:
+    """Of one policy on one number of devices."""
+
+    policy: str
+    devices: int
+    lines: tuple[Line, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return all(line.agrees is not False for line in self.lines)
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Headings and rows."""
+        verdicts = {True: "yes", False: "NO", None: ""}
+        rows: list[tuple[str, ...]] = [
+            (line.what, f"{line.planned:,}", f"{line.compiled:,}", verdicts[line.agrees])
+            for line in self.lines
+        ]
+        return ("JAX, compiled", "planned", "XLA", "agrees"), rows
+
+    def summary(self) -> str:
+        """One sentence."""
+        peak = next(line for line in self.lines if line.what == "peak")
+        verdict = "the plan agrees with" if self.agrees else "the plan differs from"
+        return (
+            f"{self.policy} on {self.devices} devices: {verdict} what XLA compiled; peak "
+            f"{human_bytes(peak.planned)} planned, {human_bytes(peak.compiled)} compiled "
+            f"({100 * (peak.planned / peak.compiled - 1):+.1f} %)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def check_compiled(model: str, policy: Policy, devices: int, workload: Workload) -> CompiledCheck:
+    """Compile and compare. Raises ``PlanError`` for other models than decoders, and where XLA fails."""
+    kind, _, name = model.partition(":")
+    if kind != "decoder":
+        raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")
+    if devices > LARGEST:
+        raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
+    plan = make_plan(resolve_models(model, ["jax"])["jax"], policy, devices, "jax", workload)
+    request = {
+        "sizes": asdict(decoder_config(name)),
+        "policy": policy.to_toml(),
+        "source": policy.source,
+        "devices": devices,
+        **asdict(workload),
+    }
+    command = [sys.executable, "-m", "bridge.planning.compiled_leg"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PlanError(f"--compile: expected XLA to be done within {_SECONDS} s, it was not") from error
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise PlanError(f"--compile: compiling failed: {reason[0]}")
+    return CompiledCheck(policy.source, devices, tuple(_lines(plan, json.loads(done.stdout))))
+
+
+def _lines(plan: Plan, found: dict[str, Any]) -> list[Line]:
+    rest = plan.at_rest
+    # The optimizer's step counter is counted by XLA.
+    counter = 4
+    pairs = [
+        ("main weights", rest.main_weights.allocated, found["weights"]),
+        ("moments, step counter", rest.moments.allocated + counter, found["moments"]),
+    ]
+    lines = [Line(what, planned, actual, planned == actual) for what, planned, actual in pairs]
+    planned_calls: Counter[tuple[str, str, int]] = Counter()
+    for one, times in plan.traffic.calls.items():
+        planned_calls[one.kind, one.dtype, one.nbytes] += times
+    planned_calls["all_reduce", "float32", 4] += plan.traffic.loss
+    traced_calls = Counter({(kind, dtype, size): calls for kind, dtype, size, calls in found["traced"]})
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        mine, its = (
+            {key: calls for key, calls in calls_of.items() if key[0] == kind and calls}
+            for calls_of in (planned_calls, traced_calls)
+        )
+        if mine or its:
+            # All sizes and dtypes must agree, not the sum alone.
+            lines.append(Line(f"{kind} calls", sum(mine.values()), sum(its.values()), mine == its))
+            planned, actual = (sum(key[2] * calls for key, calls in one.items()) for one in (mine, its))
+            lines.append(Line(f"{kind} bytes", planned, actual, planned == actual))
+        name = kind.replace("_", "-")
+        lines.append(Line(f"{name} in the program", sum(mine.values()), found["compiled"].get(name, 0), None))
+    total = plan.peak.total
+    wide = all(
+        group.shape.dtypes.compute == group.shape.dtypes.main for unit in plan.units for group in unit.groups
+    )
+    within = abs(total / found["peak"] - 1) <= TOLERANCE
+    lines.append(Line("peak", total, found["peak"], within if wide else None))
+    return lines

@@ -1,0 +1,111 @@
+"""Compile a decoder's step for simulated devices and say what XLA allocates: the process behind ``compiled.py``.
+
+``python -m bridge.planning.compiled_leg < request.json > answer.json``. Nothing is trained, and no weight allocated:
+programs are compiled for shapes. The two programs of a step, gradients and update, are compiled apart, as they run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+from bridge.planning.runtimes import framework, part
+
+_KINDS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
+_INSTRUCTION = re.compile(r" (all-gather|reduce-scatter|all-reduce)(?:-start)?\(")
+
+
+def main() -> None:
+    """Answer one request."""
+    json.dump(compiled(json.load(sys.stdin)), sys.stdout)
+
+
+def compiled(request: dict[str, Any]) -> dict[str, Any]:
+    """``request``: sizes of the decoder, policy text, devices, batch, length and microbatches."""
+    runtime = framework("jax_impl")
+    runtime.simulate_devices(request["devices"])
+    jax, nnx, models = framework("jax"), framework("flax.nnx"), part("jax", "models")
+    policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
+    sizes = models.DecoderConfig(**request["sizes"])
+    model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0)))
+    plan = runtime.plan_sharding(
+        model, runtime.data_parallel_mesh(policy.mesh_sizes(request["devices"])), policy
+    )
+    batch = request["devices"] * request["microbatches"] * request["batch"]
+    rows = jax.ShapeDtypeStruct(
+        (batch, request["length"] + 1),
+        "int32",
+        sharding=jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec),
+    )
+    weights = {
+        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
+        for key, stored in plan.arrays.items()
+    }
+    trained = {key: array for key, array in weights.items() if key in plan.trainable}
+    optimizer = runtime.main_weight_adamw(1e-3)
+
+    def loss(model: Any, tokens: Any) -> Any:
+        return models.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+    gradients = runtime.make_gradients(plan, loss, request["microbatches"])
+    traced: Counter[tuple[str, str, int]] = Counter()
+    for one, calls in runtime.count_collectives(gradients, weights, rows).items():
+        traced[_KINDS[one.kind], one.dtype, one.size * jax.numpy.dtype(one.dtype).itemsize] += calls
+    first = jax.jit(gradients).lower(weights, rows).compile()
+
+    def placed(leaf: Any) -> Any:
+        same = [array.sharding for array in trained.values() if array.shape == leaf.shape]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=same[0] if same else plan.replicated)
+
+    state = jax.tree.map(placed, jax.eval_shape(optimizer.init, trained))
+    moments = sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(state))
+    dtypes = {key: out.dtype for key, out in jax.eval_shape(gradients, weights, rows)[1].items()}
+    given = {
+        key: jax.ShapeDtypeStruct(array.shape, dtypes[key], sharding=array.sharding)
+        for key, array in trained.items()
+    }
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (trained, state))
+    second = jax.jit(
+        lambda weights, state, gradients: optimizer.apply(gradients, state, weights),
+        donate_argnums=(0, 1),
+        out_shardings=shardings,
+    )
+    update = second.lower(trained, state, given).compile()
+    held = sum(_bytes_on_device(array) for array in weights.values())
+    return {
+        "weights": held,
+        "moments": moments,
+        "gradient_program": _memory(first),
+        "update_program": _memory(update),
+        "peak": max(moments + _memory(first)["total"], _memory(update)["total"]),
+        "traced": [[*key, calls] for key, calls in sorted(traced.items())],
+        "compiled": dict(Counter(_INSTRUCTION.findall(first.as_text()))),
+    }
+
+
+def _bytes_on_device(array: Any) -> int:
+    shape = array.sharding.shard_shape(array.shape)
+    count = 1
+    for size in shape:
+        count *= size
+    return int(count * array.dtype.itemsize)
+
+
+def _memory(program: Any) -> dict[str, int]:
+    """Bytes on one device; ``total`` is what is live while it runs, at most."""
+    found = program.memory_analysis()
+    parts = {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "temporary": found.temp_size_in_bytes,
+        "aliased": found.alias_size_in_bytes,
+    }
+    total = parts["arguments"] + parts["outputs"] + parts["temporary"] - parts["aliased"]
+    return {**parts, "total": total}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Activations of our decoder, traced from its own code in each runtime: see ``torch_trace`` and ``jax_trace``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from bridge.planning import jax_trace, torch_trace
+from bridge.planning.activations import Segment, SegmentBytes
+from bridge.planning.runtimes import framework, part
+
+
+@dataclass(frozen=True)
+class TracedSegment:
+    """One segment of the decoder; ``kind`` is "embed", "layer" or "head", ``sizes`` a runtime's ``DecoderConfig``."""
+
+    path: str
+    kind: str
+    runtime: str
+    sizes: Any
+
+    def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
+        """See ``Segment``."""
+        return _TRACES[self.runtime](self.kind, self.sizes, batch, length, compute)
+
+
+def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
+    """In the order of forward."""
+    layers = [TracedSegment(f"layers.{k}", "layer", runtime, sizes) for k in range(sizes.n_layers)]
+    return (
+        TracedSegment("embed", "embed", runtime, sizes),
+        *layers,
+        TracedSegment("", "head", runtime, sizes),
+    )
+
+
+# All layers are alike.
+@lru_cache(maxsize=256)
+def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
+    torch, decoder = framework("torch"), part("torch", "models.decoder")
+    dtype = getattr(torch, compute)
+
+    def tokens() -> Any:
+        return torch.empty(batch, length, dtype=torch.int64)
+
+    def hidden() -> Any:
+        return torch.empty(batch, length, sizes.d_model, dtype=dtype)
+
+    def embed() -> Any:
+        return torch.nn.Embedding(sizes.vocab_size, sizes.d_model).to(dtype)
+
+    def layer() -> Any:
+        return decoder.Block(sizes).to(dtype)
+
+    def head() -> Any:
+        norm = decoder.RMSNorm(sizes.d_model, sizes.norm_eps)
+        return torch.nn.Sequential(norm, torch.nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)).to(
+            dtype
+        )
+
+    if kind == "embed":
+        return torch_trace.trace_segment(embed, tokens)
+    if kind == "layer":
+        return torch_trace.trace_segment(layer, hidden)
+    return torch_trace.trace_segment(head, hidden, lambda logits: decoder.next_token_loss(logits, tokens()))
+
+
+@lru_cache(maxsize=256)
+def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
+    jax, nnx, decoder = framework("jax"), framework("flax.nnx"), part("jax", "models.decoder")
+    tokens = jax.ShapeDtypeStruct((batch, length), "int32")
+    hidden = jax.ShapeDtypeStruct((batch, length, sizes.d_model), compute)
+    # Of the model itself, so that no constructor is called with arguments that may change.
+    model = nnx.eval_shape(lambda: decoder.Decoder(sizes, rngs=nnx.Rngs(0)))
+    if kind == "embed":
+        return jax_trace.trace_segment(model.embed, tokens, compute)
+    if kind == "layer":
+        return jax_trace.trace_segment(model.layers[0], hidden, compute)
+    head = nnx.Sequential(model.norm, model.embed.attend if sizes.tied else model.lm_head)
+
+    def loss(logits: Any) -> Any:
+        return decoder.next_token_loss(logits, jax.numpy.zeros((batch, length), "int32"))
+
+    return jax_trace.trace_segment(head, hidden, compute, loss)
+
+
+_TRACES: dict[str, Callable[[str, Any, int, int, str], SegmentBytes]] = {"torch": _torch, "jax": _jax}

@@ -1,0 +1,107 @@
+"""A comparison as one JSON document. Fields are added in later versions, never changed or taken away.
+
+format        "twinshard.plan", version 1
+model, parameters, source      name, number of elements, where shapes and activation formulas come from
+workload      batch, length (per device and microbatch), microbatches
+memory        bytes of a device, or null
+plans         a list, one for each policy, number of devices and runtime:
+  policy, runtime, devices, mesh {axis: size}
+  device        the one that ``at_rest`` speaks of: that which holds most
+  at_rest       bytes of parameters by kind, "padding", and "total", their sum
+  peak          "moment", "total", "terms" (bytes), "activations_known"
+  traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
+  other         all-reduces of the loss alone, not in ``traffic``
+  wire_bytes    of all traffic
+  padding       as a fraction of the parameters
+  fits          whether the peak is within ``memory``, or null
+  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, recompute,
+                padding, at_rest (bytes of one) and traffic (of one), as above
+  warnings      for people
+cheapest      a list, for each number of devices: devices, policy (null when none fits); empty without ``memory``
+refused       why policies were left out on numbers of devices
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge.planning.at_rest import AtRest
+from bridge.planning.comparison import Comparison
+from bridge.planning.plan import Plan, UnitPlan
+from bridge.planning.traffic import KINDS, Traffic
+
+FORMAT, VERSION = "twinshard.plan", 1
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """See above."""
+    first = comparison.plans[0]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": first.model.name,
+        "parameters": first.model.numel,
+        "source": first.model.source,
+        "workload": vars(first.workload),
+        "memory": comparison.memory,
+        "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
+        "cheapest": [{"devices": one.devices, "policy": one.policy} for one in comparison.choices],
+        "refused": comparison.refused,
+    }
+
+
+def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
+    mesh, peak = plan.mesh, plan.peak
+    return {
+        "policy": plan.policy,
+        "runtime": plan.runtime,
+        "devices": mesh.devices,
+        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "device": plan.device,
+        "at_rest": _at_rest(plan.at_rest),
+        "peak": {
+            "moment": peak.moment,
+            "total": peak.total,
+            "terms": dict(peak.terms),
+            "activations_known": peak.complete,
+        },
+        "traffic": _traffic(plan.traffic, mesh.names),
+        "other": plan.traffic.loss,
+        "wire_bytes": plan.traffic.wire_bytes(),
+        "padding": plan.overhead,
+        "fits": fits,
+        "units": [_unit(unit, mesh.names) for unit in plan.units],
+        "warnings": plan.warnings(),
+    }
+
+
+def _unit(unit: UnitPlan, axes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "paths": unit.paths,
+        "parameters": unit.numel,
+        "strategy": unit.kind.strategy,
+        "granularity": unit.kind.granularity,
+        "recompute": unit.kind.recompute,
+        "padding": unit.overhead,
+        "at_rest": _at_rest(unit.at_rest),
+        "traffic": _traffic(Traffic(unit.calls), axes),
+    }
+
+
+def _at_rest(rest: AtRest) -> dict[str, int]:
+    return {**rest.by_kind(), "total": rest.total}
+
+
+def _traffic(traffic: Traffic, axes: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": kind,
+            "axis": axis,
+            "calls": traffic.count(kind, axis),
+            "bytes": traffic.nbytes(kind, axis),
+            "wire_bytes": traffic.wire_bytes(kind, axis),
+        }
+        for kind in KINDS
+        for axis in axes
+        if traffic.count(kind, axis)
+    ]

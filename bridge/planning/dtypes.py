@@ -1,0 +1,59 @@
+"""Which dtype each copy of a parameter has, and its bytes: the rules of both runtimes, without either.
+
+main      what the optimizer updates; moments are of the same dtype (of bfloat16 and float16 parameters: the policy's)
+compute   forward and backward; None means main
+reduce    in which gradients cross the network; None means compute
+grad      the reduced gradient that the optimizer reads (PyTorch); None means main
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge.planning.errors import PlanError
+from bridge.planning.runtimes import Precision
+
+BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "complex128": 16,
+    "complex64": 8,
+    "int64": 8,
+    "uint64": 8,
+    "int32": 4,
+    "uint32": 4,
+    "int16": 2,
+    "uint16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+_FLOATING = ("float64", "float32", "bfloat16", "float16")
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of an element. Raises ``PlanError`` for an unknown name."""
+    if dtype not in BYTES:
+        raise PlanError(f"dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
+    return BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Names of the dtypes of one parameter group."""
+
+    main: str
+    compute: str
+    reduce: str
+    grad: str
+
+    @staticmethod
+    def of(given: str, precision: Precision) -> GroupDtypes:
+        """Of parameters given in ``given``; those that are no floating-point numbers keep their dtype throughout."""
+        if given not in _FLOATING:
+            return GroupDtypes(given, given, given, given)
+        main = precision.main
+        compute = precision.compute or main
+        return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main)

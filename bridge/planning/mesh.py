@@ -1,0 +1,68 @@
+"""The data-parallel mesh that a policy asks for, as numbers: sizes by axis, and which shard a device holds.
+
+Axes are given outer to inner and counted from the innermost one. On M x N devices, row-major, shard k of what is cut
+over both axes lies on the device with coordinates (m, n), k = n M + m, so that a gather over the outer axis makes the
+coarser shard::
+
+    device   0   1   2   3   4   5        2 x 3, cut over both axes
+    (m, n)  0,0 0,1 0,2 1,0 1,1 1,2
+    shard    0   2   4   1   3   5
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.planning.errors import PlanError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """``names`` and ``sizes`` of the axes, outer to inner."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.names) != len(self.sizes) or min(self.sizes) < 1:
+            raise PlanError(f"mesh: expected one or more axes of one or more devices, got {self}")
+
+    @staticmethod
+    def of(sizes: Mapping[str, int]) -> MeshShape:
+        """From ``{axis: size}``, outer to inner."""
+        return MeshShape(tuple(sizes), tuple(sizes.values()))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def name(self, axis: int) -> str:
+        """Of the axis that is ``axis`` from the innermost."""
+        return self.names[-1 - axis]
+
+    def size(self, axis: int) -> int:
+        """Of the axis that is ``axis`` from the innermost."""
+        return self.sizes[-1 - axis]
+
+    def shards(self, axes: int) -> int:
+        """Into how many shards the ``axes`` innermost axes cut a buffer."""
+        return math.prod(self.sizes[self.ndim - axes :])
+
+    def shard_by_device(self, axes: int) -> np.ndarray:
+        """``int64 [devices]``: which of these each device holds, devices row-major."""
+        coordinates = np.unravel_index(np.arange(self.devices), self.sizes)
+        index = np.zeros(self.devices, np.int64)
+        for axis in range(axes):
+            index = index * self.size(axis) + coordinates[self.ndim - 1 - axis]
+        return index

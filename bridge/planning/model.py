@@ -1,0 +1,96 @@
+"""A model as the planner sees it: module paths, and the shape of every parameter. Nothing is allocated.
+
+Model
+  modules      ""  "embed"  "layers.0"  "layers.0.attention"  ...       those with a forward, in definition order
+  parameters   "embed.weight" (257, 331) float32, "layers.0.attention.wq.weight" (320, 331) float32, ...
+  activations  of the segments "embed", "layers.0", ..., ""             for the peak, in the order of forward, if known
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from bridge.planning.activations import Segment
+from bridge.planning.dtypes import size_of
+from bridge.planning.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: dotted ``path``, ``shape``, name of its ``dtype`` as given, and whether it is trained."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise PlanError("parameter: expected a dotted path, got an empty one")
+        if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.shape):
+            raise PlanError(f"parameter {self.path!r}: expected a shape of ints >= 0, got {self.shape!r}")
+        size_of(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The path of the module that holds it."""
+        return self.path.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of one runtime, or a shape that either could run.
+
+    modules: dotted paths of all modules that have a forward, which a policy's patterns choose from; ``""`` is the root.
+    parameters: in the order in which the runtime lays them out.
+    source: where shapes and activation formulas come from, for people.
+
+    Raises ``PlanError`` for a parameter given twice.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    activations: tuple[Segment, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for parameter in self.parameters:
+            if parameter.path in seen:
+                raise PlanError(
+                    f"model {self.name}: expected each parameter once, got {parameter.path!r} twice"
+                )
+            seen.add(parameter.path)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @staticmethod
+    def of(
+        name: str,
+        parameters: Iterable[Parameter],
+        activations: Iterable[Segment] = (),
+        source: str = "",
+    ) -> Model:
+        """A model whose modules are those that its parameters' paths pass through, but for lists of modules.
+
+        A list is a module all of whose children are called 0, 1, ....
+        """
+        parameters = tuple(parameters)
+        modules: dict[str, None] = {"": None}
+        for parameter in parameters:
+            parts = parameter.module.split(".") if parameter.module else []
+            for depth in range(1, len(parts) + 1):
+                if depth == len(parts) or not parts[depth].isdecimal():
+                    modules[".".join(parts[:depth])] = None
+        return Model(name, tuple(modules), parameters, tuple(activations), source)

@@ -1,0 +1,293 @@
+"""The most bytes that a device holds in a step, as a sum of named terms at the worst moment.
+
+A step's last microbatch is walked through, segment by segment (see ``activations``), forward and back; at each the
+terms below are added up, and the moment of the largest sum is the peak. Units are gathered while a segment of theirs
+runs, those around it too; S_a, R_a, m, c, r, g are those of ``at_rest`` and ``traffic``::
+
+    term                 while segment i runs
+    main weights         m S_o                                          always
+    moments              those of ``at_rest``                           always
+    compute weights      those of ``at_rest``: kept between steps       always (JAX: p = 0 whole c S_0, 0 < p < o c S_p)
+    gathered weights     c S_0 of each unit that runs; and PyTorch      p > 0
+                         of the one that is prefetched
+    gradients            of units that backward is done with, g S_o,
+                         of others what earlier microbatches left:
+                         g S_(g) if K > 1
+    gradient buffers     what backward has made and not reduced yet:
+                         raw c P of the unit's parameters so far,
+                         from half of them on in its buffer, r S_0;
+                         and the buffer of the unit before it
+    activations          saved of segments before i, or their inputs    recompute
+    segment              forward or backward of segment i
+
+After backward comes the update: main weights, moments, all gradients, and kept compute weights. It is the peak where
+activations are few.
+
+In JAX gradients are of level g until the last microbatch, with K > 1 those of the microbatch beside the sums of the
+others, or in their place where something is left to reduce at the end (g < all axes); such units then have their
+reduced gradients, g S_o, beside the unreduced ones: a moment of its own. A unit's unreduced gradients have no buffer
+before they are reduced; nothing is prefetched; with K = 1 whole compute weights are freed unit by unit in backward; and
+the update is a program of its own, which makes new main weights of one unit after the other and holds no compute
+weights.
+
+Whoever measures should expect what is not in it: the allocator's fragmentation, the framework's and the communication
+library's own buffers, and constants such as rotary tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bridge.planning.activations import Segment, SegmentBytes
+from bridge.planning.at_rest import AtRest, keeps_weights
+from bridge.planning.buffers import GroupBuffers
+from bridge.planning.model import Model
+from bridge.planning.units import outward
+
+TERMS = (
+    "main_weights",
+    "moments",
+    "compute_weights",
+    "gathered_weights",
+    "gradients",
+    "gradient_buffers",
+    "activations",
+    "segment",
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """``moment``: when it is, in words. ``terms``: bytes by name, see above. ``complete``: activations are known."""
+
+    moment: str
+    terms: Mapping[str, int]
+    complete: bool
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """One unit as the walk needs it."""
+
+    path: str
+    groups: tuple[GroupBuffers, ...]
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one unit's buffers on a device.
+
+    gathered: compute weights, if they are gathered for each use. raw: unsharded gradients. buffer: they in one buffer.
+    done: reduced gradients. before: what earlier microbatches left of them, in their place; sums: beside them.
+    updated: new main weights beside the old ones. reduced: what is reduced at the end of a step, beside what it is made
+    of. freed: whole compute weights that backward frees.
+    """
+
+    gathered: int
+    raw: int
+    buffer: int
+    done: int
+    before: int
+    sums: int = 0
+    updated: int = 0
+    reduced: int = 0
+    freed: int = 0
+
+    @staticmethod
+    def of(unit: StepUnit, microbatches: int, runtime: str) -> _Sizes:
+        groups = unit.groups
+        trained = [group for group in groups if group.shape.trainable]
+        if runtime == "jax":
+            collected = sum(g.size(g.depths.gradients) * g.grad_bytes for g in trained)
+            late = [g for g in trained if g.depths.gradients < g.mesh.ndim]
+            whole = [g for g in groups if keeps_weights(g) and not g.depths.parameters]
+            return _Sizes(
+                gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
+                raw=sum(g.numel * g.compute_bytes for g in trained),
+                buffer=0,
+                done=0 if late and microbatches > 1 else collected,
+                before=0,
+                sums=collected if microbatches > 1 else 0,
+                updated=sum(g.size(g.depths.state) * g.main_bytes for g in trained),
+                reduced=sum(g.size(g.depths.state) * g.grad_bytes for g in late),
+                freed=sum(g.size(0) * g.compute_bytes for g in whole) if microbatches == 1 else 0,
+            )
+        return _Sizes(
+            gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
+            raw=sum(g.numel * g.compute_bytes for g in trained),
+            buffer=sum(g.size(0) * g.reduce_bytes for g in trained),
+            done=sum(g.size(g.depths.state) * g.grad_bytes for g in trained),
+            before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
+        )
+
+
+def _left_before(group: GroupBuffers) -> int:
+    depths = group.depths
+    # Where nothing is left to reduce, each microbatch's sums are final.
+    level = depths.state if depths.gradients == group.mesh.ndim else depths.gradients
+    return group.size(level) * group.grad_bytes
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A segment: the units that run with it, innermost first, and the raw gradients that its backward makes of each."""
+
+    path: str
+    running: tuple[str, ...]
+    kept: int
+    forward: int
+    backward: int
+    raw: Mapping[str, int]
+
+
+def step_peak(
+    model: Model,
+    units: Sequence[StepUnit],
+    rest: AtRest,
+    runtime: str,
+    batch: int,
+    length: int,
+    microbatches: int,
+) -> Peak:
+    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last."""
+    sizes = {unit.path: _Sizes.of(unit, microbatches, runtime) for unit in units}
+    steps = list(_steps(model, units, batch, length))
+    kept = rest.compute_weights.allocated
+    if runtime == "jax":
+        groups = [group for unit in units for group in unit.groups if keeps_weights(group)]
+        kept = sum(group.size(group.depths.parameters) * group.compute_bytes for group in groups)
+    always = {
+        "main_weights": rest.main_weights.allocated,
+        "moments": rest.moments.allocated,
+        "compute_weights": kept,
+    }
+    ahead = runtime == "torch"
+    moments = (
+        *_forward(steps, sizes, ahead),
+        *_backward(steps, sizes, ahead, kept),
+        *([_reduction(sizes)] if runtime == "jax" else []),
+        _update(sizes, units, runtime),
+    )
+    moment, terms = max(moments, key=lambda one: sum({**always, **one[1]}.values()))
+    named = {name: {**always, **terms}.get(name, 0) for name in TERMS}
+    return Peak(moment, named, bool(model.activations))
+
+
+Moment = tuple[str, dict[str, int]]
+
+
+def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool) -> Iterator[Moment]:
+    before = sum(one.before + one.sums for one in sizes.values())
+    saved = 0
+    for place, step in enumerate(steps):
+        following = steps[place + 1].running if ahead and place + 1 < len(steps) else ()
+        yield (
+            f"forward of {_title(step)}",
+            {
+                "gathered_weights": _gathered(step.running, following, sizes),
+                "gradients": before,
+                "activations": saved,
+                "segment": step.forward,
+            },
+        )
+        saved += step.kept
+
+
+def _backward(
+    steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool, kept: int
+) -> Iterator[Moment]:
+    saved = sum(step.kept for step in steps)
+    made: Counter[str] = Counter()
+    reducing = 0
+    for place in reversed(range(len(steps))):
+        step = steps[place]
+        saved -= step.kept
+        following = steps[place - 1].running if ahead and place else ()
+        done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
+        gradients = sum(one.sums + (one.done if path in done else one.before) for path, one in sizes.items())
+        made.update(step.raw)
+        open_units = [path for path in sizes if made[path] and path not in done]
+        yield (
+            f"backward of {_title(step)}",
+            {
+                "gathered_weights": _gathered(step.running, following, sizes),
+                "gradients": gradients,
+                "gradient_buffers": reducing
+                + sum(_collecting(made[path], sizes[path]) for path in open_units),
+                "activations": saved,
+                "segment": step.backward,
+                "compute_weights": kept - sum(sizes[path].freed for path in done),
+            },
+        )
+        finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
+        if finished:
+            reducing = finished[-1].buffer
+
+
+def _reduction(sizes: Mapping[str, _Sizes]) -> Moment:
+    """After the last backward in JAX: nothing is computed any more, and all that is left is reduced."""
+    held = sum(one.sums or one.done for one in sizes.values())
+    reduced = sum(one.reduced for one in sizes.values())
+    return "reduction", {"compute_weights": 0, "gradients": held + reduced}
+
+
+def _update(sizes: Mapping[str, _Sizes], units: Sequence[StepUnit], runtime: str) -> Moment:
+    if runtime == "torch":
+        return "update", {"gradients": sum(one.done for one in sizes.values())}
+    # A program of its own, which holds no compute weights.
+    trained = [group for unit in units for group in unit.groups if group.shape.trainable]
+    gradients = sum(group.size(group.depths.state) * group.grad_bytes for group in trained)
+    largest = max((one.updated for one in sizes.values()), default=0)
+    return "update", {"compute_weights": 0, "gradients": gradients, "segment": largest}
+
+
+def _collecting(made: int, unit: _Sizes) -> int:
+    """Bytes of unreduced gradients: as they came up to half of the unit, then in its buffer as well (PyTorch)."""
+    return made if 2 * made <= unit.raw or not unit.buffer else unit.raw // 2 + unit.buffer
+
+
+def _gathered(running: Sequence[str], following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:
+    return sum(sizes[path].gathered for path in {*running, *following})
+
+
+def _title(step: _Step) -> str:
+    return step.path or "the root"
+
+
+def _steps(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> Iterator[_Step]:
+    by_path = {unit.path: unit for unit in units}
+    segments: dict[str, Segment | None] = {one.path: one for one in model.activations}
+    segments = segments or dict.fromkeys(by_path)
+    raw = _raw_gradients(units, segments)
+    for path, segment in segments.items():
+        around = [outer for outer in outward(path) if outer in by_path]
+        inside = [inner for inner in by_path if path and inner != path and path in outward(inner)]
+        owner = by_path[around[0]]
+        needed = SegmentBytes()
+        if segment is not None:
+            dtypes = [group.shape.dtypes.compute for group in owner.groups] or ["float32"]
+            needed = segment.bytes_for(batch, length, dtypes[0])
+        if owner.recompute:
+            needed = replace(needed, saved=needed.input, backward=needed.again)
+        yield _Step(path, (*inside, *around), needed.saved, needed.forward, needed.backward, raw[path])
+
+
+def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, object]) -> dict[str, Counter[str]]:
+    """For each segment, bytes of unreduced gradients by unit; parameters outside of all segments go with the last."""
+    last = list(segments)[-1]
+    found: dict[str, Counter[str]] = {path: Counter() for path in segments}
+    for unit in units:
+        for group in unit.groups:
+            if group.shape.trainable:
+                for slot in group.layout.slots:
+                    full = f"{unit.path}.{slot.name}".lstrip(".")
+                    holders = [path for path in outward(full) if path in segments and path]
+                    found[holders[0] if holders else last][unit.path] += slot.numel * group.compute_bytes
+    return found

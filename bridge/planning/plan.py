@@ -1,0 +1,177 @@
+"""The plan of one model under one policy on one number of devices: what each unit costs, and all of them.
+
+model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collectives, peak      each kind once
+                                             x how many units are of the kind ---> totals
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bridge.planning.at_rest import AtRest, at_rest
+from bridge.planning.buffers import GroupBuffers, buffers_of
+from bridge.planning.errors import PlanError
+from bridge.planning.mesh import MeshShape
+from bridge.planning.model import Model
+from bridge.planning.peak import Peak, StepUnit, step_peak
+from bridge.planning.runtimes import Policy
+from bridge.planning.traffic import Calls, Traffic, step_calls
+from bridge.planning.units import UnitKind, cut
+
+LARGE_PADDING = 0.05
+"""Padding of a unit, as a fraction of its parameters, that is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one device computes in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
+
+    batch: int = 1
+    length: int = 4096
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name}: expected an int >= 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Equal units, planned once. ``at_rest`` and ``calls`` are of one of them, on the plan's device."""
+
+    paths: tuple[str, ...]
+    kind: UnitKind
+    groups: tuple[GroupBuffers, ...]
+    at_rest: AtRest
+    calls: Calls
+
+    @property
+    def count(self) -> int:
+        return len(self.paths)
+
+    @property
+    def title(self) -> str:
+        """Their paths in short."""
+        first, last = (path or "(root)" for path in (self.paths[0], self.paths[-1]))
+        return first if self.count == 1 else f"{first} ... {last} ({self.count})"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters of one unit."""
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def overhead(self) -> float:
+        """Padding as a fraction of them."""
+        padded = sum(group.padded for group in self.groups)
+        return padded / self.numel - 1 if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest."""
+
+    model: Model
+    policy: str
+    runtime: str
+    mesh: MeshShape
+    workload: Workload
+    device: int
+    units: tuple[UnitPlan, ...]
+
+    @cached_property
+    def at_rest(self) -> AtRest:
+        """Bytes that the device holds between two steps."""
+        return sum((unit.at_rest.times(unit.count) for unit in self.units), AtRest())
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Collectives of one optimizer step."""
+        calls: Calls = Calls()
+        for unit in self.units:
+            calls.update({one: times * unit.count for one, times in unit.calls.items()})
+        return Traffic(calls, int(self.runtime == "jax"))
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The most bytes that the device holds in a step."""
+        units = [
+            StepUnit(path, unit.groups, unit.kind.recompute) for unit in self.units for path in unit.paths
+        ]
+        units.sort(key=lambda unit: unit.path == "")
+        work = self.workload
+        return step_peak(
+            self.model, units, self.at_rest, self.runtime, work.batch, work.length, work.microbatches
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel * unit.count for unit in self.units)
+
+    @property
+    def overhead(self) -> float:
+        """Padding of all buffers as a fraction of that."""
+        padded = sum(group.padded * unit.count for unit in self.units for group in unit.groups)
+        return padded / self.numel - 1 if self.numel else 0.0
+
+    def warnings(self) -> list[str]:
+        """Units whose padding is large."""
+        return [
+            f"unit {unit.title}: {100 * unit.overhead:.1f} % padding on {self.mesh.devices} devices; join small "
+            "units, or shard them over fewer devices (hsdp)"
+            for unit in self.units
+            if unit.overhead > LARGE_PADDING
+        ]
+
+
+def make_plan(
+    model: Model,
+    policy: Policy,
+    devices: int,
+    runtime: str,
+    workload: Workload,
+    *,
+    device: int | None = None,
+) -> Plan:
+    """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
+
+    device: whose bytes at rest to give; None: the one that holds most, the first of those.
+
+    Raises ``PlanError`` when policy and model or devices do not fit.
+    """
+    try:
+        mesh = MeshShape.of(policy.mesh_sizes(devices))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    kinds = {
+        kind: (tuple(paths), buffers_of(kind, mesh))
+        for kind, paths in cut(model, policy, runtime).kinds().items()
+    }
+    if device is None:
+        held = sum(
+            (
+                len(paths) * group.main_bytes * group.real_by_device(group.depths.state)
+                for paths, groups in kinds.values()
+                for group in groups
+            ),
+            np.zeros(mesh.devices, np.int64),
+        )
+        device = int(np.argmax(held))
+    if not 0 <= device < mesh.devices:
+        raise PlanError(f"device: expected one of {mesh.devices}, got {device}")
+    units = tuple(
+        UnitPlan(
+            paths,
+            kind,
+            groups,
+            at_rest(groups, runtime, device),
+            step_calls(groups, runtime, workload.microbatches),
+        )
+        for kind, (paths, groups) in kinds.items()
+    )
+    return Plan(model, policy.source, runtime, mesh, workload, device, units)

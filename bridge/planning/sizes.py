@@ -1,0 +1,31 @@
+"""Amounts of memory as people write them: GB is 10**9 bytes, GiB is 2**30."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from bridge.planning.errors import PlanError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """``"80GB"``, ``"79.5 GiB"`` or ``"1000"`` (bytes); parts of a byte are dropped. Raises ``PlanError`` otherwise."""
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise PlanError(f"memory: expected an amount such as 80GB or 79.5GiB, got {text!r}")
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """``"8,64,512"``: numbers of devices, each once. Raises ``PlanError`` otherwise."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", word) for word in words):
+        raise PlanError(f"devices: expected numbers such as 8,64,512, got {text!r}")
+    return tuple(dict.fromkeys(map(int, words)))

@@ -1,0 +1,131 @@
+"""A comparison as rows of text: an overview, or one plan unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bridge.cli_output import human_bytes
+from bridge.planning.at_rest import AtRest
+from bridge.planning.comparison import Comparison
+from bridge.planning.plan import Plan
+from bridge.planning.traffic import KINDS, Traffic
+
+Row = tuple[str, ...]
+
+OVERVIEW = (
+    "policy",
+    "devices",
+    "runtime",
+    "weights",
+    "moments",
+    "gradients",
+    "compute",
+    "padding",
+    "at rest",
+    "peak",
+    "gathers",
+    "scatters",
+    "reduces",
+    "sent",
+)
+UNITS = (
+    "unit",
+    "strategy",
+    "parameters",
+    "padded by",
+    *OVERVIEW[3:9],
+    "gathers",
+    "scatters",
+    "reduces",
+    "sent",
+)
+
+
+def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each plan."""
+    asked = comparison.memory is not None
+    rows = []
+    for plan in comparison.plans:
+        row = (plan.policy, str(plan.mesh.devices), plan.runtime, *_held(plan.at_rest), _peak(plan))
+        row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
+        rows.append((*row, "yes" if comparison.fits(plan) else "no") if asked else row)
+    return (*OVERVIEW, "fits") if asked else OVERVIEW, rows
+
+
+def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each kind of unit, of all its units together; the last row is the total."""
+    rows = []
+    for unit in plan.units:
+        traffic = Traffic({one: calls * unit.count for one, calls in unit.calls.items()})
+        rows.append(
+            (
+                unit.title,
+                unit.kind.strategy + (", recomputed" if unit.kind.recompute else ""),
+                f"{unit.numel * unit.count:,}",
+                f"{100 * unit.overhead:.2f} %",
+                *_held(unit.at_rest.times(unit.count)),
+                *_calls(traffic),
+                human_bytes(traffic.wire_bytes()),
+            )
+        )
+    total = ("total", "", f"{plan.numel:,}", f"{100 * plan.overhead:.2f} %", *_held(plan.at_rest))
+    rows.append((*total, *_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes())))
+    return UNITS, rows
+
+
+def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each kind of collective and mesh axis."""
+    rows: list[Row] = [
+        (
+            kind.replace("_", "-"),
+            axis,
+            str(size),
+            str(plan.traffic.count(kind, axis)),
+            human_bytes(plan.traffic.nbytes(kind, axis)),
+            human_bytes(plan.traffic.wire_bytes(kind, axis)),
+        )
+        for axis, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+        for kind in KINDS
+        if plan.traffic.count(kind, axis)
+    ]
+    return ("collective", "axis", "ranks", "per step", "of buffers", "sent"), rows
+
+
+def by_term(plan: Plan) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each term of the peak."""
+    rows: list[Row] = [
+        (name.replace("_", " "), human_bytes(value), f"{value:,}")
+        for name, value in plan.peak.terms.items()
+        if value
+    ]
+    total = plan.peak.total
+    return ("at the peak", "", "bytes"), [*rows, ("total", human_bytes(total), f"{total:,}")]
+
+
+def _held(rest: AtRest) -> Row:
+    return tuple(human_bytes(value) for value in (*rest.by_kind().values(), rest.total))
+
+
+def _calls(traffic: Traffic) -> Row:
+    return tuple(str(traffic.count(kind)) for kind in KINDS)
+
+
+def _peak(plan: Plan) -> str:
+    return human_bytes(plan.peak.total) if plan.peak.complete else f"> {human_bytes(plan.peak.total)}"
+
+
+def notes(comparison: Comparison) -> Sequence[str]:
+    """Lines under the tables: what is not known, what is wasteful, what is cheapest."""
+    lines = list(comparison.refused)
+    if any(not plan.peak.complete for plan in comparison.plans):
+        lines.append("peak: without activations, which are known for built-in models only")
+    warned: dict[str, None] = {}
+    for plan in comparison.plans:
+        warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())
+    lines += warned
+    for choice in comparison.choices:
+        if choice.policy is None:
+            lines.append(f"{choice.devices} devices: no policy fits")
+        else:
+            lines.append(f"{choice.devices} devices: {choice.policy} is the cheapest that fits")
+    return lines

@@ -1,0 +1,120 @@
+"""Bytes of a segment's activations in PyTorch: one forward and backward on the meta device, every allocation noted.
+
+Nothing is computed and nothing allocated: on the meta device tensors have shapes and storages without memory. A
+dispatch mode sees each operator's results, in backward as well, and a finalizer each storage's end; so what autograd
+saves, and when it lets go of it, is what happens on a real device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from bridge.planning.activations import SegmentBytes
+from bridge.planning.runtimes import framework
+
+
+def trace_segment(
+    build: Callable[[], Any], make_input: Callable[[], Any], finish: Callable[[Any], Any] | None = None
+) -> SegmentBytes:
+    """Trace ``build()``, a module, on ``make_input()``; both are called for the meta device.
+
+    finish: from the module's output to a scalar, such as a loss; None: the output's gradient is given.
+    """
+    torch = framework("torch")
+    with torch.device("meta"):
+        module, given = build(), make_input()
+        differentiable = given.is_floating_point()
+        source = given.requires_grad_() if differentiable else given
+        weight = None
+        parameter_gradients: set[int] = set()
+        log = _Log(torch)
+
+        def forget(parameter: Any) -> None:
+            parameter_gradients.add(log.key(parameter.grad))
+            parameter.grad = None
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(forget)
+        if finish is None:
+            weight = torch.empty_like(module(source))
+        # Views of them are results of operators too.
+        log.ignore([source, *module.parameters(), *module.buffers(), *([] if weight is None else [weight])])
+        with log.mode():
+            # A leaf would stay alive in any case; what comes from another segment does not.
+            inside = source * 1 if differentiable else source
+            size = inside.numel() * inside.element_size() if differentiable else 0
+            output = module(inside)
+            forward = log.peak()
+            loss = (output * weight).sum() if finish is None else finish(output)
+            forward = forward if finish is None else log.peak()
+            del inside, output
+            saved = log.live()
+            mark = log.mark()
+            loss.backward()
+    backward = log.peak(mark, parameter_gradients)
+    return SegmentBytes(saved, size, forward, backward, size + max(forward, backward))
+
+
+class _Log:
+    """Storages that were made and dropped, in order."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._events: list[tuple[int, int]] = []
+        self._alive: dict[int, int] = {}
+
+    def key(self, tensor: Any) -> int:
+        """Of a tensor's storage; -1 for one that was not made while the log was kept."""
+        return self._alive.get(tensor.untyped_storage()._cdata, -1)
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Of storages that stay alive."""
+        self._alive.update((tensor.untyped_storage()._cdata, -1) for tensor in tensors)
+
+    def mark(self) -> int:
+        return len(self._events)
+
+    def live(self) -> int:
+        """Bytes alive now."""
+        return sum(size for _, size in self._events)
+
+    def peak(self, after: int = 0, without: frozenset[int] | set[int] = frozenset()) -> int:
+        """The most bytes alive at once since a mark, but for the storages ``without``."""
+        live = most = 0
+        for place, (key, size) in enumerate(self._events):
+            if key not in without:
+                live += size
+            if place >= after:
+                most = max(most, live)
+        return most
+
+    def note(self, tensor: Any) -> None:
+        """A result of an operator; its storage may be known."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        key, size = len(self._events), storage.nbytes()
+        self._alive[address] = key
+        self._events.append((key, size))
+        weakref.finalize(storage, self._dropped, address, key, size)
+
+    def _dropped(self, address: int, key: int, size: int) -> None:
+        self._alive.pop(address, None)
+        self._events.append((key, -size))
+
+    def mode(self) -> Any:
+        """A dispatch mode that keeps the log."""
+        log, torch = self, self._torch
+        base = framework("torch.utils._python_dispatch").TorchDispatchMode
+        tree_map = framework("torch.utils._pytree").tree_map_only
+
+        class Noting(base):  # type: ignore[misc, valid-type]  # the framework is imported when it is used
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                results = func(*args, **(kwargs or {}))
+                tree_map(torch.Tensor, log.note, results)
+                return results
+
+        return Noting()

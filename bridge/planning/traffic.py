@@ -1,0 +1,115 @@
+"""The collectives of one optimizer step of K microbatches, by unit, kind and mesh axis.
+
+For a group with strategy (p, g, o) on a mesh of d axes (axis 0 innermost; level a is cut over the a innermost ones)::
+
+    when                 what                              over axis            bytes of the whole buffer
+    once a step          gather levels o .. p              o-1 ... p            c S_(axis)        (c: compute dtype)
+    forward, backward    gather levels p .. 0              p-1 ... 0            c S_(axis)
+    each microbatch      reduce-scatter levels 0 .. g      0 ... g-1            r S_(axis)        (r: reduce dtype)
+    once a step          reduce-scatter levels g .. o      g ... o-1            r S_(axis)
+    once a step          all-reduce the shard of level o   o ... d-1            r S_o
+
+* An axis of one device takes no collective.
+* A frozen group has gathers only. PyTorch leaves out those that would bring back what it holds already, the ones once a
+  step; JAX, a function of its inputs, does them again.
+* JAX sums the loss in one more all-reduce, which is not listed here, see ``Traffic.loss``.
+
+The buffers of a group are one collective. "Whole buffer" is what a gather fills and what a reduction reads. On the wire
+each of W devices sends and receives (W - 1) / W of it, twice that for an all-reduce (ring algorithms; Patarasuk and
+Yuan, J. Parallel Distrib. Comput. 69, 2009).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bridge.planning.buffers import GroupBuffers
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a group: ``kind``, name and ``size`` of the mesh axis, dtype, and bytes of the whole buffer."""
+
+    kind: str
+    axis: str
+    size: int
+    dtype: str
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends, on average over the axis."""
+        share = self.nbytes * (self.size - 1) / self.size
+        return 2 * share if self.kind == "all_reduce" else share
+
+
+Calls = Counter[Collective]
+"""How often each collective runs in a step."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of a step. ``loss``: how many sum nothing but the loss."""
+
+    calls: Mapping[Collective, int]
+    loss: int = 0
+
+    def count(self, kind: str, axis: str | None = None) -> int:
+        """Calls of a kind, over one axis or all."""
+        return sum(calls for one, calls in self.calls.items() if _matches(one, kind, axis))
+
+    def nbytes(self, kind: str, axis: str | None = None) -> int:
+        """Bytes of whole buffers, of a kind, over one axis or all."""
+        return sum(one.nbytes * calls for one, calls in self.calls.items() if _matches(one, kind, axis))
+
+    def wire_bytes(self, kind: str | None = None, axis: str | None = None) -> int:
+        """Bytes that a device sends in a step."""
+        return round(
+            sum(one.wire_bytes * calls for one, calls in self.calls.items() if _matches(one, kind, axis))
+        )
+
+
+def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
+    return kind in (None, one.kind) and axis in (None, one.axis)
+
+
+def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int) -> Calls:
+    """The collectives of one unit in a step of ``microbatches`` microbatches."""
+    calls: Calls = Counter()
+    for group in groups:
+        calls += _gathers(group, runtime, microbatches)
+        if group.shape.trainable:
+            calls += _reductions(group, microbatches)
+    return calls
+
+
+def _gathers(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
+    depths, calls = group.depths, Counter[Collective]()
+    once = 0 if runtime == "torch" and not group.shape.trainable else 1
+    for axis in range(depths.state):
+        if group.mesh.size(axis) > 1:
+            times = 2 * microbatches if axis < depths.parameters else once
+            calls[_collective(group, "all_gather", axis, axis, group.shape.dtypes.compute)] += times
+    return +calls
+
+
+def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
+    depths, calls = group.depths, Counter[Collective]()
+    for axis in range(group.mesh.ndim):
+        if group.mesh.size(axis) == 1:
+            continue
+        scatters = axis < depths.state
+        kind, level = ("reduce_scatter", axis) if scatters else ("all_reduce", depths.state)
+        times = microbatches if axis < depths.gradients else 1
+        calls[_collective(group, kind, axis, level, group.shape.dtypes.reduce)] += times
+    return calls
+
+
+def _collective(group: GroupBuffers, kind: str, axis: int, level: int, dtype: str) -> Collective:
+    size = group.compute_bytes if kind == "all_gather" else group.reduce_bytes
+    mesh = group.mesh
+    return Collective(kind, mesh.name(axis), mesh.size(axis), dtype, group.size(level) * size)

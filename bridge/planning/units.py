@@ -1,0 +1,117 @@
+"""A model cut into units by a policy, and each unit's parameters into groups.
+
+    Unit "layers.3"    owns every parameter below it that no inner unit owns
+      group 0          its parameters of one dtype and one trainability, in definition order
+      group 1          frozen, or (PyTorch) given in another dtype: flat buffers of its own
+
+Units that differ in nothing but their path are one ``UnitKind`` and are planned once: 126 equal layers cost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bridge.planning.dtypes import GroupDtypes
+from bridge.planning.errors import PlanError
+from bridge.planning.model import Model, Parameter
+from bridge.planning.runtimes import Depths, Policy, depths_of
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Parameters that share flat buffers: names below the unit, shapes, and what the group is made of."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    trainable: bool
+    dtypes: GroupDtypes
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """All that a unit's plan depends on.
+
+    recompute: whether its activations are computed again in backward.
+    """
+
+    groups: tuple[GroupShape, ...]
+    depths: Depths
+    strategy: str
+    granularity: str
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit of a model."""
+
+    path: str
+    kind: UnitKind
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """Units in definition order, the root last."""
+
+    units: tuple[Unit, ...]
+
+    def kinds(self) -> dict[UnitKind, list[str]]:
+        """Each kind once, with the paths of its units."""
+        found: dict[UnitKind, list[str]] = {}
+        for unit in self.units:
+            found.setdefault(unit.kind, []).append(unit.path)
+        return found
+
+
+def cut(model: Model, policy: Policy, runtime: str) -> CutModel:
+    """Apply a policy's patterns. Raises ``PlanError`` when one of them matches nothing."""
+    try:
+        chosen = policy.units_of(model.modules)
+    except ValueError as error:
+        raise PlanError(f"model {model.name}: {error}") from error
+    owned: dict[str, list[Parameter]] = {path: [] for path in chosen}
+    for parameter in model.parameters:
+        # The root is always a unit.
+        owned[next(path for path in outward(parameter.module) if path in owned)].append(parameter)
+    units = []
+    for path, unit in chosen.items():
+        strategy = unit.chosen
+        kind = UnitKind(
+            groups=_groups(path, owned[path], policy, runtime),
+            depths=depths_of(strategy),
+            strategy=strategy.name,
+            granularity=unit.granularity,
+            recompute=unit.recompute,
+        )
+        units.append(Unit(path, kind))
+    return CutModel(tuple(units))
+
+
+def outward(path: str) -> Iterable[str]:
+    """``path``, the module around it, and so on to the root."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ROOT
+
+
+def _groups(path: str, owned: Iterable[Parameter], policy: Policy, runtime: str) -> tuple[GroupShape, ...]:
+    members: dict[tuple[str, bool], list[Parameter]] = {}
+    for parameter in owned:
+        # To JAX the dtype in which a parameter was given does not matter: the unit's main weights have one.
+        dtype = parameter.dtype if runtime == "torch" else policy.precision.main
+        members.setdefault((dtype, parameter.trainable), []).append(parameter)
+    kinds = list(members) if runtime == "torch" else sorted(members, key=lambda kind: not kind[1])
+    start = len(path) + 1 if path else 0
+    return tuple(
+        GroupShape(
+            names=tuple(one.path[start:] for one in members[dtype, trainable]),
+            shapes=tuple(one.shape for one in members[dtype, trainable]),
+            trainable=trainable,
+            dtypes=GroupDtypes.of(dtype, policy.precision),
+        )
+        for dtype, trainable in kinds
+    )

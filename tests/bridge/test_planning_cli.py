@@ -1,0 +1,121 @@
+"""`twinshard plan`: text, JSON, pictures, exit status, and one clear message for every error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from bridge.cli import app
+from bridge.planning import Workload, load_policy, make_plan, resolve_models
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_help_shows_an_example() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert "Example:\n    twinshard plan fsdp zero1 " in result.stdout
+
+
+def test_one_plan_is_shown_unit_by_unit() -> None:
+    result = call("hfsdp", "--model", "llama3-8b", "--devices", "64", "--runtime", "torch")
+    assert result.exit_code == 0, result.stderr
+    plan = make_plan(resolve_models("llama3-8b")["torch"], load_policy("hfsdp"), 64, "torch", Workload())
+    assert f"({plan.at_rest.total:,} B) at rest" in result.stdout
+    assert "layers.0 ... layers.31 (32)" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["all-gather", "dp_outer", "32", "33"] in [row[:4] for row in rows]
+    assert ["all-gather", "dp", "2", "66"] in [row[:4] for row in rows]
+    assert ["reduce-scatter", "dp_outer", "32", "33"] in [row[:4] for row in rows]
+
+
+def test_a_comparison_names_the_cheapest_that_fits_and_draws_it(tmp_path: Path) -> None:
+    picture = tmp_path / "plans.png"
+    arguments = ("no_shard", "fsdp_bf16", "--model", "llama3-8b", "--devices", "8,64", "--memory", "80GB")
+    result = call(*arguments, "--chart", picture)
+    assert result.exit_code == 0, result.stderr
+    assert "8 devices: fsdp_bf16.toml is the cheapest that fits" in result.stdout
+    assert "64 devices: fsdp_bf16.toml is the cheapest that fits" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_that_fits_is_exit_status_1() -> None:
+    result = call("fsdp", "--model", "llama3-405b", "--devices", "8", "--memory", "80GB")
+    assert result.exit_code == 1
+    assert "8 devices: no policy fits" in result.stdout
+
+
+def test_the_document_is_complete() -> None:
+    result = call(
+        "fsdp",
+        "zero1",
+        "--model",
+        "decoder:default",
+        "--devices",
+        "4,8",
+        "--memory",
+        "1GiB",
+        "--length",
+        64,
+        "--json",
+    )
+    assert result.exit_code == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert (document["format"], document["version"], document["memory"]) == ("twinshard.plan", 1, 2**30)
+    assert document["workload"] == {"batch": 1, "length": 64, "microbatches": 1}
+    keys = [(one["policy"], one["devices"], one["runtime"]) for one in document["plans"]]
+    assert sorted(keys) == sorted(
+        (p, n, r) for p in ("fsdp.toml", "zero1.toml") for n in (4, 8) for r in ("torch", "jax")
+    )
+    for one in document["plans"]:
+        kinds = {kind: size for kind, size in one["at_rest"].items() if kind != "total"}
+        assert sum(kinds.values()) == one["at_rest"]["total"]
+        assert sum(one["peak"]["terms"].values()) == one["peak"]["total"]
+        assert sum(entry["wire_bytes"] for entry in one["traffic"]) == pytest.approx(one["wire_bytes"], abs=2)
+        assert sum(len(unit["paths"]) * unit["parameters"] for unit in one["units"]) == document["parameters"]
+        for kind in (*kinds, "total"):
+            held = sum(len(unit["paths"]) * unit["at_rest"][kind] for unit in one["units"])
+            assert held == one["at_rest"][kind]
+        calls = sum(entry["calls"] for entry in one["traffic"])
+        assert calls == sum(
+            len(unit["paths"]) * entry["calls"] for unit in one["units"] for entry in unit["traffic"]
+        )
+        assert one["fits"] is True
+    assert {one["devices"]: one["policy"] for one in document["cheapest"]} == {
+        4: "zero1.toml",
+        8: "zero1.toml",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fsdp", "--model", "llama9"), "expected decoder:CONFIG"),
+        (("no_such_policy", "--model", "llama3-8b"), "no_such_policy: expected a TOML file or one of fsdp"),
+        (("fsdp", "--model", "llama3-8b", "--devices", "eight"), "expected numbers such as 8,64,512"),
+        (("fsdp", "--model", "llama3-8b", "--memory", "lots"), "expected an amount such as 80GB"),
+        (("hsdp", "--model", "llama3-8b", "--devices", "3"), "expected axes of 3 devices"),
+        (("fsdp", "--model", "llama3-8b", "--chart", "x.doc"), "x.doc"),
+        (("fsdp", "--model", "llama3-8b", "--compile"), "expected a model decoder:CONFIG"),
+    ],
+)
+def test_errors_are_one_message_and_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_escape_sequence_in_a_policys_name_does_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b[31m.toml"
+    path.write_text('[[unit]]\nmatch = ""\n')
+    result = call(path, "--model", "llama3-8b", "--runtime", "torch")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout

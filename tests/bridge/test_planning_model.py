@@ -1,0 +1,168 @@
+"""What the planner knows of models: shapes of published ones, ours, and any module by its Python path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.planning import PlanError, resolve_models
+from bridge.planning.activations import FormulaSegment, SegmentBytes
+from bridge.planning.model import Model, Parameter
+from bridge.planning.shipped_models import SHIPPED, shipped_model
+
+# Of the published checkpoints, by their own counts; DeepSeek-V3's 671,026,419,200 less 58 x 256 correction biases.
+PARAMETERS = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v3": 671_026_404_352,
+}
+
+
+def test_shipped_models_have_the_published_numbers_of_parameters() -> None:
+    assert {name: shipped_model(name).numel for name in SHIPPED} == PARAMETERS
+
+
+def test_shapes_of_the_published_models() -> None:
+    shapes = {p.path: p.shape for p in shipped_model("deepseek-v3").parameters}
+    assert shapes["layers.2.mlp.w13.weight"] == (2 * 18432, 7168)
+    assert shapes["layers.3.mlp.experts.w13"] == (256, 4096, 7168)
+    assert shapes["layers.60.mlp.shared.w2.weight"] == (7168, 2048)
+    assert shapes["layers.0.attention.wkv_b.weight"] == (32768, 512)
+    shapes = {p.path: p.shape for p in shipped_model("mixtral-8x7b").parameters}
+    assert shapes["layers.31.mlp.experts.w2"] == (8, 4096, 14336)
+    assert shapes["layers.0.mlp.router.weight"] == (8, 4096)
+
+
+def test_modules_are_those_with_a_forward() -> None:
+    modules = shipped_model("llama3-8b").modules
+    assert "layers.31.mlp" in modules
+    assert "layers" not in modules
+    assert "" in modules
+    for models in (resolve_models("decoder:default"),):
+        for runtime, model in models.items():
+            assert {"", "embed", "layers.3", "layers.0.attention", "norm", "lm_head"} <= set(model.modules), (
+                runtime
+            )
+            assert "layers" not in model.modules
+
+
+def test_the_decoder_has_each_runtimes_shapes() -> None:
+    models = resolve_models("decoder:default")
+    assert models["torch"].numel == models["jax"].numel
+    torch = {p.path: p.shape for p in models["torch"].parameters}
+    jax = {p.path: p.shape for p in models["jax"].parameters}
+    assert torch["layers.0.mlp.w13.weight"] == (1766, 331)
+    assert jax["layers.0.mlp.gate.kernel"] == (331, 883)
+
+
+def test_a_decoder_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[model]\nvocab_size = 300\nd_model = 8\nn_layers = 2\nn_heads = 2\nn_kv_heads = 1\nhead_dim = 4\nd_ff = 16\n"
+        "tied = true\n"
+    )
+    for model in resolve_models(f"decoder:{path}").values():
+        assert model.numel == 300 * 8 + 2 * (8 + 64 + 32 + 32 + 64 + 8 + 3 * 128) + 8
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama4", "expected decoder:CONFIG, package.module:Factory or one of llama3-8b"),
+        ("decoder:nothing.toml", "expected a TOML file or one of .*default"),
+        ("no.such.module:Model", "can be imported"),
+        ("os:sep", "expected a class or function, got str"),
+        (
+            "pathlib:Path",
+            "expected a torch.nn.Module, or a factory of an nnx.Module that takes rngs, got PosixPath",
+        ),
+    ],
+)
+def test_an_unknown_model_is_one_clear_error(name: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        resolve_models(name)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("x = 1", r"expected a table \[model\], got None"),
+        ("[model]\nlayers = 3", "layers"),
+        ("[model", "not a TOML file"),
+    ],
+)
+def test_a_bad_decoder_file_is_one_clear_error(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(table)
+    with pytest.raises(PlanError, match=message):
+        resolve_models(f"decoder:{path}")
+
+
+MODULE = """
+import torch
+from flax import nnx
+
+class Torch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.second = torch.nn.Linear(10**9, 10**9, bias=False)  # nothing of it is allocated
+        self.first.bias.requires_grad_(False)
+        self.tied = self.first
+
+class Jax(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(2)])
+        self.second = nnx.Linear(10**6, 10**6, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+"""
+
+
+def test_any_module_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (runtime, model), *others = resolve_models("planned_module:Torch").items()
+    assert (runtime, others) == ("torch", [])
+    assert model.parameters == (
+        Parameter("first.weight", (4, 3)),
+        Parameter("first.bias", (4,), trainable=False),
+        Parameter("layers.0.weight", (4, 4)),
+        Parameter("layers.1.weight", (4, 4)),
+        Parameter("second.weight", (10**9, 10**9)),
+    )
+    assert model.modules == ("", "first", "layers.0", "layers.1", "second")
+    (runtime, model), *others = resolve_models("planned_module:Jax").items()
+    assert (runtime, others) == ("jax", [])
+    assert [(p.path, p.shape) for p in model.parameters] == [
+        ("first.bias", (4,)),
+        ("first.kernel", (3, 4)),
+        ("layers.0.kernel", (4, 4)),
+        ("layers.1.kernel", (4, 4)),
+        ("second.kernel", (10**6, 10**6)),
+    ]
+    assert {"first", "layers.0", "layers.1", "second"} <= set(model.modules)
+    with pytest.raises(PlanError, match="expected a model of torch, got one of jax"):
+        resolve_models("planned_module:Jax", ["torch"])
+
+
+def test_a_parameter_is_validated() -> None:
+    with pytest.raises(PlanError, match="expected a shape of ints >= 0"):
+        Parameter("w", (2, -1))
+    with pytest.raises(PlanError, match=r"expected one of float64, .*, got 'float7'"):
+        Parameter("w", (2,), "float7")
+    with pytest.raises(PlanError, match="expected each parameter once, got 'w' twice"):
+        Model.of("m", [Parameter("w", (2,)), Parameter("w", (3,))])
+
+
+def test_activations_by_formula() -> None:
+    segment = FormulaSegment("x", input=2, saved=10, saved_bytes=3, working=1, working_bytes=5)
+    # 3 x 4 tokens of 2 bytes an element.
+    expected = [12 * 23, 12 * 4, 12 * (4 + 23 + 7), 12 * (23 + 7), 12 * (4 + 4 + 23 + 7)]
+    assert segment.bytes_for(3, 4, "bfloat16") == SegmentBytes(*expected)

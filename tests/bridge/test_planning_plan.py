@@ -1,0 +1,300 @@
+"""Plans by hand: the sums a person would do, warnings, comparisons, and what planning itself needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning.comparison import compare
+from bridge.planning.mesh import MeshShape
+from bridge.planning.model import Model, Parameter
+from bridge.planning.runtimes import SHIPPED_POLICIES
+from bridge.planning.shipped_models import shipped_model
+from bridge.planning.sizes import parse_bytes, parse_counts
+
+ROOT = Path(__file__).parents[2]
+
+
+def policy(strategy: str, mesh: str = 'dp = "all"', precision: str = "") -> str:
+    units = "".join(f'[[unit]]\nmatch = "{match}"\nstrategy = "{strategy}"\n' for match in ("layers.*", ""))
+    return f"[mesh]\n{mesh}\n[precision]\n{precision}\n{units}"
+
+
+# Rows of 4 and 8 elements: 128 elements a layer and 32 at the root divide evenly by 2, 4 and 8.
+SMALL = Model.of(
+    "small",
+    [
+        Parameter("embed.weight", (8, 4)),
+        *(Parameter(f"layers.{k}.{name}", (8, 8)) for k in range(3) for name in ("up", "down")),
+    ],
+)
+P = 3 * 128 + 32
+
+
+@pytest.mark.parametrize(
+    ("strategy", "main", "gradients", "compute"),
+    [
+        ("no_shard", 4 * P, 4 * P, 2 * P),
+        ("optim", P, P, 2 * P),
+        ("optim_grads", P, P, 2 * P),
+        ("optim_grads_params", P, P, 0),
+    ],
+)
+def test_bytes_at_rest_are_those_of_the_design(
+    strategy: str, main: int, gradients: int, compute: int
+) -> None:
+    mixed = parse_policy(policy(strategy, precision='compute = "bfloat16"'), "x")
+    plan = make_plan(SMALL, mixed, 4, "torch", Workload())
+    rest = plan.at_rest
+    assert rest.by_kind() == {
+        "main_weights": main,
+        "moments": 2 * main,
+        "gradients": gradients,
+        "compute_weights": compute,
+        "padding": 0,
+    }
+    assert rest.total == 3 * main + gradients + compute
+    assert make_plan(SMALL, mixed, 4, "jax", Workload()).at_rest.total == 3 * main
+    assert [unit.count for unit in plan.units] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "reduced", "kept"),
+    [
+        ("", "float32", 4),
+        ('compute = "bfloat16"', "bfloat16", 4),
+        ('compute = "bfloat16"\nreduce = "float32"\ngrad = "bfloat16"', "float32", 2),
+    ],
+)
+def test_dtypes_that_are_left_out(precision: str, reduced: str, kept: int) -> None:
+    plan = make_plan(SMALL, parse_policy(policy("optim", precision=precision), "x"), 4, "torch", Workload())
+    dtypes = {one.dtype for one in plan.traffic.calls if one.kind == "reduce_scatter"}
+    assert dtypes == {reduced}
+    assert plan.at_rest.gradients.real == kept * P // 4
+
+
+def test_no_shard_in_one_dtype_computes_with_the_main_weights() -> None:
+    plan = make_plan(SMALL, parse_policy(policy("no_shard"), "x"), 4, "torch", Workload())
+    assert plan.at_rest.compute_weights.allocated == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # gathers, scatters, all-reduces: bytes of whole buffers, in bfloat16 and float32
+        ("no_shard", (0, 0, 4 * P)),
+        ("optim", (2 * P, 4 * P, 0)),
+        ("optim_grads", (2 * P, 3 * 4 * P, 0)),
+        ("optim_grads_params", (3 * 2 * 2 * P, 3 * 4 * P, 0)),
+    ],
+)
+@pytest.mark.parametrize("runtime", ["torch", "jax"])
+def test_traffic_of_three_microbatches(strategy: str, expected: tuple[int, ...], runtime: str) -> None:
+    mixed = policy(strategy, precision='compute = "bfloat16"\nreduce = "float32"')
+    traffic = make_plan(SMALL, parse_policy(mixed, "x"), 4, runtime, Workload(microbatches=3)).traffic
+    found = [traffic.nbytes(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert tuple(found) == expected
+    gathers, scatters, reduces = expected
+    assert traffic.wire_bytes() == round(3 / 4 * (gathers + scatters + 2 * reduces))
+    assert traffic.loss == (runtime == "jax")
+
+
+def test_traffic_by_axis_of_hfsdp() -> None:
+    plan = make_plan(
+        SMALL,
+        parse_policy(policy("hfsdp", 'outer = 2\ninner = "all"'), "x"),
+        8,
+        "jax",
+        Workload(microbatches=2),
+    )
+    traffic, units = plan.traffic, 4
+    # Once a step over the outer axis, on shards of the inner one; every use over the inner axis.
+    assert (traffic.count("all_gather", "outer"), traffic.nbytes("all_gather", "outer")) == (
+        units,
+        4 * P // 4,
+    )
+    assert (traffic.count("all_gather", "inner"), traffic.nbytes("all_gather", "inner")) == (
+        4 * units,
+        4 * 4 * P,
+    )
+    assert (traffic.count("reduce_scatter", "outer"), traffic.nbytes("reduce_scatter", "outer")) == (units, P)
+    assert (traffic.count("reduce_scatter", "inner"), traffic.count("all_reduce")) == (2 * units, 0)
+    assert traffic.wire_bytes("reduce_scatter", "outer") == P // 2
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=2))
+def test_every_shard_lies_on_as_many_devices_as_the_other_axes_have(sizes: list[int]) -> None:
+    mesh = MeshShape(tuple(f"axis{k}" for k in range(len(sizes))), tuple(sizes))
+    for axes in range(mesh.ndim + 1):
+        index = mesh.shard_by_device(axes)
+        times = mesh.devices // mesh.shards(axes)
+        assert np.array_equal(np.bincount(index), [times] * mesh.shards(axes))
+    if len(sizes) == 2:
+        # A gather over the outer axis joins neighbouring shards.
+        grid = mesh.shard_by_device(2).reshape(sizes)
+        assert all(list(grid[:, n]) == list(range(n * sizes[0], (n + 1) * sizes[0])) for n in range(sizes[1]))
+
+
+def test_the_fullest_device_is_the_one_that_is_reported() -> None:
+    model = Model.of("m", [Parameter("a", (3, 5)), Parameter("b", (2,))])
+    uneven = parse_policy('[[unit]]\nmatch = ""\n', "x")
+    plan = make_plan(model, uneven, 4, "torch", Workload())
+    totals = [make_plan(model, uneven, 4, "torch", Workload(), device=k).at_rest.total for k in range(4)]
+    assert len(set(totals)) > 1
+    assert plan.at_rest.total == max(totals) == totals[plan.device]
+
+
+def test_large_padding_is_warned_of() -> None:
+    model = Model.of("m", [Parameter("layers.0.w", (2, 999)), Parameter("head", (64, 64))])
+    plan = make_plan(model, parse_policy(policy("optim"), "x"), 8, "jax", Workload())
+    (warning,) = plan.warnings()
+    assert "unit layers.0: 300.0 % padding on 8 devices" in warning
+    assert make_plan(model, parse_policy(policy("optim"), "x"), 2, "jax", Workload()).warnings() == []
+
+
+def test_a_policy_that_does_not_fit_is_one_clear_error() -> None:
+    fixed = parse_policy(policy("optim", "dp = 4"), "mine.toml")
+    with pytest.raises(PlanError, match=r"mine.toml: \[mesh\]: expected axes of 8 devices"):
+        make_plan(SMALL, fixed, 8, "jax", Workload())
+    other = parse_policy(policy("optim").replace("layers.*", "blocks.*"), "mine.toml")
+    with pytest.raises(PlanError, match=r"model small: mine\.toml: .*blocks"):
+        make_plan(SMALL, other, 8, "jax", Workload())
+    with pytest.raises(PlanError, match=r"mine\.toml"):
+        parse_policy("[[unit]]\nmatch = 3", "mine.toml")
+    with pytest.raises(PlanError, match="batch: expected an int >= 1, got 0"):
+        Workload(batch=0)
+    with pytest.raises(PlanError, match="device: expected one of 4, got 4"):
+        make_plan(SMALL, fixed, 4, "jax", Workload(), device=4)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_POLICIES.glob("*.toml")))
+def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
+    loaded = load_policy(name)
+    for model in (shipped_model("llama3-8b"), *resolve_models("decoder:quick").values()):
+        for runtime in ("torch", "jax"):
+            plan = make_plan(model, loaded, 8, runtime, Workload(1, 16))
+            assert plan.numel == model.numel
+            assert plan.peak.total >= plan.at_rest.total - plan.at_rest.gradients.allocated
+
+
+def test_the_cheapest_that_fits() -> None:
+    model = {"torch": shipped_model("llama3-8b")}
+    policies = [load_policy(name) for name in ("no_shard", "zero1", "fsdp", "fsdp_bf16")]
+    found = compare(model, policies, [8, 64], Workload(), parse_bytes("80GB"))
+    fitting = {
+        devices: {
+            p.policy: p.traffic.wire_bytes()
+            for p in found.plans
+            if p.mesh.devices == devices and found.fits(p)
+        }
+        for devices in (8, 64)
+    }
+    for choice in found.choices:
+        costs = fitting[choice.devices]
+        assert choice.policy in costs
+        assert costs[choice.policy] == min(costs.values())
+    nothing = compare(model, policies, [8], Workload(), parse_bytes("1GB"))
+    assert [choice.policy for choice in nothing.choices] == [None]
+    assert not nothing.anything_fits
+    assert compare(model, policies, [8], Workload()).choices == ()
+
+
+def test_a_policy_is_left_out_where_its_mesh_does_not_fit() -> None:
+    fixed = parse_policy(policy("optim", "dp = 4"), "four.toml")
+    found = compare({"jax": SMALL}, [fixed, parse_policy(policy("optim"), "any.toml")], [4, 6], Workload())
+    assert [(p.policy, p.mesh.devices) for p in found.plans] == [
+        ("four.toml", 4),
+        ("any.toml", 4),
+        ("any.toml", 6),
+    ]
+    assert "expected axes of 6 devices" in found.refused[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80 GiB", 80 * 2**30),
+        ("1.5kb", 1500),
+        ("0.1TB", 10**11),
+        ("12", 12),
+        ("7MiB", 7 * 2**20),
+    ],
+)
+def test_amounts_of_memory(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "1e3GB", "GB", "1..5GB", "٣GB"])
+def test_bad_amounts_of_memory(text: str) -> None:
+    with pytest.raises(PlanError, match="memory: expected an amount such as 80GB"):
+        parse_bytes(text)
+
+
+def test_numbers_of_devices() -> None:
+    assert parse_counts("8, 64,8") == (8, 64)
+    for bad in ("", "8,,9", "0", "-8", "8;9", "1e3"):
+        with pytest.raises(PlanError, match="devices: expected numbers such as 8,64,512"):
+            parse_counts(bad)
+
+
+LARGE = """
+import resource, time
+start = time.monotonic()
+from bridge.planning import Workload, load_policy, make_plan, resolve_models
+(model,) = resolve_models("llama3-405b", ["torch"]).values()
+for name in ("fsdp", "zero1"):
+    plan = make_plan(model, load_policy(name), 16384, "torch", Workload())
+    plan.at_rest.total, plan.traffic.wire_bytes(), plan.peak.total
+from tests.process_memory import status_bytes
+print(status_bytes("VmHWM"), time.monotonic() - start)
+"""
+
+
+def test_a_405b_model_on_16384_devices_plans_in_under_a_gigabyte() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    peak, seconds = map(float, done.stdout.split())
+    print(f"405B on 16,384 devices: {peak / 1e6:.0f} MB, {seconds:.1f} s")
+    assert peak < 1e9
+
+
+WITHOUT = """
+import importlib.util, sys
+sys.modules.update(dict.fromkeys({missing!r}))
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in {missing!r} else find(name, *rest)
+sys.argv = ["twinshard", "plan", "fsdp", "--model", {model!r}]
+from bridge.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "model", "status", "expected"),
+    [
+        (["torch", "jax"], "llama3-8b", 2, "expected PyTorch or JAX to be installed"),
+        (["torch"], "llama3-8b", 0, "parameters"),
+        (["jax"], "llama3-8b", 0, "parameters"),
+        (["torch"], "decoder:quick", 0, "jax"),
+        (["jax"], "decoder:quick", 0, "torch"),
+        (["jax"], "tests.bridge.test_planning_plan:nothing", 2, "can be imported"),
+    ],
+)
+def test_one_runtime_is_enough(missing: list[str], model: str, status: int, expected: str) -> None:
+    script = WITHOUT.format(missing=missing, model=model)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, done.stderr
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

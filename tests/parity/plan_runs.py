@@ -1,0 +1,103 @@
+"""What rank processes do for the planner's tests: train a model of given shapes under a policy, and report it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_impl
+from torch_impl import collectives
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter: its shape, and whether it is frozen or given in bfloat16."""
+
+    shape: tuple[int, ...]
+    frozen: bool = False
+    narrow: bool = False
+
+
+class Part(nn.Module):
+    """Parameters of any shapes, all of which the output depends on."""
+
+    def __init__(self, specs: list[Spec]) -> None:
+        super().__init__()
+        for number, spec in enumerate(specs):
+            dtype = torch.bfloat16 if spec.narrow else torch.float32
+            values = torch.full(spec.shape, 0.01, dtype=dtype)
+            setattr(self, f"p{number}", nn.Parameter(values, requires_grad=not spec.frozen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(p.to(x.dtype).sum() for p in self.parameters(recurse=False))
+
+
+class Whole(nn.Module):
+    """Parts one after the other; the factor makes every part's input depend on a trained parameter."""
+
+    def __init__(self, parts: list[list[Spec]], own: list[Spec]) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.own = Part(own)
+        self.parts = nn.ModuleList(Part(specs) for specs in parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.own(x * self.factor)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def train(policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: int) -> dict[str, Any]:
+    """Three steps; bytes at rest after the last, and its collectives by unit and by ranks of their group."""
+    model = Whole(parts, own)
+    torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch_impl.count_collectives(model) as count, by_group() as groups:
+            for k in range(microbatches):
+                model.set_is_last_backward(k == microbatches - 1)
+                model(torch.full((3,), 0.1)).sum().backward()
+        optimizer.step()
+    return {
+        "memory": model.memory_report(optimizer),
+        "calls": dict(count.calls_of),
+        "bytes": dict(count.bytes_of),
+        "groups": dict(groups),
+        "fingerprints": [
+            group.fingerprint for unit in torch_impl.layout_report(model).units for group in unit.groups
+        ],
+    }
+
+
+@contextmanager
+def by_group() -> Iterator[Counter[tuple[str, tuple[int, ...]]]]:
+    """Count calls by kind and the ranks of their process group."""
+    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    originals = {kind: getattr(collectives, kind) for kind in KINDS}
+
+    def counting(kind: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = args[1] if kind == "all_reduce" else args[2]
+            found[kind, tuple(dist.get_process_group_ranks(group))] += 1
+            return originals[kind](*args, **kwargs)
+
+        return call
+
+    for kind in KINDS:
+        setattr(collectives, kind, counting(kind))
+    try:
+        yield found
+    finally:
+        for kind, original in originals.items():
+            setattr(collectives, kind, original)

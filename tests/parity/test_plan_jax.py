@@ -1,0 +1,146 @@
+"""The planner's bytes and collectives are those that JAX's runtime measures, device by device and axis by axis."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+
+import jax_impl
+from bridge.planning import Plan, Workload, make_plan, parse_policy
+from tests.parity.plan_runs import Spec
+from tests.parity.test_plan_torch import PART, cases, model_of, policy_text
+
+PRIMITIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
+
+
+class Part(nnx.Module):
+    """Parameters of any shapes, all of which the output depends on."""
+
+    def __init__(self, specs: list[Spec]) -> None:
+        for number, spec in enumerate(specs):
+            dtype = jnp.bfloat16 if spec.narrow else jnp.float32
+            setattr(self, f"p{number}", nnx.Param(jnp.full(spec.shape, 0.01, dtype)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        params = [value for value in vars(self).values() if isinstance(value, nnx.Param)]
+        return x + sum((param[...].astype(x.dtype).sum() for param in params), jnp.zeros((), x.dtype))
+
+
+class Whole(nnx.Module):
+    """Parts one after the other."""
+
+    def __init__(self, parts: list[list[Spec]], own: list[Spec]) -> None:
+        self.factor = nnx.Param(jnp.ones(()))
+        self.own = Part(own)
+        self.parts = nnx.List([Part(specs) for specs in parts])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.own(x * self.factor[...].astype(x.dtype))
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def loss(model: Any, rows: jax.Array) -> jax.Array:
+    return model(rows).astype(jnp.float32).mean()
+
+
+def frozen_paths(parts: list[list[Spec]], own: list[Spec]) -> list[str]:
+    found = [f"own/p{k}" for k, spec in enumerate(own) if spec.frozen]
+    for number, specs in enumerate(parts):
+        found += [f"parts/{number}/p{k}" for k, spec in enumerate(specs) if spec.frozen]
+    return found
+
+
+def assert_measured(
+    mesh: tuple[int, ...], policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: int
+) -> None:
+    world = math.prod(mesh)
+    frozen = frozen_paths(parts, own)
+    axes = jax_impl.data_parallel_mesh({f"axis{number}": size for number, size in enumerate(mesh)})
+    plan, weights = jax_impl.fully_shard(
+        Whole(parts, own), axes, jax_impl.ShardingPolicy.parse(policy, "test"), frozen=frozen
+    )
+    state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3))
+    report = jax_impl.memory_report(plan, state)
+    for device, found in enumerate(report.devices):
+        planned = make_plan(
+            model_of(parts, own),
+            parse_policy(policy, "test"),
+            world,
+            "jax",
+            Workload(1, 3, microbatches),
+            device=device,
+        )
+        rest = planned.at_rest
+        assert found.main_weights == rest.main_weights.real
+        assert found.moments == rest.moments.real
+        assert found.padding == rest.padding
+        assert found.total - found.other == rest.total
+    rows = jax.ShapeDtypeStruct((world * microbatches, 3), jnp.float32)
+    gradients = jax_impl.make_gradients(plan, loss, microbatches)
+    measured = Counter(dict(counted(jax.make_jaxpr(gradients)(weights, rows).jaxpr)))
+    assert measured == expected(planned)
+    by_size = Counter[tuple[str, str, int]]()
+    for one, times in jax_impl.count_collectives(gradients, weights, rows).items():
+        by_size[PRIMITIVES[one.kind], one.dtype, one.size * jnp.dtype(one.dtype).itemsize] += times
+    assert sum(by_size.values()) == sum(measured.values())
+
+
+def expected(plan: Plan) -> Counter[tuple[str, str, str, int]]:
+    found: Counter[tuple[str, str, str, int]] = Counter()
+    for one, times in plan.traffic.calls.items():
+        found[one.kind, one.axis, one.dtype, one.nbytes] += times
+    found["all_reduce", ",".join(plan.mesh.names[::-1]), "float32", 4] += plan.traffic.loss
+    return found
+
+
+def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, int], int]]:
+    """Collectives of a jaxpr with the axes they run over; scans multiplied out."""
+    found: Counter[tuple[str, str, str, int]] = Counter()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name.removesuffix("_invariant")
+        if name in PRIMITIVES:
+            names = equation.params.get("axes", equation.params.get("axis_name"))
+            names = names if isinstance(names, tuple) else (names,)
+            for a, b in zip(equation.invars, equation.outvars, strict=True):
+                nbytes = max(v.aval.size * v.aval.dtype.itemsize for v in (a, b))
+                found[PRIMITIVES[name], ",".join(names), a.aval.dtype.name, nbytes] += times
+        inner = times * (equation.params["length"] if name == "scan" else 1)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            value = getattr(value, "jaxpr", value)
+            if hasattr(value, "eqns"):
+                found.update(dict(counted(value, inner)))
+    yield from found.items()
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_bytes_and_collectives_of_random_models_and_placements(
+    case: tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int],
+) -> None:
+    assert_measured(*case)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        *(((3,), name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
+        ((2, 3), "hsdp"),
+        ((2, 3), "hfsdp"),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bytes_and_collectives_of_every_strategy(
+    mesh: tuple[int, ...], strategy: str, microbatches: int
+) -> None:
+    policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "reduce": "float32"})
+    assert_measured(mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)

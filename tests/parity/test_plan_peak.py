@@ -1,0 +1,136 @@
+"""The planned peak of the decoder is within a tenth of what each runtime measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torch_impl
+from bridge.planning import Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning.compiled import check_compiled
+from tests.bench.torch_memory import live_bytes
+from tests.parity.test_plan_torch import assert_collectives
+from tests.ranks import RankGroup
+from torch_impl.models import Decoder, DecoderConfig, next_token_loss
+
+WITHIN = 0.10
+
+
+def policy(strategy: str, compute: str, recompute: bool) -> str:
+    lines = [f'[precision]\ncompute = "{compute}"\nreduce = "float32"\n']
+    lines += [
+        f'[[unit]]\nmatch = "layers.*"\nstrategy = "{strategy}"\nrecompute = {str(recompute).lower()}\n'
+    ]
+    return "".join([*lines, f'[[unit]]\nmatch = ""\nstrategy = "{strategy}"\n'])
+
+
+def sharded(text: str) -> tuple[Decoder, torch_impl.MainWeightAdamW]:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig())
+    torch_impl.ShardingPolicy.parse(text, "test").apply(model)
+    return model, torch_impl.MainWeightAdamW(model.parameters())
+
+
+def measured(text: str, batch: int, length: int, microbatches: int) -> tuple[int, int]:
+    """Bytes at rest without gradients, and at the peak."""
+
+    def build() -> Callable[[], Any]:
+        model, optimizer = sharded(text)
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+
+        def step() -> None:
+            for k in range(microbatches):
+                model.set_is_last_backward(k == microbatches - 1)
+                loss = next_token_loss(model(tokens), tokens)
+                loss.backward()
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    live = live_bytes(build, torch.device("cpu"))
+    return live.rest, live.peak
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compute", "recompute", "microbatches"),
+    [
+        ("no_shard", "float32", False, 1),
+        ("optim", "bfloat16", False, 2),
+        ("optim_grads", "float32", True, 1),
+        ("optim_grads_params", "float32", False, 1),
+        ("optim_grads_params", "bfloat16", True, 2),
+    ],
+)
+def test_peak_of_the_decoder_in_torch(
+    ranks: RankGroup, strategy: str, compute: str, recompute: bool, microbatches: int
+) -> None:
+    text = policy(strategy, compute, recompute)
+    workload = Workload(8, 64, microbatches)
+    plan = make_plan(
+        resolve_models("decoder:default")["torch"], parse_policy(text, "test"), 2, "torch", workload
+    )
+    for rest, peak in ranks.run(2, measured, text, 8, 64, microbatches):
+        kept = plan.at_rest.total - plan.at_rest.gradients.allocated
+        assert rest == pytest.approx(kept, rel=0.01)
+        assert plan.peak.total == pytest.approx(peak, rel=WITHIN)
+
+
+def one_step(text: str, microbatches: int) -> dict[str, Any]:
+    model, optimizer = sharded(text)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch_impl.count_collectives(model) as count:
+            for k in range(microbatches):
+                model.set_is_last_backward(k == microbatches - 1)
+                next_token_loss(model(tokens), tokens).backward()
+        optimizer.step()
+    calls, nbytes = dict(count.calls_of), dict(count.bytes_of)
+    return {"memory": model.memory_report(optimizer), "calls": calls, "bytes": nbytes}
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp", "fsdp_bf16", "hfsdp", "hsdp", "mixture", "no_shard", "zero1", "zero2"]
+)
+def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: RankGroup, name: str) -> None:
+    chosen = load_policy(name)
+    for rank, found in enumerate(ranks.run(4, one_step, chosen.to_toml(), 2)):
+        model = resolve_models("decoder:default")["torch"]
+        plan = make_plan(model, chosen, 4, "torch", Workload(1, 8, 2), device=rank)
+        assert found["memory"].total == plan.at_rest.total
+        assert found["memory"].moments == plan.at_rest.moments.allocated
+        assert_collectives(plan, {**found, "groups": None})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "microbatches"),
+    [
+        ("optim_grads_params", True, 1),
+        ("optim_grads_params", False, 2),
+        ("optim_grads", True, 1),
+        ("optim", False, 2),
+        ("optim", True, 1),
+        ("no_shard", False, 1),
+    ],
+)
+def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, microbatches: int) -> None:
+    chosen = parse_policy(policy(strategy, "float32", recompute), "test")
+    check = check_compiled("decoder:default", chosen, 4, Workload(8, 64, microbatches))
+    assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
+    assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
+
+
+def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: what is compiled is the quick decoder, what is planned the default one."""
+    from bridge.planning import compiled
+
+    quick = compiled.decoder_config("quick")
+    monkeypatch.setattr(compiled, "decoder_config", lambda name: quick)
+    check = check_compiled("decoder:default", load_policy("fsdp"), 2, Workload(1, 8))
+    assert not check.agrees
+    assert "the plan differs from what XLA compiled" in check.summary()
