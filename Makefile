@@ -29,6 +29,7 @@ bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_convert
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
+	$(BIN)/python -m tests.bench.bench_jax
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,81 @@
+"""Rounds in which every contestant takes its turn, and what they are worth compared with each other.
+
+``torch_rounds`` for one process that has all devices. The first contestant of a round changes, so that none always runs
+after the same other one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step: wall seconds, and CPU seconds of the process with all its threads (simulated devices are threads)."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and range over the rounds of one contestant's cost over another's in the same round."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], float]], rounds: int, repeat: int
+) -> tuple[dict[str, list[Cost]], dict[str, list[float]]]:
+    """``repeat`` steps of each contestant in turn, ``rounds`` times: costs of one step by round, losses by step.
+
+    A step returns its loss when everything that it computes exists.
+    """
+    costs: dict[str, list[Cost]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            losses[name] += [steps[name]() for _ in range(repeat)]
+            cpu = time.process_time() - cpu
+            costs[name].append(Cost((time.perf_counter() - wall) / repeat, cpu / repeat))
+    return costs, losses
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Ours over theirs, round by round; ``ValueError`` for different numbers of rounds."""
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(statistics.median(each), min(each), max(each))
+
+
+def unequal_losses(losses: Mapping[str, Sequence[float]], limit: float, reference: str) -> list[str]:
+    """Contestants that train something else, a sentence each.
+
+    A loss may differ from that of ``reference`` in the same step by ``limit``, relatively; training has to lower it.
+    """
+    found = []
+    for name, steps in losses.items():
+        off = [abs(a - b) / abs(b) for a, b in zip(steps, losses[reference], strict=True)]
+        # A NaN compares false, and must be found.
+        wrong = [k for k, difference in enumerate(off) if not difference <= limit]
+        if wrong:
+            k = wrong[0]
+            found.append(
+                f"{name}, step {k + 1}: expected the loss of {reference}, {losses[reference][k]:.7f}, "
+                f"within {limit:g} of it, got {steps[k]:.7f}"
+            )
+        elif not steps[-1] < steps[0]:
+            found.append(
+                f"{name}: expected a loss that falls, got {steps[0]:.7f} first and {steps[-1]:.7f} last"
+            )
+    return found
