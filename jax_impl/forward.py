@@ -89,6 +89,7 @@ def _call_unit(
 ) -> tuple[Any, list[jax.Array]]:
     """``run(module, *args, **kwargs)`` on the module of unit ``path``; ``held`` of it and all units inside."""
     unit = plan.units[path]
+    _refuse_nnx_objects(path, (args, kwargs))
     arrays, rebuild = _split_arrays((args, kwargs))
 
     def apply(
@@ -135,6 +136,16 @@ def _units_inside(plan: ShardingPlan, path: str) -> Iterator[str]:
     for below in plan.units[path].module.inner:
         yield below
         yield from _units_inside(plan, below)
+
+
+def _refuse_nnx_objects(path: str, arguments: Any) -> None:
+    for leaf in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)):
+        if isinstance(leaf, nnx.Pytree | nnx.Variable):
+            raise ValueError(
+                f"unit {path!r}: expected arrays and plain values as arguments, got {type(leaf).__name__}, whose "
+                "changes inside of the unit would be lost: let the model hold it (nnx.Dropout(..., rngs=rngs)), or "
+                "choose units that are not called with it"
+            )
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:

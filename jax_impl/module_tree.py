@@ -65,17 +65,23 @@ class UnitModule:
         return module
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
-        """The variables of a merged module after it ran; raises ``ValueError`` for new ones, by path."""
+        """The variables of a merged module after it ran.
+
+        Variables that appeared are left out at the root, where a loss can read them, as sown ones are meant to be. In
+        another unit they could not leave it: raises ``ValueError`` with their paths.
+        """
         state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
-        leaves, tree = jax.tree.flatten(state)
-        if tree != self.variable_tree:
-            before = dict(nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables)))
-            new = [joined(key) for key, _ in nnx.to_flat_state(state) if key not in before]
+        after = dict(nnx.to_flat_state(state))
+        before = [key for key, _ in nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables))]
+        new = [joined(key) for key in after if key not in set(before)]
+        gone = [joined(key) for key in before if key not in after]
+        if gone or (new and self.path != ROOT):
             raise ValueError(
-                f"unit {self.path!r}: expected the variables that it had when it was sharded, got new or other ones "
-                f"after its call: {new[:5]}; sown or lazily created variables are not supported"
+                f"unit {self.path!r}: expected the variables that it had when it was sharded, got new ones {new[:5]}, "
+                f"and not {gone[:5]}, after its call: what is sown or created there cannot be read outside, so choose "
+                "units without it"
             )
-        return leaves
+        return [after[key] for key in before]
 
 
 @dataclass(frozen=True)

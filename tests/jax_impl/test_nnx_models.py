@@ -342,17 +342,51 @@ def test_weights_of_a_unit_cannot_be_reached_from_outside():
         sharded(Reaching(nnx.Rngs(0)), mean_square, np.zeros((4, 2), np.int32), units=["embed"])
 
 
-def test_variables_that_appear_during_a_call_are_refused_by_name():
-    class Sowing(nnx.Module):
+def test_nnx_objects_as_arguments_of_units_are_refused_since_their_changes_would_be_lost():
+    class Passing(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+            self.drop = nnx.Dropout(0.5)
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            self.sow(nnx.Intermediate, "seen", x)
-            return self.linear(x)
+            return self.drop(self.linear(x), rngs=nnx.Rngs(0))
 
-    with pytest.raises(ValueError, match=r"unit '': expected the variables .*\['seen'\]"):
-        sharded(Sowing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=[])
+    with pytest.raises(
+        ValueError, match="unit 'drop': expected arrays and plain values as arguments, got Rngs"
+    ):
+        sharded(Passing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=["linear", "drop"])
+    sharded(Passing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=["linear"])
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.sow(nnx.Intermediate, "seen", self.linear(x))
+        return self.seen[0]
+
+
+def test_variables_that_appear_in_a_unit_are_refused_and_at_the_root_a_loss_may_read_them():
+    class Holding(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.inner = Sowing(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.inner(x)
+
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        model(x)
+        return jnp.mean(nnx.pop(model, nnx.Intermediate)["seen"][0] ** 2)
+
+    batch = rows(4, DIM)
+    value, expected, _ = plain(Sowing(nnx.Rngs(0)), loss, batch)
+    found, gradients, _ = sharded(Sowing(nnx.Rngs(0)), loss, batch, units=["linear"])
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    assert_close(gradients, expected)
+    sharded(Sowing(nnx.Rngs(0)), mean_square, batch, units=["linear"])
+    with pytest.raises(ValueError, match=r"unit 'inner': expected the variables .*new ones \['seen'\]"):
+        sharded(Holding(nnx.Rngs(0)), mean_square, batch, units=["inner"])
 
 
 def test_a_linen_module_works_through_flaxs_own_bridge():
