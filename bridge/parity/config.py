@@ -7,7 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +16,13 @@ from bridge.parity.corpus import VOCABULARY
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
+# Keys that say in short what a policy says.
+SHORT = ("strategy", "precision", "granularity")
 GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
+POLICIES = Path(__file__).parents[1] / "policies"
 
 
 class ConfigError(ValueError):
@@ -54,9 +57,9 @@ class ModelConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "tied":
-                _whole(f"[model] {field.name}", getattr(self, field.name))
+        for one in dataclasses.fields(self):
+            if one.name != "tied":
+                _whole(f"[model] {one.name}", getattr(self, one.name))
         _require(isinstance(self.tied, bool), "[model] tied", "true or false", self.tied)
         _require(
             self.vocab_size >= VOCABULARY, "[model] vocab_size", f"at least {VOCABULARY}", self.vocab_size
@@ -111,33 +114,109 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LegPolicy:
+    """A sharding policy as a leg's processes get it: the text of a file, which the runtimes alone understand.
+
+    name: for titles. source: what errors call it.
+    """
+
+    name: str
+    source: str
+    text: str
+
+    @staticmethod
+    def read(given: object, folder: Path) -> LegPolicy:
+        """A shipped policy by its name, or a file by its path from ``folder``."""
+        where = "[[leg]] policy"
+        shipped = sorted(path.stem for path in POLICIES.glob("*.toml"))
+        expected = f"one of {', '.join(shipped)} or the path of a policy file from {folder}"
+        _require(isinstance(given, str) and given != "", where, expected, given)
+        name = str(given)
+        path = POLICIES / f"{name}.toml" if name in shipped else folder / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            tomllib.loads(text)
+        except OSError as error:
+            raise ConfigError(f"{where}: expected {expected}, got {given!r}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} {given!r}: {path}: expected a TOML file, got: {error}") from error
+        return LegPolicy(path.stem, path.name if name in shipped else str(path), text)
+
+    @staticmethod
+    def spelled_out(strategy: str, granularity: str, precision: str) -> LegPolicy:
+        """One strategy for a decoder's layers and its root."""
+        lines = ["[precision]", f'compute = "{precision}"', 'reduce = "float32"']
+        for match in ("layers.*", ""):
+            lines += ["[[unit]]", f'match = "{match}"']
+            lines += [f'strategy = "{strategy}"', f'granularity = "{granularity}"']
+        return LegPolicy(strategy, f"strategy {strategy}", "\n".join(lines) + "\n")
+
+    @property
+    def compute(self) -> str:
+        """The dtype of forward and backward; the default where the text is no policy, which a rehearsal finds."""
+        precision = tomllib.loads(self.text).get("precision")
+        found = precision.get("compute", precision.get("main")) if isinstance(precision, dict) else None
+        return found if isinstance(found, str) else "float32"
+
+
+@dataclass(frozen=True)
 class Leg:
-    """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices."""
+    """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices.
+
+    How it shards is said by ``policy``, or in short by ``strategy`` and, where they are not the defaults,
+    ``precision`` ("float32") and ``granularity`` ("row").
+    """
 
     framework: str
     ranks: int
-    strategy: str
-    steps: int
-    precision: str = "float32"
+    strategy: str | None = None
+    steps: int = field(kw_only=True)
+    precision: str | None = None
     microbatches: int = 1
-    granularity: str = "row"
+    granularity: str | None = None
+    policy: LegPolicy | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("framework", FRAMEWORKS),
-            ("strategy", STRATEGIES),
-            ("precision", PRECISIONS),
-        ):
-            value = getattr(self, name)
-            _require(value in allowed, f"[[leg]] {name}", f"one of {', '.join(allowed)}", value)
+        _require(
+            self.framework in FRAMEWORKS,
+            "[[leg]] framework",
+            f"one of {', '.join(FRAMEWORKS)}",
+            self.framework,
+        )
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
-        known = isinstance(self.granularity, str) and re.fullmatch(GRANULARITY, self.granularity)
+        if self.policy is not None:
+            beside = [name for name in SHORT if getattr(self, name) is not None]
+            expected = f"policy alone, which says all that {', '.join(SHORT)} say"
+            _require(not beside, "[[leg]] policy", expected, f"also {', '.join(beside)}")
+            return
+        _require(self.strategy is not None, "[[leg]]", "the key policy, or strategy in its place", "neither")
+        for name, allowed in (("strategy", STRATEGIES), ("precision", PRECISIONS)):
+            value = getattr(self, name)
+            legal = value in allowed or (value is None and name == "precision")
+            _require(legal, f"[[leg]] {name}", f"one of {', '.join(allowed)}", value)
+        known = self.granularity is None or (
+            isinstance(self.granularity, str) and re.fullmatch(GRANULARITY, self.granularity)
+        )
         _require(bool(known), "[[leg]] granularity", "row, block(n) or tensor", self.granularity)
+
+    @staticmethod
+    def of_json(table: Mapping[str, Any]) -> Leg:
+        """From what ``dataclasses.asdict`` made of a leg."""
+        policy = table["policy"]
+        return Leg(**{**table, "policy": None if policy is None else LegPolicy(**policy)})
+
+    @property
+    def sharding(self) -> LegPolicy:
+        """The policy, whichever way it was given."""
+        if self.policy is not None:
+            return self.policy
+        assert self.strategy is not None
+        return LegPolicy.spelled_out(self.strategy, self.granularity or "row", self.precision or "float32")
 
     @property
     def title(self) -> str:
-        return f"{self.framework} x{self.ranks} {self.strategy}"
+        return f"{self.framework} x{self.ranks} {self.sharding.name}"
 
 
 @dataclass(frozen=True)
@@ -179,13 +258,13 @@ class RelayConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"relay file {path}: not a TOML file: {error}") from error
         try:
-            return RelayConfig.of(table)
+            return RelayConfig.of(table, path.parent)
         except ConfigError as error:
             raise ConfigError(f"relay file {path}: {error}") from error
 
     @staticmethod
-    def of(table: Mapping[str, Any]) -> RelayConfig:
-        """Build from a parsed TOML document; unknown and missing keys raise ``ConfigError``."""
+    def of(table: Mapping[str, Any], folder: Path = Path()) -> RelayConfig:
+        """Build from a parsed TOML document in ``folder``; unknown and missing keys raise ``ConfigError``."""
         known = {"model", "data", "optimizer", "leg"}
         _require(set(table) == known, "top level", f"the tables {', '.join(sorted(known))}", sorted(table))
         legs = table["leg"]
@@ -194,8 +273,15 @@ class RelayConfig:
             _build(ModelConfig, "[model]", table["model"]),
             _build(DataConfig, "[data]", table["data"]),
             _build(OptimizerConfig, "[optimizer]", table["optimizer"]),
-            tuple(_build(Leg, "[[leg]]", leg) for leg in legs),
+            tuple(_build(Leg, "[[leg]]", _with_policy(leg, folder)) for leg in legs),
         )
+
+
+def _with_policy(leg: object, folder: Path) -> object:
+    """The table of a leg with its policy read."""
+    if not isinstance(leg, Mapping) or "policy" not in leg:
+        return leg
+    return {**leg, "policy": LegPolicy.read(leg["policy"], folder)}
 
 
 T = TypeVar("T", ModelConfig, DataConfig, OptimizerConfig, Leg)
@@ -204,11 +290,11 @@ T = TypeVar("T", ModelConfig, DataConfig, OptimizerConfig, Leg)
 def _build(kind: type[T], where: str, table: object) -> T:
     _require(isinstance(table, Mapping), where, "a table", table)
     assert isinstance(table, Mapping)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {one.name: one for one in dataclasses.fields(kind)}
     unknown = sorted(set(table) - set(fields))
     _require(not unknown, where, f"only the keys {', '.join(fields)}", unknown)
     missing = [
-        name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in table
+        name for name, one in fields.items() if one.default is dataclasses.MISSING and name not in table
     ]
     _require(not missing, where, f"the keys {', '.join(missing)}", sorted(table))
     return kind(**table)

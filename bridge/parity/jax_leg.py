@@ -15,9 +15,12 @@ from flax import nnx
 from bridge.parity.corpus import Corpus
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
 from jax_impl import (
+    ShardingPlan,
+    ShardingPolicy,
     data_parallel_mesh,
     load_checkpoint,
     main_weight_adamw,
+    make_gradients,
     make_train_step,
     memory_report,
     plan_sharding,
@@ -28,20 +31,8 @@ from jax_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 
 def run(job: Job) -> None:
-    leg = job.leg
-    if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
-        simulate_devices(leg.ranks)
+    plan, leg = _plan(job), job.leg
     corpus = Corpus.of_standard_library()
-    config = DecoderConfig(**vars(job.model))
-    low = leg.precision == "bfloat16"
-    plan = plan_sharding(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))),
-        data_parallel_mesh(leg.ranks),
-        strategy=leg.strategy,
-        granularity=leg.granularity,
-        param_dtype="bfloat16" if low else None,
-        reduce_dtype="float32" if low else None,
-    )
     options = job.optimizer
     optimizer = main_weight_adamw(
         options.lr, *options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -50,11 +41,7 @@ def run(job: Job) -> None:
     loaded = load_checkpoint(job.source, plan, optimizer)
     start = resume_position(job, corpus, loaded.train)
     state = loaded.state
-
-    def loss_fn(model: Any, tokens: jax.Array) -> jax.Array:
-        return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-
-    step_fn = make_train_step(plan, loss_fn, optimizer, microbatches=leg.microbatches)
+    step_fn = make_train_step(plan, _loss, optimizer, microbatches=leg.microbatches)
     metrics = Metrics(job)
     for step in range(start, start + leg.steps):
         batch = corpus.global_batch(
@@ -69,5 +56,27 @@ def run(job: Job) -> None:
         )
 
 
+def rehearse(job: Job) -> None:
+    """Plan the leg and trace its gradients, which allocates and compiles nothing."""
+    plan = _plan(job)
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
+    rows = jax.ShapeDtypeStruct((job.data.batch, job.data.length + 1), "int32")
+    jax.eval_shape(make_gradients(plan, _loss, job.leg.microbatches), weights, rows)
+
+
+def _plan(job: Job) -> ShardingPlan:
+    ranks, given = job.leg.ranks, job.leg.sharding
+    if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
+        simulate_devices(ranks)
+    policy = ShardingPolicy.parse(given.text, given.source)
+    mesh = data_parallel_mesh(policy.mesh_sizes(ranks))
+    config = DecoderConfig(**vars(job.model))
+    return plan_sharding(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), mesh, policy)
+
+
+def _loss(model: Any, tokens: jax.Array) -> jax.Array:
+    return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
 if __name__ == "__main__":
-    main(run)
+    main(run, rehearse)

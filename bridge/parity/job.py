@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ import numpy as np
 from bridge.parity.config import DataConfig, Leg, ModelConfig, OptimizerConfig
 from bridge.parity.corpus import Corpus
 from bridge.parity.lifetime import end_with_parent
+
+REHEARSE = "--rehearse"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Job:
             ModelConfig(**table["model"]),
             DataConfig(**table["data"]),
             OptimizerConfig(**table["optimizer"]),
-            Leg(**table["leg"]),
+            Leg.of_json(table["leg"]),
             Path(table["folder"]),
             *(None if table[key] is None else Path(table[key]) for key in ("source", "destination")),
         )
@@ -131,8 +133,18 @@ def _reported_errors(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def main(run: Callable[[Job], None], rank: int = 0) -> None:
-    """Entry point of a leg's process: ``argv[1]`` is the job file. An error goes to the error file and to stderr."""
+def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = None, rank: int = 0) -> None:
+    """Entry point of a leg's process: ``argv[1]`` is the job file. An error goes to the error file and to stderr.
+
+    After ``--rehearse``, ``argv`` lists job files of several legs, of which each is rehearsed: set up as it will be,
+    without a checkpoint or a step.
+    """
+    if rehearse is not None and sys.argv[1] == REHEARSE:
+        end_with_parent(signal.SIGKILL)
+        for job in map(Job.read, sys.argv[2:]):
+            with suppress(Exception), _reported_errors(job.folder, rank):
+                rehearse(job)
+        return
     job = Job.read(sys.argv[1])
     with _reported_errors(job.folder, rank):
         end_with_parent(signal.SIGKILL)

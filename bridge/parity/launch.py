@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from bridge.parity.job import Job, read_metrics
+from bridge.parity.job import REHEARSE, Job, read_metrics
 from bridge.parity.lifetime import naming_parent
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
+REHEARSE_SECONDS = 600.0
 # torchrun itself gives its workers 30 s before it kills them.
 STOP_SECONDS = 45.0
 
@@ -35,15 +37,14 @@ def command(job: Job, reference: str | None = None) -> list[str]:
     return [sys.executable, "-m", "bridge.parity.lifetime", *torchrun, "-m", "bridge.parity.torch_leg", file]
 
 
-def environment(job: Job, reference: str | None = None) -> dict[str, str]:
-    """The leg's environment, with the machine's cores shared out over its rank processes."""
+def environment(processes: int) -> dict[str, str]:
+    """A leg's environment, with the machine's cores shared out over its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {**os.environ, **naming_parent()}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
-    ranks = job.leg.ranks if reference is None and job.leg.framework == "torch" else 1
-    env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
     return env
 
 
@@ -54,11 +55,12 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
     """
     job.write()
     log = job.folder / "output.log"
+    processes = job.leg.ranks if reference is None and job.leg.framework == "torch" else 1
     started = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(job, reference),
-            env=environment(job, reference),
+            env=environment(processes),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -71,6 +73,51 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
     if process.returncode:
         raise LegError(_own_error(job, process.returncode, log))
     return time.perf_counter() - started
+
+
+def rehearse(jobs: Sequence[Job]) -> list[str | None]:
+    """What would stop each job's leg before its first step, found in seconds: each framework rehearses its own legs.
+
+    None for a leg that can start. Raises ``LegError`` when a framework cannot be rehearsed with at all.
+    """
+    # Simulated devices are made once a process, so its first leg needs the most.
+    ordered = sorted(jobs, key=lambda job: -job.leg.ranks)
+    by_framework = {
+        framework: [job for job in ordered if job.leg.framework == framework]
+        for framework in dict.fromkeys(job.leg.framework for job in jobs)
+    }
+    with ExitStack() as stack:
+        started = []
+        for framework, own in by_framework.items():
+            files = [str(job.write()) for job in own]
+            log = stack.enter_context((own[0].folder / "output.log").open("wb"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"bridge.parity.{framework}_leg", REHEARSE, *files],
+                env=environment(len(by_framework)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_stop, process)
+            started.append((process, own[0]))
+        for process, first in started:
+            try:
+                status = process.wait(REHEARSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise LegError(
+                    f"{first.leg.framework}: expected a rehearsal to be done in {REHEARSE_SECONDS:.0f} s, it was not"
+                ) from None
+            if status:
+                raise LegError(
+                    f"{first.leg.framework}: {_own_error(first, status, first.folder / 'output.log')}"
+                )
+    return [_rehearsed(job) for job in jobs]
+
+
+def _rehearsed(job: Job) -> str | None:
+    report = job.folder / "error-rank0"
+    return _summary(report) if report.exists() else None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -109,7 +156,10 @@ def _own_error(job: Job, status: int, log: Path) -> str:
     if reports:
         # Ranks that lose a peer fail too, only later: the oldest report is the cause.
         first = min(reports, key=lambda path: path.stat().st_mtime_ns)
-        summary = first.read_text(encoding="utf-8").split("\n\nTraceback")[0]
-        return f"{first.name.removeprefix('error-')}: {summary} (full text in {first})"
+        return f"{first.name.removeprefix('error-')}: {_summary(first)} (full text in {first})"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
     return f"exit status {status}; the end of {log}:\n" + "\n".join(tail)
+
+
+def _summary(report: Path) -> str:
+    return report.read_text(encoding="utf-8").split("\n\nTraceback")[0]

@@ -16,15 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bridge.convert import convert
 from bridge.diff import diff
-from bridge.parity.config import Leg, RelayConfig
+from bridge.parity.config import ConfigError, Leg, RelayConfig
 from bridge.parity.job import Job, read_metrics
-from bridge.parity.launch import LegError, run_leg
+from bridge.parity.launch import LegError, rehearse, run_leg
 from bridge.parity.plot import save_picture
 from bridge.parity.report import Hop, LegResult, RelayReport
 
@@ -39,13 +40,15 @@ class RelayError(RuntimeError):
 def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
 
+    Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
     Raises ``RelayError`` when the folder is taken, a leg fails or a conversion fails; what had finished stays there.
     """
     if out.exists():
         raise RelayError(f"run folder {out}: expected a new folder, found one there; choose another --out")
-    out.mkdir(parents=True)
     with _progress(console) as progress:
         runner = _Runner(config, out.resolve(), progress)
+        runner.rehearse()
+        out.mkdir(parents=True)
         start = runner.initial_checkpoint()
         fp32 = runner.reference("float32", start)
         fp64 = runner.reference("float64", start)
@@ -83,6 +86,24 @@ class _Runner:
     def __init__(self, config: RelayConfig, out: Path, progress: Progress) -> None:
         self.config, self.out, self.progress = config, out, progress
 
+    def rehearse(self) -> None:
+        """Find a policy that cannot be had now, and not when its leg's turn comes."""
+        _, done = self._start("rehearsal of the legs", 1)
+        started = time.perf_counter()
+        legs = list(enumerate(self.config.legs, 1))
+        with TemporaryDirectory(prefix="relay-") as folder:
+            jobs = [replace(self._job("", leg, None), folder=Path(folder, f"leg{n}")) for n, leg in legs]
+            try:
+                errors = rehearse(jobs)
+            except LegError as error:
+                raise RelayError(f"rehearsal of the legs failed: {error}") from error
+        for (number, leg), found in zip(legs, errors, strict=True):
+            if found is not None:
+                source = leg.sharding.source
+                where = "" if source in found else f"{source}: "
+                raise ConfigError(f"leg {number} ({leg.title}): {where}{found}")
+        done(f"{time.perf_counter() - started:.1f} s")
+
     def initial_checkpoint(self) -> Path:
         job = self._job("start", Leg("torch", 1, "no_shard", steps=1), None)
         self._run("initial checkpoint", replace(job, destination=job.folder / "checkpoint"), "float32", 0)
@@ -110,7 +131,8 @@ class _Runner:
             job = replace(job, source=checkpoint, destination=destination)
             seconds = self._run(f"leg {number} {leg.title}", job, None, leg.steps)
             size = folder_bytes(destination)
-            results.append(LegResult(leg.title, leg.precision, first, self._losses(job), seconds, size, hop))
+            losses, precision = self._losses(job), leg.sharding.compute
+            results.append(LegResult(leg.title, precision, first, losses, seconds, size, hop))
             checkpoint, held, first = destination, wanted, first + leg.steps
         return results
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,7 @@ from bridge.parity.job import Job, Metrics, main, resume_position, train_state, 
 from torch_impl import (
     FSDPModule,
     MainWeightAdamW,
-    MixedPrecisionPolicy,
-    fully_shard,
+    ShardingPolicy,
     load_checkpoint,
     save_checkpoint,
 )
@@ -40,17 +40,8 @@ def _train(job: Job, device: torch.device) -> None:
     corpus = Corpus.of_standard_library()
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)
-    precision = MixedPrecisionPolicy()
-    if leg.precision == "bfloat16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
-        "strategy": leg.strategy,
-        "granularity": leg.granularity,
-        "mp_policy": precision,
-    }
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    sharded = cast(FSDPModule, fully_shard(model, **options))
+    given = leg.sharding
+    sharded = cast(FSDPModule, ShardingPolicy.parse(given.text, given.source).apply(model))
     optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
 
     assert job.source is not None
@@ -78,8 +69,23 @@ def _train(job: Job, device: torch.device) -> None:
         save_checkpoint(job.destination, model, optimizer, train_state(job, corpus, start + leg.steps))
 
 
+def rehearse(job: Job) -> None:
+    """Shard the leg's model by its policy, on one rank instead of many, and run it over two tokens and back."""
+    given = job.leg.sharding
+    policy = ShardingPolicy.parse(given.text, given.source)
+    policy.mesh_sizes(job.leg.ranks)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Decoder(DecoderConfig(**vars(job.model)))
+        replace(policy, mesh=dict.fromkeys(policy.mesh, 1)).apply(model)
+        tokens = torch.zeros(1, 3, dtype=torch.long)
+        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    finally:
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(run, rank=int(os.environ.get("RANK", "0")))
+    main(run, rehearse, rank=int(os.environ.get("RANK", "0")))
     # All is written. Torch can abort while the interpreter shuts down: gloo's threads may outlive their group, which
     # DTensor's caches keep, and ask for the interpreter lock too late.
     os._exit(0)

@@ -34,8 +34,9 @@ def test_a_checkpoint_of_other_text_another_seed_or_another_model_is_refused() -
         resume_position(replace(job(), model=replace(job().model, d_ff=59)), corpus, train)
 
 
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    written = replace(job(), folder=tmp_path / "leg", destination=tmp_path / "leg" / "checkpoint")
+@pytest.mark.parametrize("leg", [Leg("torch", 1, "optim", steps=1), *RelayConfig.load("bfloat16").legs])
+def test_a_job_survives_its_file(tmp_path: Path, leg: Leg) -> None:
+    written = replace(job(), leg=leg, folder=tmp_path / "leg", destination=tmp_path / "leg" / "checkpoint")
     assert Job.read(written.write()) == written
 
 

@@ -60,3 +60,22 @@ with open(f"{sys.argv[1]}/metrics.jsonl", "w", buffering=1) as metrics:
 
 def test_torchrun_has_the_time_to_kill_its_workers_before_it_is_killed_itself() -> None:
     assert inspect.signature(PContext.close).parameters["timeout"].default + 10 <= launch.STOP_SECONDS
+
+
+def test_a_rehearsal_that_dies_ends_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RelayConfig.load("quick")
+    job = Job(config.model, config.data, config.optimizer, config.legs[0], tmp_path / "leg", None, None)
+    # Taken for a job file, which is not there.
+    monkeypatch.setattr(launch, "REHEARSE", "no-job.json")
+    with pytest.raises(launch.LegError, match=r"^torch: exit status 1; .*(?s:.*)no-job\.json"):
+        launch.rehearse([job])
+
+
+def test_a_rehearsal_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RelayConfig.load("quick")
+    job = Job(config.model, config.data, config.optimizer, config.legs[1], tmp_path / "leg", None, None)
+    monkeypatch.setattr(launch, "REHEARSE_SECONDS", 0.2)
+    with pytest.raises(launch.LegError, match=r"^jax: expected a rehearsal to be done in 0 s, it was not"):
+        launch.rehearse([job])

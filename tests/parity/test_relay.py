@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from flax import nnx
 from bridge.formats import open_checkpoint
 from bridge.parity.config import Leg, ModelConfig, RelayConfig
 from bridge.parity.job import Job
-from bridge.parity.launch import LegError, run_leg
+from bridge.parity.launch import LegError, rehearse, run_leg
 from jax_impl import data_parallel_mesh, plan_sharding
 from jax_impl.models import decoder as jax_decoder
 from torch_impl import plan_layout
@@ -44,7 +45,7 @@ def test_a_short_relay_succeeds_and_says_so(
     done, out = finished
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
-    assert "jax x4 optim" in done.stdout
+    assert "jax x4 zero1" in done.stdout
     assert str(out) in done.stdout.replace("\n", "")
     assert (out / "relay.png").read_bytes().startswith(b"\x89PNG")
 
@@ -136,7 +137,7 @@ def buffers_of_a_layer(leg: Leg, model: ModelConfig) -> int:
         )
         unit = plan_sharding(built, data_parallel_mesh(1)).units["layers/0"].module
         shapes = dict(zip(unit.parameters, unit.shapes, strict=True))
-    return len(plan_layout(shapes, leg.ranks, granularity=leg.granularity).shard_sizes)
+    return len(plan_layout(shapes, leg.ranks, granularity=leg.granularity or "row").shard_sizes)
 
 
 def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: Path) -> None:
@@ -160,6 +161,107 @@ def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: P
     assert [leg["hop"]["max_ulp"] for leg in report["legs"][1:]] == [0, 0, 0]
     assert max(report["differences"]["relay_fp32"]) < 1e-5
     assert report["failures"] == []
+
+
+LEVELS = """
+[mesh]
+outer = "all"
+inner = 2
+[[unit]]
+match = "layers.*.mlp"
+strategy = "hsdp"
+granularity = "tensor"
+recompute = true
+[[unit]]
+match = "layers.*"
+strategy = "hfsdp"
+[[unit]]
+match = ""
+parameters = ["replicate", "replicate"]
+gradients = ["partial", "shard"]
+optimizer = ["shard", "shard"]
+"""
+
+
+def relay_of(folder: Path, legs: list[tuple[str, int, str]], model: str = GRAINS) -> Path:
+    """Write a relay file of legs with a policy each."""
+    text = model
+    for framework, ranks, policy in legs:
+        text += f'\n[[leg]]\nframework = "{framework}"\nranks = {ranks}\npolicy = "{policy}"\nsteps = 2\n'
+    (folder / "relay.toml").write_text(text)
+    return folder / "relay.toml"
+
+
+def test_one_policy_file_with_two_mesh_axes_and_nested_units_in_both_frameworks(tmp_path: Path) -> None:
+    (tmp_path / "levels.toml").write_text(LEVELS)
+    file = relay_of(tmp_path, [("torch", 4, "levels.toml"), ("jax", 4, "levels.toml")])
+    done = twinshard("relay", file, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [leg["title"] for leg in report["legs"]] == ["torch x4 levels", "jax x4 levels"]
+    assert [leg["policy"]["text"] for leg in report["config"]["legs"]] == [LEVELS, LEVELS]
+    assert max(report["differences"]["relay_fp32"]) < 1e-5
+    assert report["failures"] == []
+    held = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("leg*/memory.json"))]
+    device = held[1]["devices"][0]
+    # HFSDP cuts weights and moments in four, HSDP in two; the frameworks' shapes are not the same.
+    with open_checkpoint(tmp_path / "run" / "start" / "checkpoint") as checkpoint:
+        whole = sum(t.nbytes for name, t in checkpoint.tensors.items() if name.startswith("model."))
+    for found in (held[0], device):
+        assert whole / 4 < found["main_weights"] < whole / 2
+        assert 2 * found["main_weights"] == pytest.approx(found["moments"], rel=0.02)
+
+
+NO_SUCH_UNIT = '[[unit]]\nmatch = "layer.*"\n[[unit]]\nmatch = ""\n'
+EMBEDDING_APART = '[[unit]]\nmatch = "embed"\n[[unit]]\nmatch = ""\n'
+DOUBLE = '[precision]\nmain = "float64"\n[[unit]]\nmatch = ""\n'
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("policy", "ranks", "message"),
+    [
+        ("strategy = 1", 2, "strategy: expected no other keys than mesh, precision, unit, got 'strategy'"),
+        (LEVELS, 3, r"\[mesh\]: expected axes of 3 devices in all, got outer = \"all\" x inner = 2"),
+        (NO_SUCH_UNIT, 2, r"\[\[unit\]\] 1: match: expected modules that 'layer.\*' matches, got none"),
+        (DOUBLE, 2, r"\[precision\] main: expected .*float64 main weights"),
+    ],
+)
+def test_a_rehearsal_finds_a_policy_that_does_not_fit(
+    tmp_path: Path, framework: str, policy: str, ranks: int, message: str
+) -> None:
+    (tmp_path / "bad.toml").write_text(policy)
+    config = RelayConfig.load(relay_of(tmp_path, [(framework, 4, "fsdp"), (framework, ranks, "bad.toml")]))
+    jobs = [job(tmp_path / f"{n}", leg, None) for n, leg in enumerate(config.legs)]
+    good, bad = rehearse(jobs)
+    assert good is None
+    assert bad is not None
+    assert bad.startswith(f"PolicyError: {tmp_path / 'bad.toml'}: ")
+    assert re.search(message, bad), bad
+
+
+def test_a_rehearsal_in_torch_runs_the_model(tmp_path: Path) -> None:
+    # The output layer reads the embedding's weights, which outside of their unit are shards.
+    (tmp_path / "apart.toml").write_text(EMBEDDING_APART)
+    tied = GRAINS.replace("[data]", "tied = true\n[data]")
+    config = RelayConfig.load(relay_of(tmp_path, [("torch", 2, "apart.toml"), ("torch", 2, "fsdp")], tied))
+    jobs = [
+        replace(job(tmp_path / f"{n}", leg, None), model=config.model) for n, leg in enumerate(config.legs)
+    ]
+    bad, good = rehearse(jobs)
+    assert good is None
+    assert bad is not None
+
+
+def test_a_policy_that_does_not_fit_a_later_leg_stops_a_relay_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "levels.toml").write_text(LEVELS)
+    file = relay_of(tmp_path, [("torch", 2, "fsdp"), ("jax", 3, "levels.toml")])
+    done = twinshard("relay", file, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    said = done.stderr.replace("\n", "")
+    assert f"leg 2 (jax x3 levels): PolicyError: {tmp_path / 'levels.toml'}: [mesh]" in said
+    assert "initial checkpoint" not in said
+    assert not (tmp_path / "run").exists()
 
 
 def share_of_bfloat16_gradients(before: Path, after: Path) -> float:

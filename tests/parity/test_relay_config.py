@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import jax_impl
+import torch_impl
 from bridge.parity.config import BUILT_IN, LARGEST_BETA, ConfigError, RelayConfig
 from jax_impl import main_weight_adamw
 
@@ -23,48 +25,113 @@ def quick() -> dict[str, Any]:
 def test_built_in_relays_load_by_name(name: str) -> None:
     config = RelayConfig.load(name)
     assert [leg.framework for leg in config.legs] == ["torch", "jax", "torch", "jax"]
-    assert {leg.precision for leg in config.legs} == {"bfloat16" if name == "bfloat16" else "float32"}
+    assert {leg.sharding.compute for leg in config.legs} == {"bfloat16" if name == "bfloat16" else "float32"}
 
 
 def test_the_default_relay_has_the_promised_legs_and_odd_sizes() -> None:
     config = RelayConfig.load("default")
-    assert [(leg.ranks, leg.strategy) for leg in config.legs] == [
-        (3, "optim_grads_params"),
-        (4, "optim"),
-        (2, "optim_grads"),
-        (8, "optim_grads_params"),
+    assert [leg.title for leg in config.legs] == [
+        "torch x3 fsdp",
+        "jax x4 zero1",
+        "torch x4 hsdp",
+        "jax x8 hfsdp",
     ]
     assert all(leg.steps >= 10 for leg in config.legs)
     sizes = (config.model.vocab_size, config.model.d_model, config.model.d_ff)
     assert all(size % divisor for size in sizes for divisor in (2, 3, 4, 8))
 
 
-def test_bfloat16_differs_from_the_default_in_precision_alone() -> None:
+def test_bfloat16_trains_the_same_model_on_the_same_data_by_the_same_frameworks() -> None:
     default, low = (
         tomllib.loads((BUILT_IN / f"{name}.toml").read_text()) for name in ("default", "bfloat16")
     )
-    for leg in low["leg"]:
-        assert leg.pop("precision") == "bfloat16"
+    for table in (default, low):
+        table["leg"] = [(leg["framework"], leg["steps"]) for leg in table["leg"]]
     assert low == default
+
+
+def with_leg(**keys: Any) -> dict[str, Any]:
+    """The quick relay with ``keys`` in its second leg in place of its policy."""
+    table = quick()
+    del table["leg"][1]["policy"]
+    table["leg"][1].update(keys)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [
+        ("no_shard", "no_shard"),
+        ("optim", "zero1"),
+        ("optim_grads", "zero2"),
+        ("optim_grads_params", "fsdp"),
+    ],
+)
+def test_a_strategy_is_short_for_the_policy_that_has_it(strategy: str, policy: str) -> None:
+    short = RelayConfig.of(with_leg(strategy=strategy)).legs[1].sharding
+    for runtime in (torch_impl, jax_impl):
+        shipped = runtime.ShardingPolicy.load(policy)
+        found = runtime.ShardingPolicy.parse(short.text)
+        assert (found.units, found.axes) == (shipped.units, shipped.axes)
+        assert found.precision.compute_dtype == shipped.precision.compute_dtype == "float32"
+
+
+def test_precision_and_granularity_are_short_for_what_a_policy_says() -> None:
+    leg = RelayConfig.of(with_leg(strategy="optim", precision="bfloat16", granularity="block(8)")).legs[1]
+    assert leg.sharding.compute == "bfloat16"
+    for runtime in (torch_impl, jax_impl):
+        policy = runtime.ShardingPolicy.parse(leg.sharding.text)
+        assert policy.precision == runtime.ShardingPolicy.load("fsdp_bf16").precision
+        assert {unit.granularity for unit in policy.units} == {"block(8)"}
+
+
+MINE = """
+[precision]
+main = "float32"
+compute = "float16"
+[[unit]]
+match = ""
+"""
+
+
+def test_a_policy_file_is_found_from_the_relay_file_and_read_once(tmp_path: Path) -> None:
+    (tmp_path / "relays").mkdir()
+    (tmp_path / "mine.toml").write_text(MINE)
+    text = (BUILT_IN / "quick.toml").read_text().replace('"zero1"', '"../mine.toml"')
+    (tmp_path / "relays" / "relay.toml").write_text(text)
+    leg = RelayConfig.load(tmp_path / "relays" / "relay.toml").legs[1]
+    (tmp_path / "mine.toml").unlink()
+    assert leg.title == "jax x4 mine"
+    assert leg.sharding.text == MINE
+    assert Path(leg.sharding.source).resolve() == (tmp_path / "mine.toml").resolve()
+    assert leg.sharding.compute == "float16"
+
+
+def test_a_shipped_policy_is_called_by_the_name_of_its_file() -> None:
+    assert RelayConfig.load("quick").legs[1].sharding.source == "zero1.toml"
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("leg", 0, "strategy"), "zero3", "strategy: expected one of no_shard, optim, .* got 'zero3'"),
+        (
+            ("leg", 0, "policy"),
+            "zero3",
+            r"\[\[leg\]\] policy: expected one of fsdp, .* got 'zero3': No such file",
+        ),
+        (("leg", 0, "policy"), "", r"\[\[leg\]\] policy: expected one of fsdp, .* got ''"),
+        (("leg", 0, "policy"), 3, r"\[\[leg\]\] policy: expected one of fsdp, .* got 3"),
+        (
+            ("leg", 0, "policy"),
+            "..",
+            r"\[\[leg\]\] policy: expected one of fsdp, .* got '..': Is a directory",
+        ),
         (("leg", 1, "framework"), "mxnet", "framework: expected one of torch, jax, got 'mxnet'"),
-        (("leg", 1, "precision"), "fp8", "precision: expected one of float32, bfloat16, got 'fp8'"),
         (
             ("leg", 0, "ranks"),
             5,
             r"leg 1 .*ranks x microbatches to divide the global batch of 24 .*5 x 2 = 10",
         ),
-        (
-            ("leg", 1, "granularity"),
-            "block(0)",
-            r"granularity: expected row, block\(n\) or tensor, got 'block\(0\)'",
-        ),
-        (("leg", 1, "granularity"), 32, r"granularity: expected row, block\(n\) or tensor, got 32"),
         (("leg", 0, "ranks"), 0, r"ranks: expected a whole number >= 1, got 0"),
         (("leg", 2, "steps"), "ten", r"steps: expected a whole number >= 1, got 'ten'"),
         (("leg", 2, "stepz"), 10, r"\[\[leg\]\]: expected only the keys .* got \['stepz'\]"),
@@ -100,6 +167,47 @@ def test_a_wrong_value_is_refused_with_place_expected_and_got(
     inner[path[-1]] = value
     with pytest.raises(ConfigError, match=message):
         RelayConfig.of(table)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, r"\[\[leg\]\]: expected the key policy, or strategy in its place, got 'neither'"),
+        ({"precision": "bfloat16"}, r"expected the key policy, or strategy in its place"),
+        (
+            {"policy": "zero1", "strategy": "optim"},
+            r"policy alone, which says all .*, got 'also strategy'",
+        ),
+        (
+            {"policy": "zero1", "precision": "bfloat16", "granularity": "row"},
+            r"got 'also precision, granularity'",
+        ),
+        ({"strategy": "zero3"}, "strategy: expected one of no_shard, optim, .* got 'zero3'"),
+        ({"strategy": "hsdp"}, "strategy: expected one of no_shard, optim, .* got 'hsdp'"),
+        (
+            {"strategy": "optim", "precision": "fp8"},
+            "precision: expected one of float32, bfloat16, got 'fp8'",
+        ),
+        (
+            {"strategy": "optim", "granularity": "block(0)"},
+            r"granularity: expected row, block\(n\) or tensor, got 'block\(0\)'",
+        ),
+        (
+            {"strategy": "optim", "granularity": 32},
+            r"granularity: expected row, block\(n\) or tensor, got 32",
+        ),
+    ],
+)
+def test_a_leg_says_its_policy_in_one_way(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RelayConfig.of(with_leg(**keys))
+
+
+@pytest.mark.parametrize("text", [b"[mesh\n", b"\xff"])
+def test_a_policy_file_that_is_not_toml_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "bad.toml").write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"'bad.toml': {tmp_path}/bad.toml: expected a TOML file, got: "):
+        RelayConfig.of(with_leg(policy="bad.toml"), tmp_path)
 
 
 def test_the_largest_beta_is_that_of_the_jax_optimizer() -> None:
