@@ -1,4 +1,4 @@
-"""Sharded training state in JAX: flat uneven buffers on one data-parallel mesh axis, four strategies.
+"""Sharded training state in JAX: flat uneven buffers on one or two data-parallel mesh axes, or logical arrays.
 
 ::
 

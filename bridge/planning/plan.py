@@ -170,7 +170,7 @@ def make_plan(
             kind,
             groups,
             at_rest(groups, runtime, device),
-            step_calls(groups, runtime, workload.microbatches),
+            step_calls(groups, runtime, workload.microbatches, kind.reruns),
         )
         for kind, (paths, groups) in kinds.items()
     )

@@ -77,22 +77,22 @@ def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
     return kind in (None, one.kind) and axis in (None, one.axis)
 
 
-def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int) -> Calls:
-    """The collectives of one unit in a step of ``microbatches`` microbatches."""
+def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, reruns: int = 0) -> Calls:
+    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``."""
     calls: Calls = Counter()
     for group in groups:
-        calls += _gathers(group, runtime, microbatches)
+        calls += _gathers(group, runtime, microbatches, reruns)
         if group.shape.trainable:
             calls += _reductions(group, microbatches)
     return calls
 
 
-def _gathers(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
+def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) -> Calls:
     depths, calls = group.depths, Counter[Collective]()
     once = 0 if runtime == "torch" and not group.shape.trainable else 1
     for axis in range(depths.state):
         if group.mesh.size(axis) > 1:
-            times = 2 * microbatches if axis < depths.parameters else once
+            times = (2 + reruns) * microbatches if axis < depths.parameters else once
             calls[_collective(group, "all_gather", axis, axis, group.shape.dtypes.compute)] += times
     return +calls
 

@@ -34,7 +34,8 @@ class GroupShape:
 class UnitKind:
     """All that a unit's plan depends on.
 
-    recompute: whether its activations are computed again in backward.
+    recompute: whether its activations are computed again in backward. reruns: how many units around it do so, and run
+    this unit's forward again; 0 for PyTorch, which keeps weights gathered from the second forward to backward.
     """
 
     groups: tuple[GroupShape, ...]
@@ -42,6 +43,7 @@ class UnitKind:
     strategy: str
     granularity: str
     recompute: bool
+    reruns: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def cut(model: Model, policy: Policy, runtime: str) -> CutModel:
             strategy=strategy.name,
             granularity=unit.granularity,
             recompute=unit.recompute,
+            reruns=sum(
+                chosen[outer].recompute for outer in outward(path) if outer != path and outer in chosen
+            )
+            if runtime == "jax"
+            else 0,
         )
         units.append(Unit(path, kind))
     return CutModel(tuple(units))

@@ -144,3 +144,18 @@ def test_bytes_and_collectives_of_every_strategy(
 ) -> None:
     policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "reduce": "float32"})
     assert_measured(mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
+
+
+@pytest.mark.parametrize("recomputing", [(), ("own",), ("parts.*",), ("", "parts.*")])
+def test_units_inside_recomputing_units_are_gathered_once_more_for_each(recomputing: tuple[str, ...]) -> None:
+    units = [
+        f'[[unit]]\nmatch = "{match}"\nrecompute = {str(match in recomputing).lower()}\n'
+        for match in ("own", "parts.*", "")
+    ]
+    policy = "[mesh]\naxis0 = 3\n" + "".join(units)
+    assert_measured((3,), policy, [PART, PART], [Spec((9, 4))], 2)
+    planned = make_plan(
+        model_of([PART], [Spec((9, 4))]), parse_policy(policy, "test"), 3, "jax", Workload(1, 3, 2)
+    )
+    # Four groups, one of them the root's: each is gathered twice in each of two microbatches.
+    assert planned.traffic.count("all_gather") == 2 * 2 * 4 + (2 * 3 if "" in recomputing else 0)
