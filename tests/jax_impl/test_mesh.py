@@ -54,7 +54,8 @@ def test_devices_cannot_be_simulated_once_jax_runs_with_fewer(monkeypatch):
 
 def test_devices_cannot_be_simulated_once_jax_runs_without_the_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    with pytest.raises(ValueError, match=r"without .*cse_barrier_expander,small-while-loop-hoisting .*touches jax.devices\(\)"):
+    message = r"without .*cse_barrier_expander,small-while-loop-hoisting .*touches jax.devices\(\)"
+    with pytest.raises(ValueError, match=message):
         simulate_devices(2)
     with pytest.warns(RuntimeWarning, match="simulate_devices"):
         checked_mesh(data_parallel_mesh(2))
