@@ -51,10 +51,10 @@ def sharded_call(
     def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         leaves = []
         for group, source in zip(groups, sources, strict=True):
-            if again and not group.regathers:
+            if group.regathers or again:
+                # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
                 source, after = fence((source, after))
             if group.regathers:
-                source, after = fence((source, after))
                 gathered = group.gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((gathered, after))
