@@ -95,12 +95,12 @@ def sharded_call(
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
         reduced: list[tuple[jax.Array, ...]] = []
         for group, values in zip(groups, gradients, strict=True):
-            if group.reduces:
+            if group.trainable:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, collected, reduced = fence((values, collected, reduced))
             reduced.append(group.reduce(values) if group.trainable else ())
-        if any(group.reduces for group in groups):
-            reduced, input_gradients = fence((reduced, input_gradients))
+        # Also without a reduction: else XLA may put off all gradients of weights, and keep activations for them.
+        reduced, input_gradients = fence((reduced, input_gradients))
         return (
             tuple(reduced),
             None,
