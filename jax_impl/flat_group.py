@@ -58,16 +58,6 @@ class FlatGroup:
         """How the array at rest lies on the mesh."""
         return self.wire.axes.spec(self.strategy.state, len(self._stack))
 
-    @property
-    def regathers(self) -> bool:
-        """Whether weights are gathered for each use, and dropped after it."""
-        return self.strategy.weights > 0
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced in each backward."""
-        return self.trainable and self.strategy.gradients > 0
-
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
         (array,) = arrays
@@ -84,7 +74,7 @@ class FlatGroup:
         return (jnp.zeros((*self._stack, size), self.wire.grad),)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Sources of one layer -> whole compute weights, where ``regathers``."""
+        """Sources of one layer -> whole compute weights, where the strategy regathers."""
         return (self.wire.gather(sources[0], self.strategy.weights, 0),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -99,14 +99,6 @@ class LogicalGroup:
     def dtype(self) -> np.dtype:
         return self.wire.main
 
-    @property
-    def regathers(self) -> bool:
-        return self.strategy.weights > 0
-
-    @property
-    def reduces(self) -> bool:
-        return self.trainable and self.strategy.gradients > 0
-
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.weights == self.strategy.state:
             return tuple(arrays)

@@ -38,6 +38,11 @@ class Strategy:
     gradients: int
     state: int
 
+    @property
+    def regathers(self) -> bool:
+        """Whether a unit's weights are gathered for each use, and dropped after it."""
+        return self.weights > 0
+
 
 @dataclass(frozen=True)
 class Placements:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.bench.costs import Cost, Ratio, ratio
 from tests.bench.torch_engines import (
     BASELINE,
     ENGINES,
@@ -41,7 +42,7 @@ from tests.bench.torch_engines import (
     prototype,
 )
 from tests.bench.torch_memory import LiveBytes, live_bytes
-from tests.bench.torch_rounds import Cost, Ratio, interleaved, over_ranks, ratio, unequal_losses
+from tests.bench.torch_rounds import interleaved, over_ranks, unequal_losses
 from tests.ranks import MAX_WORLD, RankGroup
 
 LIMITS = {

@@ -6,30 +6,10 @@ after the same other one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Cost:
-    """One step: wall seconds, and CPU seconds of the process with all its threads (simulated devices are threads)."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Median and range over the rounds of one contestant's cost over another's in the same round."""
-
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+from tests.bench.costs import Cost
 
 
 def interleaved(
@@ -50,12 +30,6 @@ def interleaved(
             cpu = time.process_time() - cpu
             costs[name].append(Cost((time.perf_counter() - wall) / repeat, cpu / repeat))
     return costs, losses
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Ours over theirs, round by round; ``ValueError`` for different numbers of rounds."""
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Ratio(statistics.median(each), min(each), max(each))
 
 
 def unequal_losses(losses: Mapping[str, Sequence[float]], limit: float, reference: str) -> list[str]:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.bench.jax_rounds import Ratio, ratio, unequal_losses
+from tests.bench.costs import Ratio, ratio
+from tests.bench.jax_rounds import unequal_losses
 from tests.bench.jax_setting import BASELINE, NAMES, PJIT, SHARD_MAP, Setting
 
 Answer = dict[str, Any]

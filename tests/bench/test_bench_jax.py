@@ -19,11 +19,12 @@ from flax import nnx
 
 from jax_impl import data_parallel_mesh
 from tests.bench.bench_jax import main
+from tests.bench.costs import ratio
 from tests.bench.jax_baseline import build_baseline
 from tests.bench.jax_bytes import weigh
 from tests.bench.jax_contestants import ADAMW, build_step, loss, model_of, tokens_of
 from tests.bench.jax_leg import run, times
-from tests.bench.jax_rounds import interleaved, ratio, unequal_losses
+from tests.bench.jax_rounds import interleaved, unequal_losses
 from tests.bench.jax_setting import BASELINE, BASELINE_XLA, PJIT, SHARD_MAP, Setting
 from tests.bench.jax_tables import MARK, Answer, broken_promises, bytes_table, limit_of, times_table
 

@@ -21,9 +21,10 @@ from tests.bench.bench_torch import (
     print_overheads,
     print_steps,
 )
+from tests.bench.costs import Cost, ratio
 from tests.bench.torch_engines import ENGINES, TINY, Training, build_step, prototype
 from tests.bench.torch_memory import LiveBytes, from_events, live_bytes
-from tests.bench.torch_rounds import Cost, interleaved, over_ranks, ratio, unequal_losses
+from tests.bench.torch_rounds import interleaved, over_ranks, unequal_losses
 from tests.ranks import RankGroup
 
 KB = 1024

@@ -9,31 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Cost:
-    """One call: wall seconds, and CPU seconds of the process with all its threads (gloo's too)."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Median and range over the rounds of one engine's cost over another's in the same round."""
-
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+from tests.bench.costs import Cost
 
 
 def interleaved(
@@ -70,12 +51,6 @@ def over_ranks(ranks: Sequence[Mapping[str, Sequence[Cost]]]) -> dict[str, list[
         ]
         for name in ranks[0]
     }
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Ours over theirs, round by round; ValueError for different numbers of rounds."""
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Ratio(statistics.median(each), min(each), max(each))
 
 
 def unequal_losses(

@@ -240,17 +240,17 @@ def fail_to_load(path: str, process: int) -> dict[str, Any]:
 
     original = OrbaxReader.read
     if jax.process_index() == process:
-        OrbaxReader.read = broken  # type: ignore[method-assign]
+        OrbaxReader.read = broken  # type: ignore[method-assign]  # the fault under test
     try:
         return load(path)
     finally:
-        OrbaxReader.read = original  # type: ignore[method-assign]
+        OrbaxReader.read = original  # type: ignore[method-assign]  # puts the reader's own back
 
 
 def die_in_a_save(path: str, process: int) -> dict[str, Any]:
     """``process`` kills itself while it writes."""
     if jax.process_index() == process:
-        OrbaxPart.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        OrbaxPart.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]  # the fault under test
     return save(path, timeout_of_save=5)
 
 

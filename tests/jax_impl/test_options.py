@@ -252,3 +252,8 @@ def test_parameters_that_the_pjit_engine_cannot_cut_are_reported():
     assert cut.sharding("kernel").spec == jax.sharding.PartitionSpec(None, "dp")
     flat = plan_sharding(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), data_parallel_mesh(4), units=[])
     assert flat.whole_parameters == ()
+
+
+def test_a_star_of_a_pattern_does_not_cross_a_slash():
+    plan = plan_sharding(decoder(), data_parallel_mesh(2), units=["layers/*", "*/0/mlp"])
+    assert list(plan.units) == ["layers/0", "layers/0/mlp", "layers/1", ""]

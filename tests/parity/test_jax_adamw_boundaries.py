@@ -108,6 +108,20 @@ def test_a_flat_array_has_the_bits_of_many_tensors_cut_anywhere_but_in_their_tai
     assert_same_bits(heads((first, second, third), MANY_SIZES, dtype), heads(expected, MANY_SIZES, dtype))
 
 
+def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
+    size, steps = 20_011, 100
+    rng = np.random.default_rng(0)
+    start = (0.02 * rng.normal(size=size)).astype(np.float32)
+    slopes = [
+        (rng.normal(size=size) * 10.0 ** rng.uniform(-6, 0, size)).astype(np.float32) for _ in range(steps)
+    ]
+    found = jax_run([start], [[slope] for slope in slopes], adamw())
+    expected = torch_run([start], [[slope] for slope in slopes], **OPTIONS)
+    for (ours,), (theirs,) in zip(found, expected, strict=True):
+        assert all(np.flatnonzero(ours != theirs) >= whole_vectors(size, np.float32))
+        assert compare(ours, theirs, Tolerance()).max_ulp <= 5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_how_far_torchs_tails_drift(dtype: type) -> None:
     """Tensors that are nothing but tail. These are the numbers in the docstring of ``jax_impl.optimizer``."""
