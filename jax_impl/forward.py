@@ -12,6 +12,7 @@ from flax import nnx
 from jax_impl.collective import fence
 from jax_impl.module_tree import ROOT
 from jax_impl.plan import Buffers, Group, ShardingPlan
+from jax_impl.seal import seal
 from jax_impl.unit import Collectors, Sources, sharded_call
 from jax_impl.unit_slot import SlotCall
 
@@ -38,7 +39,7 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
             arrays, last = fence((arrays, last))
             last = group.hold(arrays)
             held.append(last)
-        sources[path] = tuple(held)
+        sources[path] = seal(path, tuple(held))
     return sources
 
 

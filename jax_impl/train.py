@@ -15,6 +15,7 @@ from jax_impl.gradients import Batch, Loss, make_gradients
 from jax_impl.mesh import is_simulated
 from jax_impl.optimizer import MainWeightTransformation
 from jax_impl.plan import Buffers, ShardingPlan
+from jax_impl.seal import check_seals
 from jax_impl.variables import Variables
 
 Metrics = dict[str, jax.Array]
@@ -127,6 +128,7 @@ class TrainStep:
         self._microbatches = microbatches
         self._optimizer = optimizer
         self._gradients = jax.jit(make_gradients(plan, loss_fn, microbatches))
+        self._sealed = False
         self._update: Callable[..., tuple[Buffers, Any]] | None = None
 
     def gradients(
@@ -148,6 +150,9 @@ class TrainStep:
     ) -> tuple[jax.Array, Buffers, Variables]:
         self._check(weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
+        if not self._sealed:
+            check_seals(self._gradients.trace(weights, placed, variables).jaxpr.jaxpr)
+            self._sealed = True
         return self._settled(self._gradients(weights, placed, variables))
 
     def _check(self, weights: Buffers, variables: Variables) -> None:

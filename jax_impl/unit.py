@@ -26,6 +26,7 @@ import jax
 
 from jax_impl.collective import fence
 from jax_impl.plan import Group
+from jax_impl.seal import open_sealed
 
 Leaves = tuple[jax.Array, ...]
 # Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
@@ -50,7 +51,7 @@ def sharded_call(
 
     def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         leaves = []
-        for group, source in zip(groups, sources, strict=True):
+        for group, source in zip(groups, open_sealed(sources), strict=True):
             if group.strategy.regathers or again:
                 # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
                 source, after = fence((source, after))
