@@ -15,6 +15,7 @@ from jax_impl.collective_count import count_collectives
 from jax_impl.compiled_count import count_compiled_collectives
 from jax_impl.gradients import make_gradients
 from jax_impl.layout import Layout, plan_layout
+from jax_impl.linen_model import apply_linen
 from jax_impl.memory import MemoryReport, memory_report
 from jax_impl.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.module_tree import variable_leaves
@@ -24,6 +25,7 @@ from jax_impl.policy import PolicyError, ShardingPolicy, UnitPolicy
 from jax_impl.stack import scan_layers, stack_layers
 from jax_impl.strategy import STRATEGIES, Placements
 from jax_impl.train import TrainState, init_state, make_train_step, shard_batch
+from jax_impl.tree_model import call_unit
 
 __all__ = [
     "STRATEGIES",
@@ -37,6 +39,8 @@ __all__ = [
     "ShardingPolicy",
     "TrainState",
     "UnitPolicy",
+    "apply_linen",
+    "call_unit",
     "count_collectives",
     "count_compiled_collectives",
     "data_parallel_mesh",

@@ -1,4 +1,4 @@
-"""``fully_shard``: from a flax nnx model to a plan and its main weights; and back."""
+"""``fully_shard``: from a flax nnx model, or a pytree, to a plan and its main weights; and back."""
 
 from __future__ import annotations
 
@@ -34,31 +34,34 @@ from jax_impl.plan import Buffers, Group, ShardingPlan, UnitPlan
 from jax_impl.policy import ShardingPolicy
 from jax_impl.precision import Precision, main_dtype
 from jax_impl.strategy import Strategy
+from jax_impl.tree_model import Tree, as_module
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
 
 
 def fully_shard(
-    model: nnx.Module,
+    model: nnx.Module | Tree,
     mesh: Mesh | None = None,
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
 ) -> tuple[ShardingPlan, Buffers]:
     """Shard ``model`` over a mesh of one or two data-parallel axes: the plan, and the main weights in it.
 
-    The model itself is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives
-    the mesh where none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
+    ``model``: an nnx module, or a pytree of parameters, in which a loss then finds units as what ``call_unit`` takes;
+    it is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives the mesh where
+    none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
     Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
     nothing, tied weights in different units, and parameters that are not floating point.
     """
+    model = as_module(model)
     plan = plan_sharding(model, mesh, policy, **options)
     return plan, shard_weights(plan, parameter_leaves(model))
 
 
 def plan_sharding(
-    model: nnx.Module,
+    model: nnx.Module | Tree,
     mesh: Mesh | None = None,
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
@@ -69,6 +72,7 @@ def plan_sharding(
         raise TypeError(
             f"fully_shard: expected keywords among {list(ShardingOptions.__annotations__)}, got {unknown}"
         )
+    model = as_module(model)
     engine = options.get("engine", "shard_map")
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")

@@ -13,8 +13,9 @@ from jax_impl.collective import fence
 from jax_impl.module_tree import ROOT
 from jax_impl.plan import Buffers, Group, ShardingPlan
 from jax_impl.seal import seal
+from jax_impl.tree_model import as_given
 from jax_impl.unit import Collectors, Sources, sharded_call
-from jax_impl.unit_slot import SlotCall
+from jax_impl.unit_slot import SlotCall, UnitSlot, unit_type
 
 # By unit path.
 AllCollectors = dict[str, Collectors]
@@ -66,7 +67,7 @@ def call_model(
     collectors: AllCollectors,
     sources: AllSources,
     variables: Mapping[str, jax.Array],
-    run: Callable[[nnx.Module, Any], Any],
+    run: Callable[[Any, Any], Any],
     rows: Any,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """``run(model, rows)`` and the model's other variables after it.
@@ -75,7 +76,11 @@ def call_model(
     """
     own = [variables[path] for path in plan.units[ROOT].module.variables]
     held = {path: (collectors[path], sources[path]) for path in plan.units}
-    output, changed = _call_unit(plan, ROOT, held, run, own, (rows,), {})
+
+    def call(module: nnx.Module, rows: Any) -> Any:
+        return run(as_given(module), rows)
+
+    output, changed = _call_unit(plan, ROOT, held, call, own, (rows,), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 
 
@@ -141,6 +146,11 @@ def _units_inside(plan: ShardingPlan, path: str) -> Iterator[str]:
 
 def _refuse_nnx_objects(path: str, arguments: Any) -> None:
     for leaf in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)):
+        if isinstance(leaf, UnitSlot):
+            raise ValueError(
+                f"unit {path!r}: expected arrays and plain values as arguments, got unit {unit_type(leaf).path!r}: "
+                "a unit can use the weights of units inside of it only"
+            )
         if isinstance(leaf, nnx.Pytree | nnx.Variable):
             raise ValueError(
                 f"unit {path!r}: expected arrays and plain values as arguments, got {type(leaf).__name__}, whose "

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,7 +24,8 @@ from jax_impl.plan import Buffers, ShardingPlan
 from jax_impl.precision import divide_exactly
 from jax_impl.variables import Variables, of_all_devices, of_this_device
 
-Loss = Callable[[nnx.Module, Any], jax.Array]
+# Of an nnx model, or a pytree of parameters.
+Loss = Callable[[Any, Any], jax.Array]
 Batch = Any
 Gradients = Callable[..., tuple[jax.Array, Buffers, Variables]]
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType
+from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module
+from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
 
 ROOT = ""
 Key = tuple[str | int, ...]
@@ -61,7 +62,7 @@ class UnitModule:
             jax.tree.unflatten(self.variable_tree, variables),
         )
         for path, key in self.inner.items():
-            _get(module, key).fill(*calls[path])
+            fill_slot(_get(module, key), *calls[path])
         return module
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
@@ -105,9 +106,9 @@ def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
     return {joined(key): v.get_raw_value() for key, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def variable_leaves(model: nnx.Module) -> dict[str, jax.Array]:
-    """``{path: value}`` of every other variable: batch statistics, random keys and counts, and the like."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+def variable_leaves(model: nnx.Module | Any) -> dict[str, jax.Array]:
+    """``{path: value}`` of every other variable: batch statistics, random keys and counts; a pytree has none."""
+    flat = nnx.to_flat_state(nnx.state(as_module(model), nnx.Not(nnx.Param)))
     return {joined(key): variable.get_raw_value() for key, variable in flat}
 
 
@@ -197,7 +198,7 @@ def split_units(
         module = _get(whole, key)
         _claim(module, key, owners)
         units[joined(key)] = _split(module, key, _layers(key, stacks or {}), variables)
-        _set(whole, key, UnitSlot(_unit_type(module, key), _variables(module)))
+        _set(whole, key, UnitSlot(_unit_type(module, key, units[joined(key)].layers), _variables(module)))
     _claim(whole, (), owners)
     ordered = {joined(key): units[joined(key)] for key in sorted(keys)}
     return {**ordered, ROOT: _split(whole, (), None, variables)}
@@ -230,7 +231,7 @@ def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:
     return next((n for s, n in stacks.items() if path == s or path.startswith(f"{s}/")), None)
 
 
-def _unit_type(module: nnx.Module, key: Key) -> UnitType:
+def _unit_type(module: nnx.Module, key: Key, layers: int | None) -> UnitType:
     modes = {
         name
         for _, below in _modules(module)
@@ -240,7 +241,8 @@ def _unit_type(module: nnx.Module, key: Key) -> UnitType:
     for _, below in _modules(module):
         if isinstance(below, UnitSlot):
             modes |= below._unit.modes
-    return UnitType(joined(key), type(module), frozenset(modes))
+    shapes = as_given(module) if isinstance(module, TreeNode | TreeList) else None
+    return UnitType(joined(key), type(module), frozenset(modes), layers, shapes)
 
 
 def _variables(module: nnx.Module) -> list[nnx.Variable]:

@@ -29,6 +29,7 @@ from jax_impl.buffer import Piece, Read
 from jax_impl.layout import Layout
 from jax_impl.module_tree import UnitModule, VariableInfo
 from jax_impl.strategy import Strategy
+from jax_impl.tree_model import Tree, as_given
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -239,8 +240,9 @@ class ShardingPlan:
 
     def merge(
         self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
-    ) -> nnx.Module:
-        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any."""
+    ) -> nnx.Module | Tree:
+        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any: an nnx
+        module, or a pytree."""
         for kind, expected, given in (
             ("parameters", self.parameters, parameters),
             ("other variables", self.variables, variables or {}),
@@ -253,8 +255,9 @@ class ShardingPlan:
                     f"expected values for exactly the model's {kind}; missing {missing}, unexpected {unexpected}"
                 )
         others = variables or {}
-        return self.model.merge(
+        merged = self.model.merge(
             [parameters[path] for path in self.parameters],
             [others[path] for path in self.model.variables],
             {},
         )
+        return as_given(merged)

@@ -44,9 +44,7 @@ _MOVES = frozenset(
         "unstack",
     }
 )
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (jax, flax)) + (
-    str(Path(__file__).parent),
-)
+_LIBRARIES = tuple(str(Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
 
 def seal(path: str, arrays: T) -> T:
@@ -59,9 +57,9 @@ def open_sealed(arrays: T) -> T:
     return checkpoint_name(arrays, _OPEN)
 
 
-def check_seals(jaxpr: Any) -> None:
-    """Raises ``ValueError`` for a traced program that uses sealed weights, with the unit and the line that does."""
-    _outputs(jaxpr, [None] * len(jaxpr.invars))
+def check_seals(program: Any) -> None:
+    """Raises ``ValueError`` for a closed jaxpr that uses sealed weights, with the unit and the line that does."""
+    _outputs(program.jaxpr, [None] * len(program.jaxpr.invars))
 
 
 def _outputs(jaxpr: Any, inputs: Sequence[str | None]) -> list[str | None]:

@@ -128,7 +128,7 @@ class TrainStep:
         self._microbatches = microbatches
         self._optimizer = optimizer
         self._gradients = jax.jit(make_gradients(plan, loss_fn, microbatches))
-        self._sealed = False
+        self._checked = False
         self._update: Callable[..., tuple[Buffers, Any]] | None = None
 
     def gradients(
@@ -150,10 +150,17 @@ class TrainStep:
     ) -> tuple[jax.Array, Buffers, Variables]:
         self._check(weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
-        if not self._sealed:
-            check_seals(self._gradients.trace(weights, placed, variables).jaxpr.jaxpr)
-            self._sealed = True
-        return self._settled(self._gradients(weights, placed, variables))
+        try:
+            if not self._checked:
+                # Tracing is half of what the first call does, and remembered for it.
+                check_seals(self._gradients.trace(weights, placed, variables).jaxpr)
+                self._checked = True
+            return self._settled(self._gradients(weights, placed, variables))
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(
+                "loss: expected arrays that depend on weights as arguments of a unit's call, got one from around the "
+                "function (a closure), whose gradient the call cannot pass on: give it to call_unit as an argument"
+            ) from error
 
     def _check(self, weights: Buffers, variables: Variables) -> None:
         plan = self._plan

@@ -7,7 +7,7 @@ Being an nnx module with variables, a slot can be split, merged and scanned like
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,17 @@ class Held(nnx.Param):
 
 @dataclass(frozen=True)
 class UnitType:
-    """What a slot knows of its module: path, class, and names of static attributes anywhere below (modes)."""
+    """What a slot knows of its module: path, class, and names of static attributes anywhere below (modes).
+
+    ``layers``: of the stack that it stands for, or None. ``shapes``: of a unit in a pytree the subtree, with shapes and
+    dtypes for arrays.
+    """
 
     path: str
     cls: type[nnx.Module]
     modes: frozenset[str]
+    layers: int | None = None
+    shapes: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +45,23 @@ class SlotCall:
 
 
 class UnitSlot(nnx.Module):
-    """``variables``: those of the unit that are no parameters, such as batch statistics; the program's own objects."""
+    """Has no public method of its own, which could hide one of the unit's; see ``fill_slot`` and ``run_in_slot``.
+
+    ``variables``: those of the unit that are no parameters, such as batch statistics; the program's own objects.
+    """
+
+    _call: SlotCall
+    _arrays: nnx.List[Held]
 
     def __init__(self, unit: UnitType, variables: Sequence[nnx.Variable]) -> None:
         self._unit = unit
-        self.variables = nnx.List(variables)
-
-    def fill(self, call: SlotCall, arrays: Sequence[jax.Array]) -> None:
-        """Get ready for calls: done when a step is traced."""
-        self._call = call
-        self.arrays = nnx.List([Held(array) for array in arrays])
+        self._variables = nnx.List(variables)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._apply(_call_module, args, kwargs)
+        return run_in_slot(self, _call_module, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(f"{key!r} {self._only_inside()}")
 
     def __getattr__(self, name: str) -> Any:
         unit = None if name.startswith("_") else vars(self).get("_unit")
@@ -60,28 +70,46 @@ class UnitSlot(nnx.Module):
             if name in modes:
                 # set_attributes asks whether there is one; its value is the inner modules' own.
                 return None
-            where = f" of unit {unit.path!r}" if unit is not None else ""
-            raise AttributeError(
-                f"{name!r}{where}: expected a method; a unit's weights and submodules can be used inside of the unit "
-                "only, so choose units that contain what is used together"
-            )
+            raise AttributeError(f"{name!r} {self._only_inside()}")
         method = partial(_call_method, name)
-        return lambda *args, **kwargs: self._apply(method, args, kwargs)
+        return lambda *args, **kwargs: run_in_slot(self, method, args, kwargs)
 
-    def _apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        modes = {name: value for name, value in vars(self).items() if name in self._unit.modes}
-        arrays = [held.get_raw_value() for held in self.arrays]
-        variables = [variable.get_raw_value() for variable in self.variables]
+    def _only_inside(self) -> str:
+        unit = vars(self).get("_unit")
+        where = f"of unit {unit.path!r}" if unit is not None else "of a unit"
+        return (
+            f"{where}: expected a method, since a unit's weights and submodules can be used inside of the unit only: "
+            "call jax_impl.call_unit(function, unit, ...), or choose units that contain what is used together"
+        )
 
-        def run(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            if modes:
-                module.set_attributes(**modes)
-            return function(module, *args, **kwargs)
 
-        output, changed = self._call.run(run, arrays, variables, args, kwargs)
-        for variable, value in zip(self.variables, changed, strict=True):
-            variable.set_raw_value(value)
-        return output
+def unit_type(slot: UnitSlot) -> UnitType:
+    return slot._unit
+
+
+def fill_slot(slot: UnitSlot, call: SlotCall, arrays: Sequence[jax.Array]) -> None:
+    """Get ready for calls: done when a step is traced."""
+    slot._call = call
+    slot._arrays = nnx.List([Held(array) for array in arrays])
+
+
+def run_in_slot(
+    slot: UnitSlot, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``function(module, *args, **kwargs)`` on the unit's module, its weights gathered for this call."""
+    modes = {name: value for name, value in vars(slot).items() if name in slot._unit.modes}
+    arrays = [held.get_raw_value() for held in slot._arrays]
+    variables = [variable.get_raw_value() for variable in slot._variables]
+
+    def run(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        if modes:
+            module.set_attributes(**modes)
+        return function(module, *args, **kwargs)
+
+    output, changed = slot._call.run(run, arrays, variables, args, kwargs)
+    for variable, value in zip(slot._variables, changed, strict=True):
+        variable.set_raw_value(value)
+    return output
 
 
 def _call_method(name: str, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:

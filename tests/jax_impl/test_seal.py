@@ -97,7 +97,7 @@ def test_every_way_out_is_seen(escape):
         return ESCAPES[escape](seal("layers/7", w))
 
     with pytest.raises(ValueError, match="unit 'layers/7'"):
-        check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))).jaxpr)
+        check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))))
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
@@ -105,7 +105,7 @@ def test_opened_weights_may_be_used_in_any_way(escape):
     def program(w: jax.Array) -> Any:
         return ESCAPES[escape](open_sealed(seal("layers/7", w)))
 
-    check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))).jaxpr)
+    check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))))
 
 
 def test_what_is_sealed_may_be_moved():
@@ -114,4 +114,4 @@ def test_what_is_sealed_may_be_moved():
         stacked = jnp.stack([sealed[0], sealed[1]])
         return jax.lax.scan(lambda c, row: (c + open_sealed(row).sum(), None), 0.0, stacked.T)[0]
 
-    check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))).jaxpr)
+    check_seals(jax.make_jaxpr(program)(jnp.ones((4, 3))))
