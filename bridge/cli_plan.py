@@ -59,6 +59,14 @@ def plan(
             help="Check the JAX numbers of a decoder against what XLA compiles for simulated devices.",
         ),
     ] = False,
+    stacked: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stacked",
+            metavar="PATH",
+            help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
+        ),
+    ] = None,
     chart: Annotated[
         Path | None,
         typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
@@ -95,8 +103,9 @@ def plan(
             from bridge.layout_picture import check_picture_path
 
             check_picture_path(chart)
+        stacks = tuple(stacked or ())
         runtimes = RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
-        models = resolve_models(model, runtimes)
+        models = resolve_models(model, runtimes, stacks)
         loaded = [load_policy(one) for one in dict.fromkeys(policies)]
         work = Workload(batch, length, microbatches)
         comparison = compare(models, loaded, counts, work, limit)
@@ -104,7 +113,9 @@ def plan(
         if compile_:
             from bridge.planning.compiled import check_compiled
 
-            checks = [check_compiled(model, policy, count, work) for policy in loaded for count in counts]
+            checks = [
+                check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
+            ]
         if chart is not None:
             from bridge.layout_picture import save_picture
             from bridge.planning.chart import chart as draw

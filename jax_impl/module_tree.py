@@ -157,12 +157,17 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
 
 def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
     """Layers of each stack. Raises ``ValueError`` for a path without a module, or parameters of other leading sizes."""
-    modules = {joined(key) for key, _ in _modules(model)}
+    modules = {joined(key): module for key, module in _modules(model)}
     lengths: dict[str, int] = {}
     for path in stacked:
         if path not in modules or path == ROOT:
             raise ValueError(
                 f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
+            )
+        if isinstance(modules[path], nnx.List | nnx.Dict):
+            raise ValueError(
+                f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list or "
+                "dictionary of modules: stack_layers makes one module of equal layers"
             )
         if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in lengths):
             raise ValueError(f"stacked: expected no stack inside another, got {path!r} with {list(lengths)}")

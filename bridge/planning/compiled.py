@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,19 +73,22 @@ class CompiledCheck:
         return asdict(self)
 
 
-def check_compiled(model: str, policy: Policy, devices: int, workload: Workload) -> CompiledCheck:
+def check_compiled(
+    model: str, policy: Policy, devices: int, workload: Workload, stacked: Sequence[str] = ()
+) -> CompiledCheck:
     """Compile and compare. Raises ``PlanError`` for other models than decoders, and where XLA fails."""
     kind, _, name = model.partition(":")
     if kind != "decoder":
         raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")
     if devices > LARGEST:
         raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
-    plan = make_plan(resolve_models(model, ["jax"])["jax"], policy, devices, "jax", workload)
+    plan = make_plan(resolve_models(model, ["jax"], stacked)["jax"], policy, devices, "jax", workload)
     request = {
         "sizes": asdict(decoder_config(name)),
         "policy": policy.to_toml(),
         "source": policy.source,
         "devices": devices,
+        "stacked": list(stacked),
         **asdict(workload),
     }
     command = [sys.executable, "-m", "bridge.planning.compiled_leg"]

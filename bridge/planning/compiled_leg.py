@@ -24,16 +24,15 @@ def main() -> None:
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: sizes of the decoder, policy text, devices, batch, length and microbatches."""
+    """``request``: sizes of the decoder, what of it is stacked, policy text, devices, batch, length, microbatches."""
     runtime = framework("jax_impl")
     runtime.simulate_devices(request["devices"])
     jax, nnx, models = framework("jax"), framework("flax.nnx"), part("jax", "models")
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
     sizes = models.DecoderConfig(**request["sizes"])
-    model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0)))
-    plan = runtime.plan_sharding(
-        model, runtime.data_parallel_mesh(policy.mesh_sizes(request["devices"])), policy
-    )
+    model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=bool(request["stacked"])))
+    mesh = runtime.data_parallel_mesh(policy.mesh_sizes(request["devices"]))
+    plan = runtime.plan_sharding(model, mesh, policy, stacked=request["stacked"])
     batch = request["devices"] * request["microbatches"] * request["batch"]
     rows = jax.ShapeDtypeStruct(
         (batch, request["length"] + 1),

@@ -51,6 +51,7 @@ class Model:
     modules: dotted paths of all modules that have a forward, which a policy's patterns choose from; ``""`` is the root.
     parameters: in the order in which the runtime lays them out.
     source: where shapes and activation formulas come from, for people.
+    stacks: paths of what JAX runs as one scanned module, whose layers are ``layers.0``, ``layers.1``, ... here.
 
     Raises ``PlanError`` for a parameter given twice.
     """
@@ -60,6 +61,7 @@ class Model:
     parameters: tuple[Parameter, ...]
     activations: tuple[Segment, ...] = ()
     source: str = ""
+    stacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         seen = set()
@@ -74,6 +76,14 @@ class Model:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    def layer_of(self, path: str) -> tuple[str, str, str] | None:
+        """Stack, number and rest of a path in a layer of a stack: ``layers``, ``3``, ``mlp`` for ``layers.3.mlp``."""
+        for stack in self.stacks:
+            if path.startswith(f"{stack}."):
+                number, _, rest = path[len(stack) + 1 :].partition(".")
+                return stack, number, rest
+        return None
 
     @staticmethod
     def of(

@@ -13,7 +13,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,25 @@ from bridge.planning.runtimes import RUNTIMES, any_runtime, framework, installed
 from bridge.planning.shipped_models import SHIPPED, shipped_model
 
 
-def resolve_models(name: str, runtimes: Sequence[str] = RUNTIMES) -> dict[str, Model]:
-    """``{runtime: model}`` for those of ``runtimes`` that can run it. Raises ``PlanError`` when none can."""
+def resolve_models(
+    name: str, runtimes: Sequence[str] = RUNTIMES, stacked: Sequence[str] = ()
+) -> dict[str, Model]:
+    """``{runtime: model}`` for those of ``runtimes`` that can run it. Raises ``PlanError`` when none can.
+
+    stacked: dotted paths of modules that JAX scans: a model that is built must have their parameters with a leading
+    axis over layers. PyTorch has no such modules.
+    """
+    stacked = tuple(stacked)
     kind, colon, rest = name.partition(":")
     if name in SHIPPED:
         shape = shipped_model(name)
-        models = dict.fromkeys(RUNTIMES, shape)
+        models = {"torch": shape, "jax": _stacked_shape(shape, stacked)}
     elif kind == "decoder" and colon:
         config = decoder_config(rest)
         any_runtime()
-        models = {one: _decoder(one, name, config) for one in runtimes if installed(one)}
+        models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
     elif colon:
-        models = _built(name, kind, rest)
+        models = _built(name, kind, rest, stacked)
     else:
         raise PlanError(
             f"model: expected decoder:CONFIG, package.module:Factory or one of {', '.join(SHIPPED)}, got {name!r}"
@@ -71,21 +78,32 @@ def decoder_config(name_or_path: str) -> ModelConfig:
         raise PlanError(f"decoder {path}: {error}") from error
 
 
-def _decoder(runtime: str, name: str, config: ModelConfig) -> Model:
+def _stacked_shape(model: Model, stacked: Sequence[str]) -> Model:
+    for path in stacked:
+        if f"{path}.0" not in model.modules:
+            raise PlanError(f"model {model.name}: expected a stack with layers, got {path!r}")
+    return replace(model, stacks=tuple(stacked))
+
+
+def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str]) -> Model:
     models = part(runtime, "models")
     sizes = models.DecoderConfig(**asdict(config))
     if runtime == "torch":
         with framework("torch").device("meta"):
             parameters, modules = _torch_shapes(models.Decoder(sizes))
+        stacked = ()
     else:
         nnx = framework("flax.nnx")
-        parameters, modules = _nnx_shapes(nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0))))
-    return Model(
-        name, modules, parameters, decoder_activations(runtime, sizes), f"the decoder of {runtime}_impl"
-    )
+        if stacked not in ((), ("layers",)):
+            raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
+        scan = bool(stacked)
+        model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=scan))
+        parameters, modules = _nnx_shapes(name, model, stacked)
+    activations = decoder_activations(runtime, sizes)
+    return Model(name, modules, parameters, activations, f"the decoder of {runtime}_impl", tuple(stacked))
 
 
-def _built(name: str, module_name: str, factory_name: str) -> dict[str, Model]:
+def _built(name: str, module_name: str, factory_name: str, stacked: Sequence[str]) -> dict[str, Model]:
     """A model that a program makes, on PyTorch's meta device or by ``nnx.eval_shape``."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -103,35 +121,44 @@ def _built(name: str, module_name: str, factory_name: str) -> dict[str, Model]:
     if isinstance(factory, type):
         # The metaclass of nnx hides the constructor's signature.
         called = next(vars(one)["__init__"] for one in factory.__mro__ if "__init__" in vars(one))
-    wants_rngs = "rngs" in inspect.signature(called).parameters
-    if wants_rngs or _is_nnx_class(factory):
-        return {"jax": _nnx_model(name, factory, wants_rngs)}
+    wanted = [one for one in ("rngs", "key") if one in inspect.signature(called).parameters]
+    if wanted or _is_nnx_class(factory):
+        return {"jax": _jax_model(name, factory, wanted, stacked)}
     if not installed("torch"):
-        raise PlanError(f"model {name}: expected a flax.nnx module that takes rngs, or torch to be installed")
+        raise PlanError(
+            f"model {name}: expected a factory of a JAX model that takes rngs or key, or torch to be installed"
+        )
     torch = framework("torch")
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, torch.nn.Module):
         raise PlanError(
-            f"model {name}: expected a torch.nn.Module, or a factory of an nnx.Module that takes rngs, got "
-            f"{type(model).__name__}"
+            f"model {name}: expected a torch.nn.Module, or a factory that takes rngs (an nnx.Module) or key (a pytree "
+            f"of parameters), got {type(model).__name__}"
         )
     parameters, modules = _torch_shapes(model)
     return {"torch": Model(name, modules, parameters, source=f"{name} on the meta device")}
 
 
-def _nnx_model(name: str, factory: Any, wants_rngs: bool) -> Model:
+def _jax_model(name: str, factory: Any, wanted: Sequence[str], stacked: Sequence[str]) -> Model:
+    """An nnx module, or a pytree of parameters, made from ``wanted``: ``rngs``, ``key`` or neither."""
     if not installed("jax"):
-        raise PlanError(f"model {name}: expected jax and flax to be installed for a flax.nnx module")
-    nnx = framework("flax.nnx")
+        raise PlanError(f"model {name}: expected jax and flax to be installed for a JAX model")
+    jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "tree_model")
+
+    def make() -> Any:
+        given = {"rngs": nnx.Rngs(0)} if "rngs" in wanted else {"key": jax.random.key(0)} if wanted else {}
+        return tree_model.as_module(factory(**given))
+
     try:
-        model = nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)) if wants_rngs else factory())
-    except TypeError as error:
-        raise PlanError(f"model {name}: expected a factory of an nnx.Module: {error}") from error
-    if not isinstance(model, nnx.Module):
-        raise PlanError(f"model {name}: expected an nnx.Module, got {type(model).__name__}")
-    parameters, modules = _nnx_shapes(model)
-    return Model(name, modules, parameters, source=f"{name} by nnx.eval_shape")
+        parameters, modules = _nnx_shapes(name, nnx.eval_shape(make), stacked)
+    except PlanError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"model {name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"
+        ) from error
+    return Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
 
 
 def _is_nnx_class(factory: Any) -> bool:
@@ -151,19 +178,54 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     )
 
 
-def _nnx_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
-    """Parameters in the order of the model's state, which is sorted, and the modules that can be called."""
+def _nnx_shapes(
+    name: str, model: Any, stacked: Sequence[str]
+) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    """Parameters in the order of the model's state, which is sorted, and the modules that can be called.
+
+    Those of a stack are given layer by layer.
+    """
     nnx = framework("flax.nnx")
-    parameters = tuple(
+    try:
+        lengths = part("jax", "module_tree").stack_lengths(
+            model, [path.replace(".", "/") for path in stacked]
+        )
+    except ValueError as error:
+        raise PlanError(f"model {name}: {error}") from error
+    stacks = {path.replace("/", "."): length for path, length in lengths.items()}
+    parameters = [
         Parameter(_dotted(path), tuple(variable.get_raw_value().shape), str(variable.get_raw_value().dtype))
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    )
-    return parameters, tuple(_nnx_modules(model))
+    ]
+    modules = list(_nnx_modules(model))
+    for stack, length in stacks.items():
+        inside = [one for one in parameters if one.path.startswith(f"{stack}.")]
+        layers = [
+            replace(one, path=_in_layer(one.path, stack, number), shape=one.shape[1:])
+            for number in range(length)
+            for one in inside
+        ]
+        place = parameters.index(inside[0])
+        parameters[place : place + len(inside)] = layers
+        below = [one for one in modules if one == stack or one.startswith(f"{stack}.")]
+        place = modules.index(below[0])
+        modules[place : place + len(below)] = [
+            _in_layer(one, stack, number) for number in range(length) for one in below
+        ]
+    return tuple(parameters), tuple(modules)
+
+
+def _in_layer(path: str, stack: str, number: int) -> str:
+    return f"{stack}.{number}{path[len(stack) :]}"
 
 
 def _nnx_modules(model: Any) -> Iterator[str]:
-    nnx = framework("flax.nnx")
-    found = [(path, module) for path, module in nnx.iter_modules(model) if callable(module)]
+    nnx, tree_model = framework("flax.nnx"), part("jax", "tree_model")
+    found = [
+        (path, module)
+        for path, module in nnx.iter_modules(model)
+        if callable(module) or isinstance(module, tree_model.TreeNode)
+    ]
     yield from (_dotted(path) for path, _ in sorted(found, key=lambda one: _order(one[0])))
 
 

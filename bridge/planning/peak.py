@@ -28,7 +28,9 @@ others, or in their place where something is left to reduce at the end (g < all 
 reduced gradients, g S_o, beside the unreduced ones: a moment of its own. A unit's unreduced gradients have no buffer
 before they are reduced; nothing is prefetched; with K = 1 whole compute weights are freed unit by unit in backward; and
 the update is a program of its own, which makes new main weights of one unit after the other and holds no compute
-weights.
+weights. Layers that are scanned (``stacks``) have the gradients of all layers from the loop's start, and activations
+and whole weights of all until its end; beside those a layer has a slice of its whole weights, and ``no_shard`` a copy
+of all. The peak of the decoder was then within 5 % of XLA's, recomputed up to 12 % above it.
 
 Whoever measures should expect what is not in it: the allocator's fragmentation, the framework's and the communication
 library's own buffers, and constants such as rotary tables.
@@ -73,11 +75,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class StepUnit:
-    """One unit as the walk needs it."""
+    """One unit as the walk needs it; ``stack``: of layers that JAX scans, in which it is."""
 
     path: str
     groups: tuple[GroupBuffers, ...]
     recompute: bool
+    stack: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class _Sizes:
     gathered: compute weights, if they are gathered for each use. raw: unsharded gradients. buffer: they in one buffer.
     done: reduced gradients. before: what earlier microbatches left of them, in their place; sums: beside them.
     updated: new main weights beside the old ones. reduced: what is reduced at the end of a step, beside what it is made
-    of. freed: whole compute weights that backward frees.
+    of. freed: whole compute weights that backward frees. sliced, copied: of whole weights in a loop, see above.
     """
 
     gathered: int
@@ -99,6 +102,8 @@ class _Sizes:
     updated: int = 0
     reduced: int = 0
     freed: int = 0
+    sliced: int = 0
+    copied: int = 0
 
     @staticmethod
     def of(unit: StepUnit, microbatches: int, runtime: str) -> _Sizes:
@@ -112,12 +117,18 @@ class _Sizes:
                 gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
                 raw=sum(g.numel * g.compute_bytes for g in trained),
                 buffer=0,
-                done=0 if late and microbatches > 1 else collected,
+                done=0 if late and microbatches > 1 and not unit.stack else collected,
                 before=0,
                 sums=collected if microbatches > 1 else 0,
                 updated=sum(g.size(g.depths.state) * g.main_bytes for g in trained),
                 reduced=sum(g.size(g.depths.state) * g.grad_bytes for g in late),
                 freed=sum(g.size(0) * g.compute_bytes for g in whole) if microbatches == 1 else 0,
+                sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.depths.parameters)
+                if unit.stack
+                else 0,
+                copied=sum(g.size(0) * g.main_bytes for g in groups if not g.depths.state)
+                if unit.stack
+                else 0,
             )
         return _Sizes(
             gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
@@ -140,6 +151,7 @@ class _Step:
     """A segment: the units that run with it, innermost first, and the raw gradients that its backward makes of each."""
 
     path: str
+    stack: str | None
     running: tuple[str, ...]
     kept: int
     forward: int
@@ -169,9 +181,13 @@ def step_peak(
         "compute_weights": kept,
     }
     ahead = runtime == "torch"
+    stacks: dict[str, list[str]] = {}
+    for unit in units:
+        if unit.stack:
+            stacks.setdefault(unit.stack, []).append(unit.path)
     moments = (
         *_forward(steps, sizes, ahead),
-        *_backward(steps, sizes, ahead, kept),
+        *_backward(steps, sizes, ahead, kept, stacks),
         *([_reduction(sizes)] if runtime == "jax" else []),
         _update(sizes, units, runtime),
     )
@@ -185,45 +201,50 @@ Moment = tuple[str, dict[str, int]]
 
 def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool) -> Iterator[Moment]:
     before = sum(one.before + one.sums for one in sizes.values())
-    saved = 0
     for place, step in enumerate(steps):
         following = steps[place + 1].running if ahead and place + 1 < len(steps) else ()
         yield (
             f"forward of {_title(step)}",
             {
-                "gathered_weights": _gathered(step.running, following, sizes),
+                "gathered_weights": _gathered(step, following, sizes),
                 "gradients": before,
-                "activations": saved,
+                "activations": _saved(steps, place),
                 "segment": step.forward,
             },
         )
-        saved += step.kept
 
 
 def _backward(
-    steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool, kept: int
+    steps: Sequence[_Step],
+    sizes: Mapping[str, _Sizes],
+    ahead: bool,
+    kept: int,
+    stacks: Mapping[str, Sequence[str]],
 ) -> Iterator[Moment]:
-    saved = sum(step.kept for step in steps)
     made: Counter[str] = Counter()
     reducing = 0
     for place in reversed(range(len(steps))):
         step = steps[place]
-        saved -= step.kept
         following = steps[place - 1].running if ahead and place else ()
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        gradients = sum(one.sums + (one.done if path in done else one.before) for path, one in sizes.items())
+        # A loop's results are all there from its start, and what it reads until its end.
+        looping = [path for path in sizes if step.stack and path in stacks.get(step.stack, ())]
+        gradients = sum(
+            one.sums + (one.done if path in done or path in looping else one.before)
+            for path, one in sizes.items()
+        )
         made.update(step.raw)
         open_units = [path for path in sizes if made[path] and path not in done]
         yield (
             f"backward of {_title(step)}",
             {
-                "gathered_weights": _gathered(step.running, following, sizes),
+                "gathered_weights": _gathered(step, following, sizes),
                 "gradients": gradients,
                 "gradient_buffers": reducing
                 + sum(_collecting(made[path], sizes[path]) for path in open_units),
-                "activations": saved,
-                "segment": step.backward,
-                "compute_weights": kept - sum(sizes[path].freed for path in done),
+                "activations": _saved(steps, place),
+                "segment": step.backward - (step.kept if step.stack else 0),
+                "compute_weights": kept - sum(sizes[path].freed for path in done if path not in looping),
             },
         )
         finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
@@ -253,8 +274,18 @@ def _collecting(made: int, unit: _Sizes) -> int:
     return made if 2 * made <= unit.raw or not unit.buffer else unit.raw // 2 + unit.buffer
 
 
-def _gathered(running: Sequence[str], following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:
-    return sum(sizes[path].gathered for path in {*running, *following})
+def _saved(steps: Sequence[_Step], place: int) -> int:
+    """Activations of the segments before, and of all layers of the loop that runs."""
+    stack = steps[place].stack
+    return sum(
+        step.kept for other, step in enumerate(steps) if other < place or (stack and step.stack == stack)
+    )
+
+
+def _gathered(step: _Step, following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:
+    own = sum(sizes[path].sliced for path in step.running)
+    looped = sum(one.copied for one in sizes.values()) if step.stack else 0
+    return own + looped + sum(sizes[path].gathered for path in {*step.running, *following})
 
 
 def _title(step: _Step) -> str:
@@ -276,7 +307,10 @@ def _steps(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> 
             needed = segment.bytes_for(batch, length, dtypes[0])
         if owner.recompute:
             needed = replace(needed, saved=needed.input, backward=needed.again)
-        yield _Step(path, (*inside, *around), needed.saved, needed.forward, needed.backward, raw[path])
+        stack = next(
+            (unit.stack for unit in units if unit.stack and f"{path}.".startswith(f"{unit.stack}.")), None
+        )
+        yield _Step(path, stack, (*inside, *around), needed.saved, needed.forward, needed.backward, raw[path])
 
 
 def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, object]) -> dict[str, Counter[str]]:

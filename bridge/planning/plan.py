@@ -100,13 +100,19 @@ class Plan:
     def peak(self) -> Peak:
         """The most bytes that the device holds in a step."""
         units = [
-            StepUnit(path, unit.groups, unit.kind.recompute) for unit in self.units for path in unit.paths
+            StepUnit(path, unit.groups, unit.kind.recompute, self._stack(path))
+            for unit in self.units
+            for path in unit.paths
         ]
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
         return step_peak(
             self.model, units, self.at_rest, self.runtime, work.batch, work.length, work.microbatches
         )
+
+    def _stack(self, path: str) -> str | None:
+        place = self.model.layer_of(path) if self.runtime == "jax" else None
+        return place and place[0]
 
     @property
     def numel(self) -> int:

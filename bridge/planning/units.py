@@ -94,7 +94,28 @@ def cut(model: Model, policy: Policy, runtime: str) -> CutModel:
             else 0,
         )
         units.append(Unit(path, kind))
+    if runtime == "jax":
+        _check_stacks(model, units)
     return CutModel(tuple(units))
+
+
+def _check_stacks(model: Model, units: Iterable[Unit]) -> None:
+    """Scanned layers run one program, so all of a stack must be cut alike."""
+    layers: dict[str, dict[str, dict[str, UnitKind]]] = {stack: {} for stack in model.stacks}
+    for path in model.modules:
+        if place := model.layer_of(path):
+            layers[place[0]].setdefault(place[1], {})
+    for unit in units:
+        if place := model.layer_of(unit.path):
+            layers[place[0]][place[1]][place[2]] = unit.kind
+    for stack, cuts in layers.items():
+        first, *others = cuts
+        for other in others:
+            if cuts[other] != cuts[first]:
+                raise PlanError(
+                    f"model {model.name}: expected one policy for all layers of the stack {stack!r}, since they are "
+                    f"scanned, got another for layer {other} than for layer {first}"
+                )
 
 
 def outward(path: str) -> Iterable[str]:

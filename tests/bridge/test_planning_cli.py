@@ -35,6 +35,15 @@ def test_one_plan_is_shown_unit_by_unit() -> None:
     assert ["reduce-scatter", "dp_outer", "32", "33"] in [row[:4] for row in rows]
 
 
+def test_scanned_layers_hold_more_in_a_step() -> None:
+    arguments = ("zero2", "--model", "decoder:default", "--length", "64", "--runtime", "jax", "--json")
+    plain, scanned = (
+        json.loads(call(*arguments, *more).stdout)["plans"][0] for more in ((), ("--stacked", "layers"))
+    )
+    assert scanned["at_rest"] == plain["at_rest"]
+    assert scanned["peak"]["total"] > plain["peak"]["total"]
+
+
 def test_a_comparison_names_the_cheapest_that_fits_and_draws_it(tmp_path: Path) -> None:
     picture = tmp_path / "plans.png"
     arguments = ("no_shard", "fsdp_bf16", "--model", "llama3-8b", "--devices", "8,64", "--memory", "80GB")
@@ -102,6 +111,10 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "llama3-8b", "--memory", "lots"), "expected an amount such as 80GB"),
         (("hsdp", "--model", "llama3-8b", "--devices", "3"), "expected axes of 3 devices"),
         (("fsdp", "--model", "llama3-8b", "--chart", "x.doc"), "x.doc"),
+        (
+            ("fsdp", "--model", "llama3-8b", "--stacked", "blocks"),
+            "expected a stack with layers, got 'blocks'",
+        ),
         (("fsdp", "--model", "llama3-8b", "--compile"), "expected a model decoder:CONFIG"),
     ],
 )

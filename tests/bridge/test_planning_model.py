@@ -78,7 +78,7 @@ def test_a_decoder_from_a_file(tmp_path: Path) -> None:
         ("os:sep", "expected a class or function, got str"),
         (
             "pathlib:Path",
-            "expected a torch.nn.Module, or a factory of an nnx.Module that takes rngs, got PosixPath",
+            r"expected a torch.nn.Module, or a factory that takes rngs .* or key .*, got PosixPath",
         ),
     ],
 )
@@ -150,6 +150,80 @@ def test_any_module_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"first", "layers.0", "layers.1", "second"} <= set(model.modules)
     with pytest.raises(PlanError, match="expected a model of torch, got one of jax"):
         resolve_models("planned_module:Jax", ["torch"])
+
+
+TREES = """
+import jax
+from flax import linen, nnx
+
+def tree(key):
+    large = jax.random.normal(key, (10**6, 10**6))  # nothing of it is allocated
+    return {"embed": large, "layers": [{"w": large[:3, :4]}, {"w": large[:3, :4]}], "out": (large[:2, :1],)}
+
+def stack(key):
+    layers = {"mlp": {"up": jax.numpy.ones((12, 3, 4))}, "norm": jax.numpy.ones((12, 3))}
+    return {"embed": jax.numpy.ones((5, 3)), "layers": layers}
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(7)(linen.Dense(5)(x))
+
+def net(key):
+    return Net().init(key, jax.numpy.ones((1, 3)))["params"]
+
+def wrong(key):
+    return {"a": 3}
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), in_axes=(nnx.StateAxes({...: 0}),))
+        self.layers = make(rngs.split(3))
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+"""
+
+
+def test_pytrees_and_stacks_by_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_trees.py").write_text(TREES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model = resolve_models("planned_trees:tree")["jax"]
+    assert model.modules == ("", "layers.0", "layers.1")
+    assert [(p.path, p.shape) for p in model.parameters] == [
+        ("embed", (10**6, 10**6)),
+        ("layers.0.w", (3, 4)),
+        ("layers.1.w", (3, 4)),
+        ("out.0", (2, 1)),
+    ]
+    model = resolve_models("planned_trees:net")["jax"]
+    assert model.modules == ("", "Dense_0", "Dense_1")
+    model = resolve_models("planned_trees:stack", stacked=["layers"])["jax"]
+    assert model.stacks == ("layers",)
+    assert model.modules[:4] == ("", "layers.0", "layers.0.mlp", "layers.1")
+    assert [(p.path, p.shape) for p in model.parameters[1:4]] == [
+        ("layers.0.mlp.up", (3, 4)),
+        ("layers.0.norm", (3,)),
+        ("layers.1.mlp.up", (3, 4)),
+    ]
+    assert model.parameters[-1].path == "layers.11.norm"
+    model = resolve_models("planned_trees:Stacked", stacked=["layers"])["jax"]
+    assert {"last", "layers.0", "layers.2"} <= set(model.modules)
+    assert Parameter("layers.2.kernel", (4, 4)) in model.parameters
+    for name, stacked, message in (
+        ("wrong", [], "parameter 'a': expected an array, got int"),
+        ("stack", ["layer"], "expected paths of submodules, got 'layer'"),
+        (
+            "tree",
+            ["layers"],
+            "expected a module whose parameters have a leading axis over layers, got 'layers', a list",
+        ),
+    ):
+        with pytest.raises(PlanError, match=message):
+            resolve_models(f"planned_trees:{name}", stacked=stacked)
+    with pytest.raises(PlanError, match="expected the stack 'layers' or none, got"):
+        resolve_models("decoder:quick", stacked=["embed"])
+    with pytest.raises(PlanError, match="expected a stack with layers, got 'blocks'"):
+        resolve_models("llama3-8b", stacked=["blocks"])
 
 
 def test_a_parameter_is_validated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,28 @@ def test_a_policy_that_does_not_fit_is_one_clear_error() -> None:
         Workload(batch=0)
     with pytest.raises(PlanError, match="device: expected one of 4, got 4"):
         make_plan(SMALL, fixed, 4, "jax", Workload(), device=4)
+
+
+def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
+    stacked = replace(SMALL, stacks=("layers",))
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        chosen = parse_policy(policy(strategy), "mine.toml")
+        plain, scanned = (make_plan(one, chosen, 4, "jax", Workload(1, 1, 3)) for one in (SMALL, stacked))
+        assert scanned.at_rest == plain.at_rest
+        assert scanned.traffic == plain.traffic
+        assert scanned.peak.total >= plain.peak.total
+        assert (
+            make_plan(stacked, chosen, 4, "torch", Workload()).peak
+            == make_plan(SMALL, chosen, 4, "torch", Workload()).peak
+        )
+    alone = '[[unit]]\nmatch = "layers.1"\nstrategy = "optim"\n'
+    root = '[[unit]]\nmatch = ""\n'
+    for uneven in (policy("no_shard").replace("[[unit]]", alone + "[[unit]]", 1), alone + root):
+        with pytest.raises(
+            PlanError, match=r"one policy for all layers of the stack 'layers', .* for layer 1 than"
+        ):
+            make_plan(stacked, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
+        make_plan(SMALL, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_POLICIES.glob("*.toml")))

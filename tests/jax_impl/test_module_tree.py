@@ -180,6 +180,8 @@ def test_the_layers_of_a_stack_are_modules_of_their_own():
     ],
 )
 def test_stacks_that_are_none_are_refused(stacks, message):
+    with pytest.raises(ValueError, match=r"over layers, got 'layers', a list .* stack_layers makes one"):
+        stack_lengths(Decoder(CONFIG, rngs=nnx.Rngs(0)), ["layers"])
     if message is None:
         # A module of one parameter can be read as a stack of its rows: nothing tells it from one.
         assert stack_lengths(stacked(), stacks) == {"embed": 23, "lm_head": 13}
