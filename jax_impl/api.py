@@ -66,7 +66,7 @@ def plan_sharding(
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
 ) -> ShardingPlan:
-    """``fully_shard`` without values: ``model`` may be abstract, from ``nnx.eval_shape``."""
+    """``fully_shard`` without values: ``model`` may be abstract, from ``nnx.eval_shape`` or ``jax.eval_shape``."""
     unknown = sorted(options.keys() - ShardingOptions.__annotations__.keys())
     if unknown:
         raise TypeError(
@@ -198,6 +198,8 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
         if path not in parameters or parameters[path].shape != info.shape:
             found = f"shape {parameters[path].shape}" if path in parameters else "none"
             raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {found}")
+        if isinstance(parameters[path], jax.ShapeDtypeStruct):
+            raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
         values[path] = np.asarray(parameters[path])
 
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:

@@ -22,6 +22,7 @@ from jax_impl.collective import fence
 from jax_impl.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
 from jax_impl.plan import Buffers, ShardingPlan
 from jax_impl.precision import divide_exactly
+from jax_impl.seal import check_seals
 from jax_impl.variables import Variables, of_all_devices, of_this_device
 
 # Of an nnx model, or a pytree of parameters.
@@ -35,17 +36,25 @@ def make_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1) -> 
 
     ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows. Loss
     and gradients are means over all ranks and microbatches; gradients are arrays like the trainable weights, in the
-    grad dtype.
+    grad dtype. ``loss_fn`` is traced twice, once to see that it uses units' weights in their own calls only; raises
+    ``ValueError`` where it does not.
     """
-    computed = _shard_map if plan.engine == "shard_map" else _pjit
-    function = computed(plan, loss_fn, microbatches)
+    function = unchecked_gradients(plan, loss_fn, microbatches)
 
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables | None = None
     ) -> tuple[jax.Array, Buffers, Variables]:
-        return function(weights, batch, variables or {})
+        given = (weights, batch, variables or {})
+        check_seals(jax.make_jaxpr(function)(*given))
+        return function(*given)
 
     return gradients
+
+
+def unchecked_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
+    """``make_gradients`` with ``variables`` required, whose caller reads the traced program (``check_seals``)."""
+    computed = _shard_map if plan.engine == "shard_map" else _pjit
+    return computed(plan, loss_fn, microbatches)
 
 
 def _shard_map(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:

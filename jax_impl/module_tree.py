@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module
+from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module, is_unit_list
 from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
 
 ROOT = ""
@@ -138,11 +138,11 @@ def whole_model(model: nnx.Module) -> UnitModule:
 def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]:
     """Dotted path -> path in the model of every module that may be a unit, the root first; stacks layer by layer.
 
-    Lists and dictionaries of modules are none.
+    Lists and dictionaries of modules are none; in a pytree, lists that hold arrays are.
     """
     found: dict[str, str] = {}
     for key, module in _modules(model):
-        if isinstance(module, nnx.List | nnx.Dict):
+        if isinstance(module, nnx.List | nnx.Dict) and not is_unit_list(module):
             continue
         path = joined(key)
         stack = next((s for s in stacks if path == s or path.startswith(f"{s}/")), None)

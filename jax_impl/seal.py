@@ -11,17 +11,22 @@ names in the traced program, and the program is read before it is compiled::
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import flax
 import jax
+import jaxlib
+import optax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters.partial_eval import dce_jaxpr
 
 T = TypeVar("T")
 # Sealed variables of one jaxpr: the paths of their units.
 Sealed = dict[Any, str]
+Equations = tuple[Any, ...]
 
 _SEAL = "twinshard sealed "
 _OPEN = "twinshard opened"
@@ -31,20 +36,29 @@ _MOVES = frozenset(
         "broadcast_in_dim",
         "concatenate",
         "copy",
+        "device_put",
         "dynamic_slice",
+        "dynamic_update_slice",
         "gather",
+        "name",
         "optimization_barrier",
         "reshape",
+        "rev",
+        "select_n",
         "sharding_constraint",
         "slice",
         "split",
         "squeeze",
         "stack",
+        "tile",
         "transpose",
         "unstack",
     }
 )
-_LIBRARIES = tuple(str(Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
+_LIBRARIES = tuple(
+    f"{Path(file or '').parent}{os.sep}"
+    for file in (jax.__file__, jaxlib.__file__, flax.__file__, optax.__file__, __file__)
+)
 
 
 def seal(path: str, arrays: T) -> T:
@@ -53,17 +67,35 @@ def seal(path: str, arrays: T) -> T:
 
 
 def open_sealed(arrays: T) -> T:
-    """The same arrays, free to use."""
-    return checkpoint_name(arrays, _OPEN)
+    """The same arrays, free to use, but not to be differentiated."""
+    return jax.tree.map(_once, checkpoint_name(arrays, _OPEN))
+
+
+@jax.custom_jvp
+def _once(array: jax.Array) -> jax.Array:
+    return array
+
+
+@_once.defjvp
+def _twice(primals: Any, tangents: Any) -> Any:
+    # Gradients are collected by another way, so this one would be left out of derivatives of derivatives.
+    raise ValueError(
+        "loss: expected first derivatives of units only, got a derivative of one (a gradient inside of the loss, such "
+        "as a gradient penalty): it would miss what goes through units' weights. Choose no units that it goes through"
+    )
 
 
 def check_seals(program: Any) -> None:
     """Raises ``ValueError`` for a closed jaxpr that uses sealed weights, with the unit and the line that does."""
-    _outputs(program.jaxpr, [None] * len(program.jaxpr.invars))
+    # What is computed and never used does no harm, and linen's setup may do so.
+    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    for path in _outputs(jaxpr, [None] * len(jaxpr.invars), ()):
+        if path is not None:
+            raise ValueError(_refusal(path, "them as a result"))
 
 
-def _outputs(jaxpr: Any, inputs: Sequence[str | None]) -> list[str | None]:
-    """Which outputs are sealed, when these inputs are."""
+def _outputs(jaxpr: Any, inputs: Sequence[str | None], around: Equations) -> list[str | None]:
+    """Which outputs are sealed, when these inputs are. ``around``: the equations that the jaxpr is inside of."""
     sealed: Sealed = {v: path for v, path in zip(jaxpr.invars, inputs, strict=True) if path is not None}
     for equation in jaxpr.eqns:
         given = [_get(sealed, operand) for operand in equation.invars]
@@ -73,45 +105,50 @@ def _outputs(jaxpr: Any, inputs: Sequence[str | None]) -> list[str | None]:
             continue
         if label == _OPEN:
             continue
-        for variable, path in zip(equation.outvars, _results(equation, given), strict=True):
+        for variable, path in zip(equation.outvars, _results(equation, given, around), strict=True):
             if path is not None:
                 sealed[variable] = path
     return [_get(sealed, variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: Sequence[str | None]) -> Sequence[str | None]:
+def _results(equation: Any, given: Sequence[str | None], around: Equations) -> Sequence[str | None]:
     primitive, params = equation.primitive.name, equation.params
     nothing: list[str | None] = [None] * len(equation.outvars)
+    around = (*around, equation)
     if primitive == "scan":
-        return _looped(params["jaxpr"].jaxpr, given, params["num_consts"], params["num_carry"])
+        return _looped(params["jaxpr"].jaxpr, given, params["num_consts"], params["num_carry"], around)
     if primitive == "while":
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
         own = given[tests:]
-        carried = _looped(params["body_jaxpr"].jaxpr, own, constants, len(own) - constants)
-        _outputs(params["cond_jaxpr"].jaxpr, [*given[:tests], *carried])
+        looped = _looped(params["body_jaxpr"].jaxpr, own, constants, len(own) - constants, around)
+        # It may end before its first pass.
+        carried = [before or after for before, after in zip(own[constants:], looped, strict=True)]
+        _outputs(params["cond_jaxpr"].jaxpr, [*given[:tests], *carried], around)
         return carried
     if primitive == "cond":
-        branches = [_outputs(branch.jaxpr, given[1:]) for branch in params["branches"]]
+        branches = [_outputs(branch.jaxpr, given[1:], around) for branch in params["branches"]]
         return [next(filter(None, paths), None) for paths in zip(*branches, strict=True)]
     inner = [value for value in (_jaxpr(value) for value in params.values()) if value is not None]
     aligned = [value for value in inner if len(value.invars) == len(given)]
-    if aligned:
-        outputs = _outputs(aligned[0], given)
-        return outputs if len(outputs) == len(nothing) else nothing
-    if not any(given) or inner:
+    if aligned and len(aligned[0].outvars) == len(nothing):
+        return _outputs(aligned[0], given, around)
+    if not any(given):
         return nothing
     if primitive == "optimization_barrier":
         return given
-    if primitive not in _MOVES:
-        _refuse(equation, next(filter(None, given)))
-    return [next(filter(None, given))] * len(nothing)
+    path = next(filter(None, given))
+    if primitive not in _MOVES or (primitive == "select_n" and given[0]):
+        raise ValueError(_refusal(path, f"{primitive}{_line(around)}"))
+    return [path] * len(nothing)
 
 
-def _looped(body: Any, given: Sequence[str | None], constants: int, carries: int) -> list[str | None]:
+def _looped(
+    body: Any, given: Sequence[str | None], constants: int, carries: int, around: Equations
+) -> list[str | None]:
     """Outputs of a loop; what one pass seals, the next one carries."""
     inputs = list(given)
     while True:
-        outputs = _outputs(body, inputs)
+        outputs = _outputs(body, inputs, around)
         carried = [old or new for old, new in zip(inputs[constants:], outputs[:carries], strict=False)]
         if carried == inputs[constants : constants + carries]:
             return outputs
@@ -128,18 +165,19 @@ def _get(sealed: Mapping[Any, str], operand: Any) -> str | None:
     return None if hasattr(operand, "val") else sealed.get(operand)
 
 
-def _refuse(equation: Any, path: str) -> None:
-    raise ValueError(
-        f"unit {path!r}: expected its weights in its own calls only, got {equation.primitive.name}{_line(equation)}: "
-        "outside they are shards, and have no gradient. Compute it inside of the unit and return it, or leave it to "
-        "the optimizer (weight decay, optax.add_decayed_weights)"
+def _refusal(path: str, use: str) -> str:
+    return (
+        f"unit {path!r}: expected its weights in its own calls only, got {use}: outside they are shards, and have no "
+        "gradient. Call the unit, a method of it or jax_impl.call_unit, or choose units that contain what uses them; "
+        "weight decay is the optimizer's (optax.add_decayed_weights), casts are param_dtype's"
     )
 
 
-def _line(equation: Any) -> str:
+def _line(around: Equations) -> str:
     """Where the user's code asked for it, as far as JAX knows."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f" at {frame.file_name}:{frame.line_num}"
+    for equation in reversed(around):
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback is not None else ():
+            if not frame.file_name.startswith(_LIBRARIES):
+                return f" at {frame.file_name}:{frame.line_num}"
     return ""

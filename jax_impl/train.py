@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jax_impl.gradients import Batch, Loss, make_gradients
+from jax_impl.gradients import Batch, Loss, unchecked_gradients
 from jax_impl.mesh import is_simulated
 from jax_impl.optimizer import MainWeightTransformation
 from jax_impl.plan import Buffers, ShardingPlan
@@ -19,6 +19,8 @@ from jax_impl.seal import check_seals
 from jax_impl.variables import Variables
 
 Metrics = dict[str, jax.Array]
+# JAX's error for it in a loop has no public name.
+_CLOSED_OVER = "CustomVJPException"
 
 
 @jax.tree_util.register_dataclass
@@ -127,8 +129,8 @@ class TrainStep:
         self._plan = plan
         self._microbatches = microbatches
         self._optimizer = optimizer
-        self._gradients = jax.jit(make_gradients(plan, loss_fn, microbatches))
-        self._checked = False
+        self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches))
+        self._checked: set[Any] = set()
         self._update: Callable[..., tuple[Buffers, Any]] | None = None
 
     def gradients(
@@ -151,15 +153,23 @@ class TrainStep:
         self._check(weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
         try:
-            if not self._checked:
+            leaves, structure = jax.tree.flatten(placed)
+            traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+            if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
                 check_seals(self._gradients.trace(weights, placed, variables).jaxpr)
-                self._checked = True
+                self._checked.add(traced)
             return self._settled(self._gradients(weights, placed, variables))
-        except jax.errors.UnexpectedTracerError as error:
+        except Exception as error:
+            if (
+                not isinstance(error, jax.errors.UnexpectedTracerError)
+                and type(error).__name__ != _CLOSED_OVER
+            ):
+                raise
             raise ValueError(
-                "loss: expected arrays that depend on weights as arguments of a unit's call, got one from around the "
-                "function (a closure), whose gradient the call cannot pass on: give it to call_unit as an argument"
+                "loss: expected arrays that depend on weights, or on the passes of a loop, as arguments of a unit's "
+                "call, got one from around the function (a closure), whose gradient the call cannot pass on: give "
+                "it to call_unit as an argument. An array kept from an earlier trace is refused, too"
             ) from error
 
     def _check(self, weights: Buffers, variables: Variables) -> None:

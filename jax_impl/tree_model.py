@@ -34,12 +34,13 @@ class TreeList(nnx.List[Any]):
     """The same for a list or tuple."""
 
 
-def call_unit(function: Callable[..., Any], params: Tree, *args: Any, **kwargs: Any) -> Any:
+def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """``function(params, *args, **kwargs)``, where ``params`` may be a unit of a sharded model.
 
     In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, they are
     gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just passed on, so the same
-    code runs without sharding. ``args`` are pytrees of arrays and Python values; arrays must not come by closure.
+    code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that depend on weights, or on
+    the passes of a loop around the call, must be arguments: ``function`` may not close over them.
     """
     if isinstance(params, UnitSlot):
         return run_in_slot(params, partial(_call_with_tree, function), args, kwargs)
@@ -68,9 +69,19 @@ def as_given(module: nnx.Module) -> nnx.Module | Tree:
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
+def is_unit_list(module: nnx.Module) -> bool:
+    """Whether it is a list or tuple of a pytree that holds arrays itself, such as ``(weight, bias)``."""
+    return isinstance(module, TreeList) and any(isinstance(child, nnx.Param) for child in module)
+
+
 def _node(tree: Tree, path: tuple[str | int, ...]) -> nnx.Module | nnx.Param[Any] | None:
     if tree is None:
         return None
+    if isinstance(tree, nnx.Module):
+        raise ValueError(
+            f"parameter {_joined(path)!r}: expected an array, got an nnx module, {type(tree).__name__}: an nnx module "
+            "that holds it, such as nnx.List, can be a model"
+        )
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda below: below is not tree)
     if [key for key, _ in entries] == [()]:
         if not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
@@ -103,7 +114,7 @@ def _tree(value: Any) -> Tree:
 def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
     if isinstance(key, jax.tree_util.SequenceKey):
         return key.idx
-    name = key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key)
+    name = key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(getattr(key, "key", key))
     if not name or "/" in name or "." in name or name.startswith(("__", "_pytree", _NODE)):
         raise ValueError(
             f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: rename "

@@ -6,7 +6,7 @@ Being an nnx module with variables, a slot can be split, merged and scanned like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,6 +63,12 @@ class UnitSlot(nnx.Module):
     def __getitem__(self, key: Any) -> Any:
         raise TypeError(f"{key!r} {self._only_inside()}")
 
+    def __contains__(self, key: Any) -> bool:
+        raise TypeError(f"{key!r} {self._only_inside()}")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"what is inside {self._only_inside()}")
+
     def __getattr__(self, name: str) -> Any:
         unit = None if name.startswith("_") else vars(self).get("_unit")
         if unit is None or not hasattr(unit.cls, name):
@@ -79,7 +85,8 @@ class UnitSlot(nnx.Module):
         where = f"of unit {unit.path!r}" if unit is not None else "of a unit"
         return (
             f"{where}: expected a method, since a unit's weights and submodules can be used inside of the unit only: "
-            "call jax_impl.call_unit(function, unit, ...), or choose units that contain what is used together"
+            "call jax_impl.call_unit(function, unit, ...), apply_linen for linen's apply, or choose units that contain "
+            "what is used together"
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge.cli_output import human_bytes
+from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
 from bridge.planning.models import decoder_config, resolve_models
 from bridge.planning.plan import Plan, Workload, make_plan
@@ -128,8 +129,12 @@ def _lines(plan: Plan, found: dict[str, Any]) -> list[Line]:
             lines.append(Line(f"{kind} calls", sum(mine.values()), sum(its.values()), mine == its))
             planned, actual = (sum(key[2] * calls for key, calls in one.items()) for one in (mine, its))
             lines.append(Line(f"{kind} bytes", planned, actual, planned == actual))
-        name = kind.replace("_", "-")
-        lines.append(Line(f"{name} in the program", sum(mine.values()), found["compiled"].get(name, 0), None))
+        planned_sizes = Counter[int]()
+        for (_, dtype, nbytes), calls in mine.items():
+            planned_sizes[nbytes // size_of(dtype)] += calls
+        kept = Counter({size: calls for one, size, calls in found["compiled"] if one == kind})
+        what = f"{kind} calls that XLA kept"
+        lines.append(Line(what, planned_sizes.total(), kept.total(), planned_sizes == kept))
     total = plan.peak.total
     wide = all(
         group.shape.dtypes.compute == group.shape.dtypes.main for unit in plan.units for group in unit.groups

@@ -33,7 +33,7 @@ def resolve_models(
     stacked: dotted paths of modules that JAX scans: a model that is built must have their parameters with a leading
     axis over layers. PyTorch has no such modules.
     """
-    stacked = tuple(stacked)
+    stacked = tuple(path.replace("/", ".") for path in stacked)
     kind, colon, rest = name.partition(":")
     if name in SHIPPED:
         shape = shipped_model(name)

@@ -10,8 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_impl import data_parallel_mesh, fully_shard, make_train_step, unshard
+from jax_impl import (
+    data_parallel_mesh,
+    fully_shard,
+    make_gradients,
+    make_train_step,
+    shard_batch,
+    unshard,
+)
 from jax_impl.seal import check_seals, open_sealed, seal
 from tests.jax_impl.tiny import decoder, loss, named, tokens
 
@@ -62,6 +70,51 @@ def test_the_loss_is_traced_once():
     assert len(traced) == 1
 
 
+def test_every_shape_of_batch_is_checked_and_so_are_bare_gradients():
+    def sometimes(model: Any, rows: jax.Array) -> jax.Array:
+        return penalised(model, rows) if rows.shape[0] > 1 else loss(model, rows)
+
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(4))
+    step = make_train_step(plan, sometimes, optax.sgd(0.1))
+    step.gradients(weights, tokens(4))
+    with pytest.raises(ValueError, match="unit 'layers/0'"):
+        step.gradients(weights, tokens(8))
+    with pytest.raises(ValueError, match="unit 'layers/0'"):
+        jax.jit(make_gradients(plan, penalised))(weights, shard_batch(plan, tokens(8)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.filterwarnings("ignore:pjit engine")
+def test_derivatives_of_derivatives_are_refused_since_they_would_miss_the_units(strategy, recompute, engine):
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    def forces(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jax.grad(lambda x: model(x).sum())(x) - 0.3) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    options = {"strategy": strategy, "recompute": recompute, "engine": engine}
+    plan, weights = fully_shard(Net(), data_parallel_mesh(4), **options)
+    with pytest.raises(ValueError, match="expected first derivatives of units only"):
+        make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
+    plan, weights = fully_shard(Net(), data_parallel_mesh(4), **options, units=[])
+    found, gradients = make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
+    expected, whole = nnx.value_and_grad(forces)(Net(), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        unshard(plan, gradients)["layers/0/kernel"], named(whole)["layers/0/kernel"], rtol=1e-4, atol=1e-6
+    )
+
+
 def used(weights: jax.Array) -> jax.Array:
     return jnp.sum(weights * 2)
 
@@ -82,8 +135,18 @@ ESCAPES = {
     "carried from the second pass": lambda w: jax.lax.scan(
         lambda c, _: ((w, used(c[0])), None), (jnp.zeros((4, 3)), 0.0), None, length=3
     )[0][1],
-    "output of a scan": lambda w: used(jax.lax.scan(lambda c, row: (c, row), 0.0, w)[1]),
+    "output of a scan": lambda w: used(jax.lax.scan(lambda c, row: (c, row[:2]), 0.0, w)[1]),
     "while body": lambda w: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (w, 0))[1],
+    "while condition, before the first pass": lambda w: jax.lax.while_loop(
+        lambda c: c.sum() < 3, lambda c: jnp.zeros_like(c) + 5, w
+    ).sum(),
+    "while result without a pass": lambda w: used(
+        jax.lax.while_loop(lambda c: False, lambda c: jnp.zeros_like(c), w)
+    ),
+    "scatter into": lambda w: w.at[0].add(1.0).sum(),
+    "scattered": lambda w: jnp.zeros((4, 3)).at[:].add(w).sum(),
+    "predicate": lambda w: jnp.where(w.astype(bool), 1.0, 2.0),
+    "result": lambda w: w[0, 0],
     "while condition": lambda w: jax.lax.while_loop(lambda i: i < w.sum(), lambda i: i + 1, 0),
     "one branch": lambda w: jax.lax.cond(True, lambda w: w[0, 0] * 2, lambda w: 0.0, w),
     "out of a branch": lambda w: used(jax.lax.cond(True, lambda w: w, lambda w: jnp.zeros((4, 3)), w)),
@@ -110,7 +173,10 @@ def test_opened_weights_may_be_used_in_any_way(escape):
 
 def test_what_is_sealed_may_be_moved():
     def program(w: jax.Array) -> Any:
-        sealed = seal("layers/7", w)
+        sealed = checkpoint_name(seal("layers/7", w)[::-1], "mine")
+        sealed = jnp.where(jnp.arange(4)[:, None] > 2, sealed, sealed)
+        unused = sealed * 2
+        del unused
         stacked = jnp.stack([sealed[0], sealed[1]])
         return jax.lax.scan(lambda c, row: (c + open_sealed(row).sum(), None), 0.0, stacked.T)[0]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 from jax_impl import (
     apply_linen,
@@ -232,7 +232,40 @@ def refused(loss_fn: Any, match: str, error: type[Exception] = ValueError, **opt
         make_train_step(plan, loss_fn, optax.sgd(0.1)).gradients(weights, rows())
 
 
+def test_lists_and_tuples_of_arrays_may_be_units():
+    params = [
+        (random(DIM, DIM, seed=1), random(DIM, seed=2)),
+        (random(DIM, DIM, seed=3), random(DIM, seed=4)),
+    ]
+
+    def dense(pair: Any, x: jax.Array) -> jax.Array:
+        weight, bias = pair
+        return jnp.tanh(x @ weight + bias)
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for pair in params:
+            x = call_unit(dense, pair, x)
+        return jnp.mean(x**2)
+
+    x = np.random.default_rng(0).normal(size=(8, DIM)).astype(np.float32)
+    assert list(assert_trains_as_alone(params, loss_fn, x, units=["*"]).units) == ["0", "1", ""]
+
+
+def test_arrays_of_a_loops_passes_must_be_arguments():
+    def looped(params: Any, tokens: jax.Array) -> jax.Array:
+        def body(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+            return call_unit(
+                lambda layer, x: jnp.tanh(x @ layer.up).sum() * number + x, params["layers"][0], x
+            ), None
+
+        return jax.lax.scan(body, params["embed"][tokens], jnp.arange(3.0))[0].mean()
+
+    refused(looped, "or on the passes of a loop, as arguments")
+
+
 def test_weights_of_a_unit_outside_of_call_unit():
+    refused(lambda p, _: "up" in p["layers"][0], r"'up' of unit 'layers/0': .*call_unit", TypeError)
+    refused(lambda p, _: list(p["layers"][0]), r"inside of unit 'layers/0': .*call_unit", TypeError)
     refused(lambda p, _: p["layers"][0].up.sum(), r"'up' of unit 'layers/0': .*call_unit", AttributeError)
     refused(
         lambda p, _: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
@@ -262,6 +295,11 @@ class Same:
             "node 'a': expected keys with names of their own",
         ),
         ({"a": {"b": 2.0}}, "parameter 'a/b': expected an array, got float"),
+        ({"a": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}, "parameter 'a/0': .* got an nnx module, Linear"),
+        (
+            {"a": jax.ShapeDtypeStruct((2,), "float32")},
+            "parameter 'a': expected values, got a shape: plan_sharding",
+        ),
         ({"a": {"b": jnp.ones(2, int)}}, "parameter 'a/b': expected a floating dtype"),
         (jnp.ones(2), "expected an nnx module or a pytree"),
         (None, "expected an nnx module or a pytree"),
@@ -337,6 +375,31 @@ def test_a_linen_module_trains_with_submodules_as_units(units, strategy, recompu
     assert len(plan.units) > 3
 
 
+class Pair(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Block(name="Block_1")(Block(name="Block_0")(x))
+
+
+class Nested(linen.Module):
+    """Inside the unit ``Block_0`` are submodules that have the names of units outside."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Block(name="Block_1")(Pair(name="Block_0")(x))
+
+
+@pytest.mark.parametrize("units", [["Block_*"], ["Block_*", "Block_0/Block_1"]])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_submodules_of_a_linen_unit_may_have_the_names_of_units_outside(units, recompute):
+    net, x = Nested(), np.random.default_rng(0).normal(size=(8, DIM)).astype(np.float32)
+    params = net.init(jax.random.key(0), x)["params"]
+    reference = linen_loss(net, linen.Module.apply)
+    assert_trains_as_alone(
+        params, linen_loss(net, apply_linen), x, reference=reference, units=units, recompute=recompute
+    )
+
+
 def test_apply_linen_is_apply_without_sharding():
     net = Net()
     variables = net.init(jax.random.key(0), rows())
@@ -366,6 +429,31 @@ def test_units_of_a_linen_module_draw_their_own_random_numbers():
         _, weights = fully_shard(moved, data_parallel_mesh(1), units=["Block_*"], recompute=True)
         losses.append(step.gradients(weights, (rows(), np.zeros(12, int)))[0])
     np.testing.assert_allclose((losses[0] - losses[1]) / 2e-3, jnp.sum(direction**2), rtol=2e-2)
+
+
+class Masked(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ones = linen.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
+        return ones * self.param("scale", linen.initializers.ones, ())
+
+
+class Twice(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first, second = Masked(name="first"), Masked(name="second")
+        return jnp.mean((first(x) - second(x)) ** 2) * jnp.mean((first(x) - first(x)) ** 2)
+
+
+def test_equal_units_and_calls_of_one_draw_different_numbers():
+    net, x = Twice(), np.ones((8, 64), np.float32)
+    params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)["params"]
+
+    def product(params: Any, x: jax.Array) -> jax.Array:
+        return apply_linen(net, {"params": params}, x, rngs={"dropout": jax.random.key(2)})
+
+    plan, weights = fully_shard(params, data_parallel_mesh(2), units=["first", "second"])
+    assert make_train_step(plan, product, optax.sgd(0.1)).gradients(weights, x)[0] > 0.5
 
 
 class Counting(linen.Module):
@@ -414,6 +502,6 @@ def test_units_under_nn_scan_are_refused_as_stacks_and_whole_otherwise():
     params = net.init(jax.random.key(0), x)["params"]
     loss_fn = linen_loss(net, apply_linen)
     plan, weights = fully_shard(params, data_parallel_mesh(4), units=["layers/*"], stacked=["layers"])
-    with pytest.raises(ValueError, match=r"unit 'layers': .*outside of nn.scan, got a stack of 3 layers"):
+    with pytest.raises(ValueError, match=r"unit 'layers': .*inside of nn.scan, .*, a stack of 3 layers"):
         make_train_step(plan, loss_fn, optax.sgd(0.1)).gradients(weights, x)
     assert_trains_as_alone(params, loss_fn, x, reference=linen_loss(net, linen.Module.apply), units=[])
