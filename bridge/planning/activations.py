@@ -14,6 +14,7 @@ root: what is left, here last norm, output projection and loss). Of each it matt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,11 @@ class Segment(Protocol):
     @property
     def path(self) -> str: ...
 
+    @property
+    def parts(self) -> Sequence[Segment]:
+        """Modules inside of it, in the order of forward, that a policy may make units of."""
+        ...
+
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """``compute``: name of the dtype of forward and backward."""
         ...
@@ -69,6 +75,11 @@ class FormulaSegment:
     saved_bytes: float = 0.0
     working: float = 0.0
     working_bytes: float = 0.0
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """None."""
+        return ()
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""

@@ -14,12 +14,21 @@ from bridge.planning.runtimes import framework, part
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """One segment of the decoder; ``kind`` is "embed", "layer" or "head", ``sizes`` a runtime's ``DecoderConfig``."""
+    """One segment of the decoder; ``sizes`` is a runtime's ``DecoderConfig``.
+
+    ``kind``: "embed", "layer" or "head", or "attention" or "mlp" of a layer.
+    """
 
     path: str
     kind: str
     runtime: str
     sizes: Any
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """See ``Segment``."""
+        kinds = ("attention", "mlp") if self.kind == "layer" else ()
+        return tuple(TracedSegment(f"{self.path}.{kind}", kind, self.runtime, self.sizes) for kind in kinds)
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
@@ -52,7 +61,8 @@ def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segm
         return torch.nn.Embedding(sizes.vocab_size, sizes.d_model).to(dtype)
 
     def layer() -> Any:
-        return decoder.Block(sizes).to(dtype)
+        block = decoder.Block(sizes)
+        return (block if kind == "layer" else getattr(block, kind)).to(dtype)
 
     def head() -> Any:
         norm = decoder.RMSNorm(sizes.d_model, sizes.norm_eps)
@@ -62,7 +72,7 @@ def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segm
 
     if kind == "embed":
         return torch_trace.trace_segment(embed, tokens)
-    if kind == "layer":
+    if kind != "head":
         return torch_trace.trace_segment(layer, hidden)
     return torch_trace.trace_segment(head, hidden, lambda logits: decoder.next_token_loss(logits, tokens()))
 
@@ -76,8 +86,9 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     model = nnx.eval_shape(lambda: decoder.Decoder(sizes, rngs=nnx.Rngs(0)))
     if kind == "embed":
         return jax_trace.trace_segment(model.embed, tokens, compute)
-    if kind == "layer":
-        return jax_trace.trace_segment(model.layers[0], hidden, compute)
+    if kind != "head":
+        layer = model.layers[0]
+        return jax_trace.trace_segment(layer if kind == "layer" else getattr(layer, kind), hidden, compute)
     head = nnx.Sequential(model.norm, model.embed.attend if sizes.tied else model.lm_head)
 
     def loss(logits: Any) -> Any:

@@ -294,17 +294,28 @@ def _title(step: _Step) -> str:
 
 def _steps(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> Iterator[_Step]:
     by_path = {unit.path: unit for unit in units}
-    segments: dict[str, Segment | None] = {one.path: one for one in model.activations}
-    segments = segments or dict.fromkeys(by_path)
-    raw = _raw_gradients(units, segments)
-    for path, segment in segments.items():
+    places = dict(_places(model, by_path)) or {path: _Place() for path in by_path}
+    raw = _raw_gradients(units, places)
+    for path, place in places.items():
         around = [outer for outer in outward(path) if outer in by_path]
-        inside = [inner for inner in by_path if path and inner != path and path in outward(inner)]
+        apart = [part.path for part in place.apart]
+        inside = [
+            inner
+            for inner in by_path
+            if path and inner != path and path in outward(inner) and not set(apart) & set(outward(inner))
+        ]
         owner = by_path[around[0]]
         needed = SegmentBytes()
-        if segment is not None:
+        if place.segment is not None:
             dtypes = [group.shape.dtypes.compute for group in owner.groups] or ["float32"]
-            needed = segment.bytes_for(batch, length, dtypes[0])
+            needed = place.segment.bytes_for(batch, length, dtypes[0])
+            others = sum(part.bytes_for(batch, length, dtypes[0]).saved for part in place.apart)
+            needed = replace(
+                needed,
+                saved=max(0, needed.saved - others),
+                forward=max(0, needed.forward - others),
+                backward=max(0, needed.backward - others),
+            )
         if owner.recompute:
             needed = replace(needed, saved=needed.input, backward=needed.again)
         stack = next(
@@ -313,7 +324,26 @@ def _steps(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> 
         yield _Step(path, stack, (*inside, *around), needed.saved, needed.forward, needed.backward, raw[path])
 
 
-def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, object]) -> dict[str, Counter[str]]:
+@dataclass(frozen=True)
+class _Place:
+    """A segment, and the parts of it that are places of their own."""
+
+    segment: Segment | None = None
+    apart: tuple[Segment, ...] = ()
+
+
+def _places(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str, _Place]]:
+    """Segments in the order of forward; parts that are units follow the rest of theirs."""
+    for segment in model.activations:
+        owner = by_path[next(path for path in outward(segment.path) if path in by_path)]
+        # What is recomputed as a whole saves nothing of its parts.
+        apart = () if owner.recompute else tuple(part for part in segment.parts if part.path in by_path)
+        yield segment.path, _Place(segment, apart)
+        for part in apart:
+            yield part.path, _Place(part)
+
+
+def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, _Place]) -> dict[str, Counter[str]]:
     """For each segment, bytes of unreduced gradients by unit; parameters outside of all segments go with the last."""
     last = list(segments)[-1]
     found: dict[str, Counter[str]] = {path: Counter() for path in segments}

@@ -80,6 +80,15 @@ def test_peak_of_the_decoder_in_torch(
         assert plan.peak.total == pytest.approx(peak, rel=WITHIN)
 
 
+def test_peak_of_units_inside_layers_in_torch(ranks: RankGroup) -> None:
+    text = load_policy("mixture").to_toml()
+    plan = make_plan(
+        resolve_models("decoder:default")["torch"], parse_policy(text, "test"), 2, "torch", Workload(8, 64)
+    )
+    for _, peak in ranks.run(2, measured, text, 8, 64, 1):
+        assert plan.peak.total == pytest.approx(peak, rel=WITHIN)
+
+
 def one_step(text: str, microbatches: int) -> dict[str, Any]:
     model, optimizer = sharded(text)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -149,6 +158,11 @@ def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
     # Else the test would also pass if the planner knew no loops.
     recomputed = strategy == "optim_grads_params" and recompute
     assert recomputed or abs(unrolled.peak.total / peak.compiled - 1) > WITHIN
+
+
+def test_the_plan_of_units_inside_layers_agrees_with_what_xla_compiles() -> None:
+    check = check_compiled("decoder:default", load_policy("mixture"), 4, Workload(4, 64))
+    assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
 
 
 def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
