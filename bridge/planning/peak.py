@@ -24,13 +24,14 @@ After backward comes the update: main weights, moments, all gradients, and kept 
 activations are few.
 
 In JAX gradients are of level g until the last microbatch, with K > 1 those of the microbatch beside the sums of the
-others, or in their place where something is left to reduce at the end (g < all axes); such units then have their
-reduced gradients, g S_o, beside the unreduced ones: a moment of its own. A unit's unreduced gradients have no buffer
+others. Where something is left to reduce at the end (g < all axes), units then have their reduced gradients, g S_o,
+beside the unreduced ones: a moment of its own. A unit's unreduced gradients have no buffer
 before they are reduced; nothing is prefetched; with K = 1 whole compute weights are freed unit by unit in backward; and
 the update is a program of its own, which makes new main weights of one unit after the other and holds no compute
 weights. Layers that are scanned (``stacks``) have the gradients of all layers from the loop's start, and activations
 and whole weights of all until its end; beside those a layer has a slice of its whole weights, and ``no_shard`` a copy
-of all. The peak of the decoder was then within 5 % of XLA's, recomputed up to 12 % above it.
+of all. The peak of the decoder was then within 5 % of XLA's, recomputed up to 12 % above it (``twinshard plan
+--compile``).
 
 Whoever measures should expect what is not in it: the allocator's fragmentation, the framework's and the communication
 library's own buffers, and constants such as rotary tables.
@@ -117,7 +118,7 @@ class _Sizes:
                 gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
                 raw=sum(g.numel * g.compute_bytes for g in trained),
                 buffer=0,
-                done=0 if late and microbatches > 1 and not unit.stack else collected,
+                done=collected,
                 before=0,
                 sums=collected if microbatches > 1 else 0,
                 updated=sum(g.size(g.depths.state) * g.main_bytes for g in trained),

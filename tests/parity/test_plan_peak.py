@@ -160,6 +160,12 @@ def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
     assert recomputed or abs(unrolled.peak.total / peak.compiled - 1) > WITHIN
 
 
+def test_the_plan_of_few_tokens_where_gradients_weigh_most_agrees_with_what_xla_compiles() -> None:
+    chosen = parse_policy(policy("optim", "float32", False), "test")
+    check = check_compiled("decoder:default", chosen, 8, Workload(1, 64, 2))
+    assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
+
+
 def test_the_plan_of_units_inside_layers_agrees_with_what_xla_compiles() -> None:
     check = check_compiled("decoder:default", load_policy("mixture"), 4, Workload(4, 64))
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
