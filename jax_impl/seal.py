@@ -137,7 +137,7 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
     if primitive == "optimization_barrier":
         return given
     path = next(filter(None, given))
-    if primitive not in _MOVES or (primitive == "select_n" and given[0]):
+    if primitive not in _MOVES:
         raise ValueError(_refusal(path, f"{primitive}{_line(around)}"))
     return [path] * len(nothing)
 
