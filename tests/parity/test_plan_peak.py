@@ -157,7 +157,7 @@ def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
     )
     # Else the test would also pass if the planner knew no loops.
     recomputed = strategy == "optim_grads_params" and recompute
-    assert recomputed or abs(unrolled.peak.total / peak.compiled - 1) > WITHIN
+    assert recomputed or abs(unrolled.peak.total - peak.compiled) > abs(peak.planned - peak.compiled)
 
 
 def test_the_plan_of_few_tokens_where_gradients_weigh_most_agrees_with_what_xla_compiles() -> None:
