@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module, is_unit_list
+from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module, may_be_unit
 from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
 
 ROOT = ""
@@ -142,7 +142,7 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
     """
     found: dict[str, str] = {}
     for key, module in _modules(model):
-        if isinstance(module, nnx.List | nnx.Dict) and not is_unit_list(module):
+        if not may_be_unit(module):
             continue
         path = joined(key)
         stack = next((s for s in stacks if path == s or path.startswith(f"{s}/")), None)
@@ -164,7 +164,7 @@ def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
             raise ValueError(
                 f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
             )
-        if isinstance(modules[path], nnx.List | nnx.Dict):
+        if not may_be_unit(modules[path]):
             raise ValueError(
                 f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list or "
                 "dictionary of modules: stack_layers makes one module of equal layers"

@@ -241,8 +241,7 @@ class ShardingPlan:
     def merge(
         self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
     ) -> nnx.Module | Tree:
-        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any: an nnx
-        module, or a pytree."""
+        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any."""
         for kind, expected, given in (
             ("parameters", self.parameters, parameters),
             ("other variables", self.variables, variables or {}),

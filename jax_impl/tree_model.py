@@ -69,9 +69,11 @@ def as_given(module: nnx.Module) -> nnx.Module | Tree:
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
-def is_unit_list(module: nnx.Module) -> bool:
-    """Whether it is a list or tuple of a pytree that holds arrays itself, such as ``(weight, bias)``."""
-    return isinstance(module, TreeList) and any(isinstance(child, nnx.Param) for child in module)
+def may_be_unit(module: nnx.Module) -> bool:
+    """Not lists and dictionaries of modules; in a pytree lists that hold arrays may, such as ``(weight, bias)``."""
+    if isinstance(module, TreeList):
+        return any(isinstance(child, nnx.Param) for child in module)
+    return not isinstance(module, nnx.List | nnx.Dict)
 
 
 def _node(tree: Tree, path: tuple[str | int, ...]) -> nnx.Module | nnx.Param[Any] | None:

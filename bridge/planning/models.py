@@ -136,6 +136,10 @@ def _built(name: str, module_name: str, factory_name: str, stacked: Sequence[str
             f"model {name}: expected a torch.nn.Module, or a factory that takes rngs (an nnx.Module) or key (a pytree "
             f"of parameters), got {type(model).__name__}"
         )
+    if stacked:
+        raise PlanError(
+            f"model {name}: expected a JAX model for the stacks {list(stacked)}, got a torch.nn.Module"
+        )
     parameters, modules = _torch_shapes(model)
     return {"torch": Model(name, modules, parameters, source=f"{name} on the meta device")}
 
@@ -151,13 +155,12 @@ def _jax_model(name: str, factory: Any, wanted: Sequence[str], stacked: Sequence
         return tree_model.as_module(factory(**given))
 
     try:
-        parameters, modules = _nnx_shapes(name, nnx.eval_shape(make), stacked)
-    except PlanError:
-        raise
+        model = nnx.eval_shape(make)
     except (TypeError, ValueError) as error:
         raise PlanError(
             f"model {name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"
         ) from error
+    parameters, modules = _nnx_shapes(name, model, stacked)
     return Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
 
 
@@ -181,7 +184,7 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
 def _nnx_shapes(
     name: str, model: Any, stacked: Sequence[str]
 ) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
-    """Parameters in the order of the model's state, which is sorted, and the modules that can be called.
+    """Parameters in the order of the model's state, which is sorted, and the modules that may be units.
 
     Those of a stack are given layer by layer.
     """
@@ -221,11 +224,7 @@ def _in_layer(path: str, stack: str, number: int) -> str:
 
 def _nnx_modules(model: Any) -> Iterator[str]:
     nnx, tree_model = framework("flax.nnx"), part("jax", "tree_model")
-    found = [
-        (path, module)
-        for path, module in nnx.iter_modules(model)
-        if callable(module) or isinstance(module, tree_model.TreeNode)
-    ]
+    found = [(path, module) for path, module in nnx.iter_modules(model) if tree_model.may_be_unit(module)]
     yield from (_dotted(path) for path, _ in sorted(found, key=lambda one: _order(one[0])))
 
 

@@ -182,13 +182,9 @@ def step_peak(
         "compute_weights": kept,
     }
     ahead = runtime == "torch"
-    stacks: dict[str, list[str]] = {}
-    for unit in units:
-        if unit.stack:
-            stacks.setdefault(unit.stack, []).append(unit.path)
     moments = (
         *_forward(steps, sizes, ahead),
-        *_backward(steps, sizes, ahead, kept, stacks),
+        *_backward(steps, sizes, ahead, kept),
         *([_reduction(sizes)] if runtime == "jax" else []),
         _update(sizes, units, runtime),
     )
@@ -216,11 +212,7 @@ def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool) -
 
 
 def _backward(
-    steps: Sequence[_Step],
-    sizes: Mapping[str, _Sizes],
-    ahead: bool,
-    kept: int,
-    stacks: Mapping[str, Sequence[str]],
+    steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool, kept: int
 ) -> Iterator[Moment]:
     made: Counter[str] = Counter()
     reducing = 0
@@ -229,7 +221,7 @@ def _backward(
         following = steps[place - 1].running if ahead and place else ()
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         # A loop's results are all there from its start, and what it reads until its end.
-        looping = [path for path in sizes if step.stack and path in stacks.get(step.stack, ())]
+        looping = [path for path in sizes if _is_inside(path, step.stack)]
         gradients = sum(
             one.sums + (one.done if path in done or path in looping else one.before)
             for path, one in sizes.items()
@@ -289,6 +281,10 @@ def _gathered(step: _Step, following: Sequence[str], sizes: Mapping[str, _Sizes]
     return own + looped + sum(sizes[path].gathered for path in {*step.running, *following})
 
 
+def _is_inside(path: str, stack: str | None) -> bool:
+    return stack is not None and path.startswith(f"{stack}.")
+
+
 def _title(step: _Step) -> str:
     return step.path or "the root"
 
@@ -319,9 +315,7 @@ def _steps(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> 
             )
         if owner.recompute:
             needed = replace(needed, saved=needed.input, backward=needed.again)
-        stack = next(
-            (unit.stack for unit in units if unit.stack and f"{path}.".startswith(f"{unit.stack}.")), None
-        )
+        stack = next((unit.stack for unit in units if _is_inside(path, unit.stack)), None)
         yield _Step(path, stack, (*inside, *around), needed.saved, needed.forward, needed.backward, raw[path])
 
 

@@ -164,6 +164,9 @@ def stack(key):
     layers = {"mlp": {"up": jax.numpy.ones((12, 3, 4))}, "norm": jax.numpy.ones((12, 3))}
     return {"embed": jax.numpy.ones((5, 3)), "layers": layers}
 
+def pairs(key):
+    return {"layers": (jax.numpy.ones((3, 4, 5)), jax.numpy.ones((3, 5)))}
+
 class Net(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -188,7 +191,7 @@ def test_pytrees_and_stacks_by_their_path(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     model = resolve_models("planned_trees:tree")["jax"]
-    assert model.modules == ("", "layers.0", "layers.1")
+    assert model.modules == ("", "layers.0", "layers.1", "out")
     assert [(p.path, p.shape) for p in model.parameters] == [
         ("embed", (10**6, 10**6)),
         ("layers.0.w", (3, 4)),
@@ -220,6 +223,11 @@ def test_pytrees_and_stacks_by_their_path(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(PlanError, match=message):
             resolve_models(f"planned_trees:{name}", stacked=stacked)
+    model = resolve_models("planned_trees:pairs", stacked=["layers"])["jax"]
+    assert model.modules == ("", "layers.0", "layers.1", "layers.2")
+    assert Parameter("layers.2.1", (5,)) in model.parameters
+    with pytest.raises(PlanError, match=r"expected a JAX model for the stacks .*, got a torch.nn.Module"):
+        resolve_models("torch.nn:Identity", stacked=["layers"])
     with pytest.raises(PlanError, match="expected the stack 'layers' or none, got"):
         resolve_models("decoder:quick", stacked=["embed"])
     with pytest.raises(PlanError, match="expected a stack with layers, got 'blocks'"):

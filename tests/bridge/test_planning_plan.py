@@ -197,6 +197,17 @@ def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
         make_plan(SMALL, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
 
 
+def test_a_loop_holds_gradients_of_all_its_layers_from_its_start() -> None:
+    chosen = parse_policy(policy("optim_grads_params"), "mine.toml")
+    (model,) = resolve_models("decoder:default", ["jax"], ["layers"]).values()
+    plan = make_plan(model, chosen, 4, "jax", Workload(2, 64))
+    assert plan.peak.moment == "backward of layers.3"
+    (layers,) = (unit for unit in plan.units if unit.count == 4)
+    assert plan.peak.terms["gradients"] == 4 * sum(
+        group.size(group.depths.gradients) * group.grad_bytes for group in layers.groups
+    )
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_POLICIES.glob("*.toml")))
 def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
     loaded = load_policy(name)

@@ -253,6 +253,19 @@ def test_lists_and_tuples_of_arrays_may_be_units():
     assert list(assert_trains_as_alone(params, loss_fn, x, units=["*"]).units) == ["0", "1", ""]
 
 
+def test_a_tuple_of_stacked_arrays_is_a_stack():
+    params = {"layers": (random(3, DIM, DIM, seed=1), random(3, DIM, seed=2))}
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, pair: Any) -> tuple[jax.Array, None]:
+            return call_unit(lambda pair, x: jnp.tanh(x @ pair[0] + pair[1]), pair, x), None
+
+        return jnp.mean(jax.lax.scan(body, x, params["layers"])[0] ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, DIM)).astype(np.float32)
+    assert assert_trains_as_alone(params, loss_fn, x, stacked=["layers"]).units["layers"].module.layers == 3
+
+
 def test_arrays_of_a_loops_passes_must_be_arguments():
     def looped(params: Any, tokens: jax.Array) -> jax.Array:
         def body(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
