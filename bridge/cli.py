@@ -9,9 +9,6 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -19,14 +16,25 @@ import typer
 from rich.console import Console
 
 import bridge
+from bridge.cli_convert import convert
+from bridge.cli_options import (
+    SHOWN,
+    AxisOption,
+    JsonOption,
+    MappingOption,
+    axis_sizes,
+    progress_console,
+    some,
+    user_errors,
+)
 from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
 from bridge.cli_plan import plan
-from bridge.formats.base import CheckpointError, dtype_name
+from bridge.formats.base import dtype_name
 from bridge.ulp import LARGEST_ULP
 
 app = typer.Typer(
     name="twinshard",
-    help="Move checkpoints between PyTorch (DCP) and JAX (Orbax), compare them, and run both stacks side by side.",
+    help="Move checkpoints between PyTorch and JAX, compare them, and run both stacks side by side.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -34,69 +42,7 @@ app = typer.Typer(
 )
 
 
-class TargetFormat(StrEnum):
-    """What `convert` can write."""
-
-    dcp = "dcp"
-    orbax = "orbax"
-
-
-_SIZE_DIGITS = 18
-
-SHOWN = 20
-"""Rows of a listing that may be long and matters only in part."""
-
-MappingOption = Annotated[
-    str | None,
-    typer.Option("--mapping", metavar="NAME|FILE", help="A shipped family (decoder, ...) or a TOML file."),
-]
-AxisOption = Annotated[
-    list[str] | None,
-    typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-@app.command()
-def convert(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory to read.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create; must not exist.")],
-    to: Annotated[
-        TargetFormat | None, typer.Option("--to", help="Default: the format that SRC is not.")
-    ] = None,
-    mapping: MappingOption = None,
-    axis: AxisOption = None,
-    workers: Annotated[int, typer.Option(min=1, help="Regions read in parallel, 64 MiB of memory each.")] = 1,
-    json: JsonOption = False,
-) -> None:
-    """Convert a checkpoint to the other format, bit for bit.
-
-    With --mapping, names and layouts are translated to the other framework's model, optimizer state included;
-    without it every name stays as it is, as a path.
-
-    \b
-    Example:
-      twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
-    """
-    from bridge.convert import convert as run
-
-    with _errors(), byte_progress(_progress_console(), "convert") as progress:
-        report = run(
-            src, dst, to=to, mapping=mapping, axes=_axes(axis, mapping), progress=progress, workers=workers
-        )
-    out = Console()
-    if json:
-        print_json(out, report)
-        return
-    rate = f"{human_bytes(int(report.bytes / max(report.seconds, 1e-9)))}/s"
-    print_line(
-        out,
-        f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
-        f"{report.tensors} tensors, {report.objects} objects, "
-        f"{human_bytes(report.bytes)} in {report.seconds:.1f} s ({rate})",
-    )
-    if report.dropped:
-        print_line(out, f"dropped {len(report.dropped)}: {_some(report.dropped)}")
+app.command()(convert)
 
 
 @app.command()
@@ -126,9 +72,11 @@ def diff(
     from bridge.diff import diff as run
     from bridge.ulp import Tolerance
 
-    with _errors(), byte_progress(_progress_console(), "diff") as progress:
+    with user_errors(), byte_progress(progress_console(), "diff") as progress:
         tolerance = Tolerance(max_ulp, rtol)
-        report = run(a, b, mapping=mapping, axes=_axes(axis, mapping), tolerance=tolerance, progress=progress)
+        report = run(
+            a, b, mapping=mapping, axes=axis_sizes(axis, mapping), tolerance=tolerance, progress=progress
+        )
     out = Console()
     total = report.total
     if json:
@@ -150,7 +98,7 @@ def diff(
             print_line(out, f"... and {len(listed) - len(rows)} more (--all lists them)")
     for title, names in (("only in A", report.missing), ("only in B", report.extra)):
         if names:
-            print_line(out, f"{title}: {_some(names)}")
+            print_line(out, f"{title}: {some(names)}")
     for name, text in report.mismatched:
         print_line(out, f"{name}: {text}")
     for name, left, right in report.objects:
@@ -199,7 +147,7 @@ def inspect(
     if picture is not None and not layout:
         raise typer.BadParameter("expected --layout beside --picture")
     out = Console()
-    with _errors(LayoutError):
+    with user_errors(LayoutError):
         if layout and not path.is_dir():
             _inspect_layout_file(out, path, picture, json)
             return
@@ -267,8 +215,8 @@ def relay(
     from bridge.parity.relay import RelayError, run
 
     folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
-    with _errors(ConfigError, RelayError):
-        report = run(RelayConfig.load(config), folder, _progress_console())
+    with user_errors(ConfigError, RelayError):
+        report = run(RelayConfig.load(config), folder, progress_console())
     console = Console()
     if json:
         print_json(console, report.as_dict())
@@ -319,38 +267,6 @@ def _root(
     ] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-@contextmanager
-def _errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback."""
-    expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
-    try:
-        yield
-    except expected as error:
-        print_line(Console(stderr=True), f"error: {error}")
-        raise typer.Exit(2) from None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _progress_console() -> Console:
-    return Console(stderr=True)
-
-
-def _axes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
-    if options and mapping is None:
-        raise typer.BadParameter("expected --mapping beside --axis, as the axes are those of a mapping")
-    axes = {}
-    for option in options or []:
-        name, equals, size = option.partition("=")
-        if not (name and equals and size.isdecimal() and len(size) <= _SIZE_DIGITS):
-            raise typer.BadParameter(f"expected --axis NAME=SIZE such as d=64, got {option[:80]!r}")
-        axes[name] = int(size)
-    return axes
 
 
 def _show_warning(

@@ -3,34 +3,95 @@
     source reader -> plan (names, index relations) -> destination chunk by chunk -> commit
 
 Only the chunks in work are in memory. The destination appears complete or not at all, and the source is never written
-to. Nothing is cast: every bit arrives.
+to. Nothing is cast unless it is asked for by name: every bit arrives.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
+import shutil
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
-from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, CheckpointWriter
-from bridge.mapping.plan import Plan, PlannedTensor, make_plan
+import bridge
+from bridge.casts import Output, apply_casts, parse_casts
+from bridge.engine import Copier, default_workers, runs
+from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
+from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
+from bridge.formats.working import Attempt
+from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
-from bridge.regions import Progress, group_boxes
+from bridge.regions import Progress
+from bridge.selection import SelectedReader, Selection
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What a conversion does beside reading and writing.
+
+    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax. mapping: a shipped family's
+    name, a TOML file or a table; without one names pass through as tree paths. axes: sizes for the mapping's axes, over
+    its own table. selection: which part of the source. casts: dtypes by patterns of names in the destination.
+    """
+
+    to: str | None = None
+    mapping: str | os.PathLike[str] | MappingTable | None = None
+    axes: Mapping[str, int] | None = None
+    selection: Selection = field(default_factory=Selection)
+    casts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.to is not None and self.to not in FORMATS:
+            raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that was planned: what the destination will hold.
+
+    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
+    left_out: names in the source that do not go along, dropped or not selected.
+    """
+
+    source: Path
+    source_format: str
+    format: str
+    outputs: Mapping[str, Output]
+    objects: Mapping[str, tuple[TreePath, object]]
+    left_out: tuple[str, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all elements, as written."""
+        return sum(output.nbytes for output in self.outputs.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the plan: two that are equal write the same, given the same source."""
+        digest = hashlib.sha256()
+        for output in self.outputs.values():
+            digest.update(f"{output.name} {output.path} {output.dtype} {output.planned.content!r}\n".encode())
+        for name, (path, value) in self.objects.items():
+            digest.update(f"{name} {path} {value!r}\n".encode())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion wrote. ``bytes`` are those of the tensors' elements; ``dropped`` are names in the source."""
+    """What a conversion wrote.
+
+    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
+    source that did not go along. overflowed: by name, how many finite elements a cast made infinite.
+    """
 
     source: Path
     destination: Path
@@ -39,18 +100,10 @@ class ConvertReport:
     tensors: int
     objects: int
     bytes: int
+    resumed_bytes: int
     dropped: tuple[str, ...]
+    overflowed: Mapping[str, int]
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Region:
-    """Some chunks of one destination tensor that are read together as ``box``."""
-
-    tensor: PlannedTensor
-    stored_name: str
-    box: Box
-    chunks: list[Box]
 
 
 def convert(
@@ -60,97 +113,153 @@ def convert(
     to: str | None = None,
     mapping: str | os.PathLike[str] | MappingTable | None = None,
     axes: Mapping[str, int] | None = None,
+    selection: Selection | None = None,
+    casts: Sequence[str] = (),
+    replace: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
-    workers: int = 1,
+    workers: int | None = None,
 ) -> ConvertReport:
-    """Convert the checkpoint directory ``src`` to the new directory ``dst``.
+    """Convert the checkpoint ``src`` to the new checkpoint ``dst``.
 
-    to: "dcp" or "orbax"; default: the one that ``src`` is not. mapping: a shipped family's name, a TOML file or a
-    table; without one names pass through as tree paths, also to the same format. axes: sizes for the mapping's axes,
-    over its own table. workers: regions read in parallel; memory grows with it, about 64 MiB each.
+    to, mapping, axes, selection, casts: see `ConvertOptions`. replace: ``dst`` may be a checkpoint, which is kept until
+    the new one is complete. resume: go on where an earlier attempt of the same conversion was killed, and, if this one
+    fails, keep what it has written to be resumed. workers: threads, default by cores; memory grows with it, about
+    64 MiB each.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
-    damaged, or mapping and source do not fit), ValueError (unknown format, workers < 1). After any error, an
-    interruption too, no destination exists.
+    damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1). After any
+    error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
-    if to is not None and to not in FORMATS:
-        raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {to!r}")
+    options = ConvertOptions(to, mapping, axes, selection or Selection(), casts)
+    workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
     source, destination = Path(src), Path(dst)
-    table = mapping_table(mapping, axes)
-    with open_checkpoint(source) as reader:
-        if os.path.lexists(destination):
-            raise FileExistsError(
-                f"expected no file or directory at {destination}, found one: remove it first or choose another name"
-            )
-        if Path(os.path.abspath(source)) in Path(os.path.abspath(destination)).parents:
-            raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
-        target = to or ("orbax" if reader.format == "dcp" else "dcp")
-        plan = make_plan(reader, cast(Format, target), table)
-        objects = {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
-        with large_buffers_returned(), create_checkpoint(destination, target) as writer:
-            names = {t.name: writer.add_tensor(t.path, t.shape, t.dtype).name for t in plan.tensors.values()}
-            for path, value in objects.values():
-                writer.add_object(path, value)
-            _copy(reader, writer, plan, names, progress, workers)
+    with planned(source, options) as (conversion, reader):
+        _require_place(source, destination, replace)
+        key = {
+            "source": os.path.abspath(source),
+            "files": _fingerprint(source),
+            "format": conversion.format,
+            "plan": conversion.fingerprint,
+            "twinshard": bridge.__version__,
+        }
+        attempt = Attempt(replace=replace, key=key, resume=resume)
+        with (
+            large_buffers_returned(),
+            create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
+        ):
+            resumed = _write(reader, writer, conversion, workers, progress)
         return ConvertReport(
             source,
             destination,
-            reader.format,
-            target,
-            len(plan.tensors),
-            len(objects),
-            plan.nbytes,
-            plan.dropped,
+            conversion.source_format,
+            conversion.format,
+            len(conversion.outputs),
+            len(conversion.objects),
+            conversion.nbytes,
+            resumed,
+            conversion.left_out,
+            {name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
             time.perf_counter() - started,
         )
 
 
-def _copy(
+@contextmanager
+def planned(
+    source: str | os.PathLike[str], options: ConvertOptions
+) -> Iterator[tuple[Conversion, CheckpointReader]]:
+    """Plan a conversion, with the source open meanwhile. Nothing is written.
+
+    Raises what `convert` raises about source, mapping, selection and casts.
+    """
+    table = mapping_table(options.mapping, options.axes)
+    casts = parse_casts(options.casts)
+    with open_checkpoint(source) as whole:
+        reader: CheckpointReader = whole
+        left_out: Sequence[str] = ()
+        if not options.selection.everything:
+            reader = selected = SelectedReader(whole, options.selection)
+            left_out = selected.left_out
+            if table is not None:
+                # A part of a model does not have what the rules of the whole require.
+                rules = tuple(dataclasses.replace(rule, optional=True) for rule in table.rules)
+                table = dataclasses.replace(table, rules=rules)
+        target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
+        plan = make_plan(reader, cast(Format, target), table)
+        yield (
+            Conversion(
+                Path(source),
+                reader.format,
+                target,
+                apply_casts(plan.tensors.values(), casts),
+                {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()},
+                (*left_out, *plan.dropped),
+            ),
+            reader,
+        )
+
+
+def _write(
     reader: CheckpointReader,
     writer: CheckpointWriter,
-    plan: Plan,
-    names: Mapping[str, str],
-    progress: Progress | None,
+    conversion: Conversion,
     workers: int,
-) -> None:
-    done = 0
-    for region, array in _read_ahead(reader, _regions(plan, writer, names), workers):
-        for chunk in region.chunks:
-            part = array if chunk == region.box else array[chunk.slices(region.box)]
-            writer.write(region.stored_name, chunk, part)
-        done += region.box.numel * region.tensor.dtype.itemsize
-        if progress is not None:
-            progress(done, plan.nbytes, region.tensor.name)
+    progress: Progress | None,
+) -> int:
+    """Write everything; the bytes that were there already."""
+    for path, value in conversion.objects.values():
+        writer.add_object(path, value)
+    outputs = conversion.outputs.values()
+    names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+    done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
+    _require_space(writer.path, conversion.nbytes - done)
+    work = runs(outputs, writer, names)
+    Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
+    return done
 
 
-def _regions(plan: Plan, writer: CheckpointWriter, names: Mapping[str, str]) -> Iterator[_Region]:
-    for tensor in plan.tensors.values():
-        name = names[tensor.name]
-        for box, chunks in group_boxes(writer.chunks(name), tensor.dtype.itemsize):
-            yield _Region(tensor, name, box, chunks)
+def _require_place(source: Path, destination: Path, replace_it: bool) -> None:
+    """Refuse a destination that is there, or that has to do with the source, before anything is written."""
+    if not replace_it and os.path.lexists(destination):
+        raise FileExistsError(
+            f"expected no file or directory at {destination}, found one: remove it first, choose another name, or "
+            "replace it (--replace)"
+        )
+    real_source, real_destination = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
+    if real_source == real_destination or real_source in real_destination.parents:
+        raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
+    if os.path.lexists(destination):
+        if real_destination in real_source.parents:
+            raise CheckpointError(
+                f"expected a destination that does not hold the source {source}, as it is to be replaced, got "
+                f"{destination}"
+            )
+        if destination.is_symlink():
+            raise CheckpointError(
+                f"expected a directory or file to replace at {destination}, found a symbolic link: give "
+                f"{real_destination} instead"
+            )
+        # Not anything that happens to be there: only what is a checkpoint.
+        detect_format(destination)
 
 
-def _read_ahead(
-    reader: CheckpointReader, regions: Iterator[_Region], workers: int
-) -> Iterator[tuple[_Region, np.ndarray]]:
-    """Each region with its elements, in order; at most ``workers`` of them are read or waiting at a time."""
-    if workers == 1:
-        for region in regions:
-            yield region, region.tensor.read(reader, region.box)
-        return
-    waiting: deque[tuple[_Region, Future[np.ndarray]]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for region in regions:
-                waiting.append((region, pool.submit(region.tensor.read, reader, region.box)))
-                if len(waiting) == workers:
-                    first, array = waiting.popleft()
-                    yield first, array.result()
-            while waiting:
-                first, array = waiting.popleft()
-                yield first, array.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _require_space(destination: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(destination.parent).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"expected {nbytes} bytes of free space for {destination}, found {free}: free some, choose another place, "
+            "or convert less (--select, --weights-only)"
+        )
+
+
+def _fingerprint(source: Path) -> str:
+    """A digest of the source's files by name, size and time, so that a changed one is not mixed with its past."""
+    digest = hashlib.sha256()
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    for path in paths:
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

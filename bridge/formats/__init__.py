@@ -26,11 +26,15 @@ from bridge.formats.base import (
     dtype_from_name,
     dtype_name,
 )
+from bridge.formats.dcp_metadata import metadata_files
 from bridge.formats.orbax_item import is_unfinished
+from bridge.formats.safetensors_files import holds_safetensors
+from bridge.formats.working import Attempt
 
 __all__ = [
     "DTYPES",
     "FORMATS",
+    "Attempt",
     "Box",
     "CheckpointError",
     "CheckpointReader",
@@ -45,68 +49,82 @@ __all__ = [
     "open_checkpoint",
 ]
 
-FORMATS = ("dcp", "orbax")
+FORMATS = ("dcp", "orbax", "safetensors")
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "dcp" or "orbax", from the names of the files in the directory.
+    """One of FORMATS, from the names of the files in the directory, or of the file itself.
 
-    Raises FileNotFoundError (no such path), NotADirectoryError (a file), CheckpointError (half-written, or unknown).
+    Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
+    unknown).
     """
-    directory = Path(path)
-    if not directory.exists():
-        raise FileNotFoundError(f"expected a checkpoint directory at {directory}, found nothing there")
-    if not directory.is_dir():
-        raise NotADirectoryError(f"expected a checkpoint directory at {directory}, found a file")
-    if is_unfinished(Path(os.path.abspath(directory))):
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")
+    if is_unfinished(Path(os.path.abspath(place))):
         raise CheckpointError(
-            f"{directory} is a checkpoint that was never finished (its writer stopped half-way): "
+            f"{place} is a checkpoint that was never finished (its writer stopped half-way): "
             "use an earlier one and remove this directory"
         )
-    if (directory / ".metadata").is_file():
+    if not place.is_dir():
+        if holds_safetensors(place):
+            return "safetensors"
+        raise NotADirectoryError(
+            f"expected a checkpoint directory or a .safetensors file at {place}, found a file of another kind"
+        )
+    if metadata_files(place):
         return "dcp"
     # A directory of steps holds items, which hold the files: <root>/<step>/<item>/_METADATA.
     for pattern in ("", "*/", "*/*/"):
-        if any(next(directory.glob(pattern + name), None) for name in _ORBAX_FILES):
+        if any(next(place.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
-    names = sorted(p.name for p in directory.iterdir())
-    if any(n.endswith(".metadata") for n in names):
-        raise CheckpointError(
-            f"{directory} is a DCP checkpoint with one metadata file per rank (saved with use_collectives=False), "
-            "which is not supported: load it with PyTorch and save it again"
-        )
+    if holds_safetensors(place):
+        return "safetensors"
+    names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
-        raise CheckpointError(
-            f"{directory} is a DCP checkpoint whose save did not finish: it has no .metadata"
-        )
+        raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     raise CheckpointError(
-        f"expected a DCP checkpoint (.metadata) or an Orbax one (_METADATA) in {directory}, found "
+        f"expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors files in {place}, found "
         f"{shown or 'an empty directory'}"
     )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open the checkpoint in this directory, whatever its format. Errors as in `detect_format`, or CheckpointError."""
+    """Open the checkpoint at `path`, whatever its format. Errors as in `detect_format`, or CheckpointError."""
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
-    if detect_format(path) == "dcp":
+    format = detect_format(path)
+    if format == "dcp":
         from bridge.formats.dcp_reader import DcpReader
 
         return DcpReader(path)
+    if format == "safetensors":
+        from bridge.formats.safetensors_reader import SafetensorsReader
+
+        return SafetensorsReader(path)
     from bridge.formats.orbax_reader import OrbaxReader
 
     return OrbaxReader(path)
 
 
-def create_checkpoint(path: str | os.PathLike[str], format: str) -> CheckpointWriter:
-    """Start a new checkpoint at `path`, which must not exist. `format` is one of FORMATS, else ValueError."""
+def create_checkpoint(
+    path: str | os.PathLike[str], format: str, *, attempt: Attempt | None = None
+) -> CheckpointWriter:
+    """Start a new checkpoint at `path`, which must not exist, unless `attempt` says what then.
+
+    `format` is one of FORMATS, else ValueError.
+    """
     if format == "dcp":
         from bridge.formats.dcp_writer import DcpWriter
 
-        return DcpWriter(path)
+        return DcpWriter(path, attempt)
     if format == "orbax":
         from bridge.formats.orbax_writer import OrbaxWriter
 
-        return OrbaxWriter(path)
+        return OrbaxWriter(path, attempt=attempt)
+    if format == "safetensors":
+        from bridge.formats.safetensors_writer import SafetensorsWriter
+
+        return SafetensorsWriter(path, attempt)
     raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {format!r}")

@@ -1,12 +1,19 @@
-"""A directory that appears complete under its name, or not at all.
+"""A checkpoint that appears complete under its name, or not at all.
 
     runs/step_10.tmp-3f9c0a1e/   written here     --commit: fsync all, rename, fsync runs/-->   runs/step_10/
 
-A process killed half-way leaves the `.tmp-` directory, which `bridge.formats.open_checkpoint` refuses to open.
+A process killed half-way leaves the `.tmp-` directory, which `bridge.formats.open_checkpoint` refuses to open. With
+`replace` an existing `runs/step_10` stays as it is until the commit, where the two directories change places at once;
+then the old one, which is now called `.tmp-`, is removed.
+
+A checkpoint may also be one file: then `<payload>` in the working directory, and what else is there for it, is moved
+out of it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
 import secrets
@@ -17,11 +24,21 @@ from types import TracebackType
 from typing import Self
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def is_temporary(path: Path) -> bool:
     """Whether `path` is named like the working directory of an AtomicDirectory."""
     return _TEMPORARY.search(path.name) is not None
+
+
+def temporaries_of(path: Path) -> list[Path]:
+    """Working directories, of this process or others, of what is to become `path`."""
+    if not path.parent.is_dir():
+        return []
+    prefix = f"{path.name}.tmp-"
+    return sorted(p for p in path.parent.iterdir() if p.name.startswith(prefix) and is_temporary(p))
 
 
 class CommitOrAbort(ABC):
@@ -59,16 +76,34 @@ class AtomicDirectory(CommitOrAbort):
     """Write into `temporary`, then `commit()` to make it `path`, or `abort()` to leave no trace.
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at
-    construction and again at commit.
+    construction and again at commit, unless `replace`: then it is kept until the commit. `resumed`: the working
+    directory of an earlier attempt, to go on with. `keep`: abort leaves the working directory, to be resumed.
+    `payload`: the name, in `temporary`, of the one file that is to be `path`; with `sidecars`, files that go beside it,
+    each by its name in `temporary` and the end of its name beside `path`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        resumed: Path | None = None,
+        keep: bool = False,
+        payload: str | None = None,
+    ) -> None:
         self.path = Path(os.path.abspath(path))
+        self._replace = replace
+        self._keep = keep
+        self._payload = payload
+        self.sidecars: dict[str, str] = {}
         self._refuse_existing()
         self._new_parents = [p for p in self.path.parents if not p.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
-        self.temporary.mkdir()
+        if resumed is None:
+            self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
+            self.temporary.mkdir()
+        else:
+            self.temporary = resumed
         self._open = True
 
     @property
@@ -85,7 +120,7 @@ class AtomicDirectory(CommitOrAbort):
                     _fsync(os.path.join(directory, name))
                 _fsync(directory)
             self._refuse_existing()
-            os.rename(self.temporary, self.path)
+            self._appear()
         except BaseException:
             self.abort()
             raise
@@ -93,22 +128,59 @@ class AtomicDirectory(CommitOrAbort):
         _fsync(self.path.parent)
         for parent in self._new_parents:
             _fsync(parent.parent)
+        # With `payload`, or where a checkpoint was replaced, something is left of it.
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def abort(self) -> None:
-        """Remove the temporary directory. Does nothing after commit or abort."""
+        """Remove the temporary directory, unless it is to be kept. Does nothing after commit or abort."""
         if self._open:
             self._open = False
+            if self._keep:
+                return
             shutil.rmtree(self.temporary, ignore_errors=True)
             for parent in self._new_parents:
                 if parent.exists() and not any(parent.iterdir()):
                     parent.rmdir()
 
+    def _appear(self) -> None:
+        if self._payload is not None:
+            for name, suffix in self.sidecars.items():
+                os.replace(self.temporary / name, self.path.with_name(self.path.name + suffix))
+            if os.path.isdir(self.path) and not self.path.is_symlink():
+                raise IsADirectoryError(f"expected a file to replace at {self.path}, found a directory")
+            os.replace(self.temporary / self._payload, self.path)
+        elif os.path.lexists(self.path):
+            _exchange(self.temporary, self.path)
+        else:
+            os.rename(self.temporary, self.path)
+
     def _refuse_existing(self) -> None:
         # lexists: a dangling symlink is something, too.
-        if os.path.lexists(self.path):
+        if not self._replace and os.path.lexists(self.path):
             raise FileExistsError(
-                f"expected no file or directory at {self.path}, found one: remove it first or choose another name"
+                f"expected no file or directory at {self.path}, found one: remove it first, choose another name, or "
+                "ask for it to be replaced"
             )
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Let the two change names at once where the system can; else the old one is missing for a moment."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            raise OSError(code, os.strerror(code), str(old))
+    aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(old, aside)
+    try:
+        os.rename(new, old)
+    except BaseException:
+        os.rename(aside, old)
+        raise
+    os.rename(aside, new)
 
 
 def _fsync(path: str | Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
@@ -221,6 +221,14 @@ def _intervals(box: Box) -> tuple[int | tuple[int, int], ...]:
     return tuple(zip(box.offsets, box.stops, strict=True))
 
 
+@dataclass(frozen=True)
+class Loan:
+    """Elements in a mapped file: `array` is read-only, row-major, perhaps unaligned. `give_back` frees its memory."""
+
+    array: np.ndarray
+    give_back: Callable[[], None]
+
+
 class CheckpointReader(Protocol):
     """A checkpoint opened for reading. Opening reads metadata only; the files are never written to."""
 
@@ -252,6 +260,12 @@ class CheckpointReader(Protocol):
 
         Needs memory for the box, plus one chunk where chunks are compressed. KeyError for an unknown name,
         ValueError for a box outside the tensor, CheckpointError for damaged data.
+        """
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """The block where it lies in a mapped file, checked as `read` does, if it lies there in one piece; else None.
+
+        Saves the copy. Errors as `read`.
         """
 
     def close(self) -> None:
@@ -295,6 +309,9 @@ class CheckpointWriter(Protocol):
 
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, covering the tensor once; none for a tensor without elements."""
+
+    def stored(self, name: str) -> frozenset[Box]:
+        """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""
 
     def write(self, name: str, box: Box, array: np.ndarray) -> None:
         """Store one of `chunks(name)`; `array` has the box's sizes and the tensor's dtype, in any memory order.

@@ -20,11 +20,11 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Final, TypeGuard
+from typing import Final, TypeGuard
 
 import numpy as np
 
-from bridge.formats.base import DTYPES, CheckpointError, dtype_name
+from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp_pickle import (
     PLAIN_VALUES,
     Call,
@@ -34,23 +34,19 @@ from bridge.formats.dcp_pickle import (
     plain_value,
     read_pickle,
 )
-from bridge.formats.dcp_pickle_writer import write_pickle
 
 BLOCK = 8 << 20  # bytes looked at in one go when reading
 
-_END = struct.Struct("<4s4H2LH")
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
-_MAX32: Final = 0xFFFFFFFF
-_WIDE = _MAX32  # record sizes from here on are written with 64 bits
+END = struct.Struct("<4s4H2LH")
+END64_LOCATOR = struct.Struct("<4sLQL")
+END64 = struct.Struct("<4sQ2H2L4Q")
+ENTRY = struct.Struct("<4s6H3L5H2L")
+LOCAL = struct.Struct("<4s5H3L2H")
+MAX32: Final = 0xFFFFFFFF
 _MAX_ENTRIES = 4096
-_ALIGNMENT = 64
-_ZIP64_FIELD = 1
-_PADDING_FIELD = 0x4246  # "FB", what torch.save uses for its padding
+ZIP64_FIELD = 1
 
-_STORAGES: Mapping[str, str] = {
+STORAGES: Mapping[str, str] = {
     "torch.DoubleStorage": "float64",
     "torch.FloatStorage": "float32",
     "torch.HalfStorage": "float16",
@@ -64,12 +60,12 @@ _STORAGES: Mapping[str, str] = {
     "torch.ComplexFloatStorage": "complex64",
     "torch.ComplexDoubleStorage": "complex128",
 }
-_UNTYPED = "torch.storage.UntypedStorage"
-_REBUILD = "torch._utils._rebuild_tensor_v2"
-_REBUILD_UNTYPED = "torch._utils._rebuild_tensor_v3"
+UNTYPED = "torch.storage.UntypedStorage"
+REBUILD = "torch._utils._rebuild_tensor_v2"
+REBUILD_UNTYPED = "torch._utils._rebuild_tensor_v3"
 _TENSOR = Vocabulary(
     max_bytes=4096,
-    calls=frozenset({_REBUILD, _REBUILD_UNTYPED, "collections.OrderedDict"}),
+    calls=frozenset({REBUILD, REBUILD_UNTYPED, "collections.OrderedDict"}),
     constants=re.compile(r"torch\.[A-Za-z0-9_]+|torch\.storage\.UntypedStorage"),
     persistent=True,
 )
@@ -123,28 +119,28 @@ def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[s
         return fields
 
     need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is shorter")
-    end = at(length - _END.size, _END, b"PK\5\6", "end record")
+    end = at(length - END.size, END, b"PK\5\6", "end record")
     need(end[-1] == 0, "it has a comment")
-    locator = at(length - _END.size - _END64_LOCATOR.size, _END64_LOCATOR, b"PK\6\7", "zip64 locator")
-    *_, entries, directory_size, position = at(locator[2], _END64, b"PK\6\6", "zip64 end record")
+    locator = at(length - END.size - END64_LOCATOR.size, END64_LOCATOR, b"PK\6\7", "zip64 locator")
+    *_, entries, directory_size, position = at(locator[2], END64, b"PK\6\6", "zip64 end record")
     need(entries <= _MAX_ENTRIES, f"it has {entries} records")
     need(position + directory_size <= length, "its directory lies outside")
 
     records: dict[str, Record] = {}
     for _ in range(entries):
-        fields = at(position, _ENTRY, b"PK\1\2", "directory")
+        fields = at(position, ENTRY, b"PK\1\2", "directory")
         flags, method, crc, stored, size = fields[3], fields[4], *fields[7:10]
         name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
-        start = offset + position + _ENTRY.size
-        position += _ENTRY.size + name_length + extra_length + comment_length
+        start = offset + position + ENTRY.size
+        position += ENTRY.size + name_length + extra_length + comment_length
         need(position <= length, "its directory is damaged")
         raw_name = file[start : start + name_length]
         stored, size, local = _zip64_fields(
             file[start + name_length : start + name_length + extra_length], [size, stored, local], what
         )
         need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")
-        header = at(local, _LOCAL, b"PK\3\4", "record header")
-        data = local + _LOCAL.size + header[-2] + header[-1]
+        header = at(local, LOCAL, b"PK\3\4", "record header")
+        data = local + LOCAL.size + header[-2] + header[-1]
         need(data + size <= length, "a record lies outside")
         need(
             file[offset + local + 30 : offset + local + 30 + header[-2]] == raw_name,
@@ -161,15 +157,15 @@ def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int,
     """The values [size, stored, local] as (stored, size, local), those above 32 bits taken from the extra field."""
     while len(extra) >= 4:
         kind, size = struct.unpack_from("<2H", extra)
-        if kind == _ZIP64_FIELD:
-            wide = [i for i, value in enumerate(values) if value == _MAX32]
+        if kind == ZIP64_FIELD:
+            wide = [i for i, value in enumerate(values) if value == MAX32]
             if size < 8 * len(wide) or len(extra) < 4 + 8 * len(wide):
                 break
             for place, index in enumerate(wide):
                 values[index] = struct.unpack_from("<Q", extra, 4 + 8 * place)[0]
             break
         extra = extra[4 + size :]
-    if _MAX32 in values:
+    if MAX32 in values:
         raise CheckpointError(f"{what}: expected an archive of torch.save, but its directory is damaged")
     size, stored, local = values
     return stored, size, local
@@ -231,11 +227,11 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
     match described:
         case Call(
             name=function, args=(Persistent(id=storage), first, shape, strides, bool(), {**hooks}, *rest)
-        ) if not hooks and function in (_REBUILD, _REBUILD_UNTYPED):
+        ) if not hooks and function in (REBUILD, REBUILD_UNTYPED):
             pass
         case _:
             raise CheckpointError(f"{what}: expected the description of one plain tensor, got something else")
-    dtype_argument = rest.pop(0) if function == _REBUILD_UNTYPED and rest else None
+    dtype_argument = rest.pop(0) if function == REBUILD_UNTYPED and rest else None
     if any(rest):
         raise CheckpointError(f"{what}: expected a plain tensor, got one marked as conjugated or negated")
     match storage:
@@ -243,14 +239,14 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
             pass
         case _:
             raise CheckpointError(f"{what}: expected the description of one storage, got something else")
-    if kind == _UNTYPED and isinstance(dtype_argument, Name):
+    if kind == UNTYPED and isinstance(dtype_argument, Name):
         dtype = DTYPES.get(dtype_argument.dotted.removeprefix("torch."))
     else:
-        dtype = DTYPES.get(_STORAGES.get(kind, "")) if dtype_argument is None else None
+        dtype = DTYPES.get(STORAGES.get(kind, "")) if dtype_argument is None else None
     if dtype is None:
         raise CheckpointError(f"{what}: expected a dtype out of {', '.join(DTYPES)}, got another ({kind})")
     record = records.get(f"data/{key}")
-    nbytes = count if kind == _UNTYPED else count * dtype.itemsize
+    nbytes = count if kind == UNTYPED else count * dtype.itemsize
     if record is None or record.size != nbytes:
         raise CheckpointError(
             f"{what}: expected a record of {nbytes} bytes, got {'none' if record is None else record.size}"
@@ -285,80 +281,3 @@ def raw_bytes(array: np.ndarray) -> np.ndarray:
 def as_integers(array: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers: NumPy copies those fast, and ml_dtypes element by element."""
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array
-
-
-def write_value(file: BinaryIO, value: object, what: str) -> int:
-    """Append an archive with a plain value, one that torch.load(weights_only=True) reads; returns its length."""
-    pickled = write_pickle(plain_value(value, what), 2)
-    if len(pickled) > PLAIN_VALUES.max_bytes:
-        raise CheckpointError(f"{what}: expected at most {PLAIN_VALUES.max_bytes} bytes, got {len(pickled)}")
-    return _write_archive(file, {"data.pkl": pickled})
-
-
-def write_tensor(file: BinaryIO, array: np.ndarray) -> int:
-    """Append an archive with an array, in row-major order, its data 64-byte aligned in the file; returns its length."""
-    name = dtype_name(array.dtype)
-    storage = next((s for s, d in _STORAGES.items() if d == name), None)
-    count = array.size if storage else array.nbytes
-    strides = tuple(math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim))
-    reference = Persistent(("storage", Name(storage or _UNTYPED), "0", "cpu", count))
-    hooks = Call("collections.OrderedDict", ())
-    args = (reference, 0, array.shape, strides, False, hooks)
-    call = Call(_REBUILD, args) if storage else Call(_REBUILD_UNTYPED, (*args, Name(f"torch.{name}")))
-    return _write_archive(file, {"data.pkl": write_pickle(call, 2)}, {"data/0": raw_bytes(array).data})
-
-
-def _write_archive(
-    file: BinaryIO, head: Mapping[str, bytes], tail: Mapping[str, memoryview] | None = None
-) -> int:
-    """Data comes last, so that all record headers lie below 4 GiB and only sizes need 64 bits."""
-    base = file.tell()
-    directory = []
-    contents: dict[str, bytes | memoryview] = {
-        **head,
-        "byteorder": b"little",
-        "version": b"3\n",
-        **(tail or {}),
-    }
-    for short_name, content in contents.items():
-        name = b"archive/" + short_name.encode()
-        size, crc, local = len(content), zlib.crc32(content), file.tell() - base
-        wide = size >= _WIDE
-        size32 = _MAX32 if wide else size
-        extra = struct.pack("<2H2Q", _ZIP64_FIELD, 16, size, size) if wide else b""
-        data = base + local + _LOCAL.size + len(name) + len(extra) + 4
-        padding = -data % _ALIGNMENT
-        padded = extra + struct.pack("<2H", _PADDING_FIELD, padding) + bytes(padding)
-        version = 45 if wide else 20
-        file.write(
-            _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, 0x21, crc, size32, size32, len(name), len(padded))
-        )
-        file.write(name + padded)
-        file.write(content)
-        fixed = (
-            b"PK\1\2",
-            version,
-            version,
-            0,
-            0,
-            0,
-            0x21,
-            crc,
-            size32,
-            size32,
-            len(name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-        )
-        directory.append(_ENTRY.pack(*fixed, local) + name + extra)
-    position = file.tell() - base
-    entries = b"".join(directory)
-    file.write(entries)
-    counts = (len(directory), len(directory))
-    file.write(_END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, *counts, len(entries), position))
-    file.write(_END64_LOCATOR.pack(b"PK\6\7", 0, position + len(entries), 1))
-    file.write(_END.pack(b"PK\5\6", 0, 0, *counts, len(entries), min(position, _MAX32), 0))
-    return file.tell() - base

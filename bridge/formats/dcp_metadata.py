@@ -4,14 +4,20 @@ Metadata
   state_dict_metadata  name -> TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata()
   planner_data         name -> tree path, e.g. ("optimizer", "param_groups", 0, "lr")
   storage_data         MetadataIndex(name, offset of the chunk) -> _StorageInfo(file, offset, length)
+
+Saved with `use_collectives=False` there is one such file per rank, `__0.metadata` and so on, each with what that rank
+wrote. Together they describe one checkpoint, in which what was replicated is stored by every rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from bridge.formats.base import (
     DTYPES,
@@ -25,7 +31,10 @@ from bridge.formats.base import (
 from bridge.formats.dcp_archive import is_index
 from bridge.formats.dcp_pickle import Call, Instance, Name, Vocabulary, read_pickle
 from bridge.formats.dcp_pickle_writer import write_pickle
+from bridge.formats.mapped_files import is_plain_name
 
+METADATA_FILE: Final = ".metadata"
+_RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 _PACKAGE: Final = "torch.distributed.checkpoint"
 _METADATA: Final = f"{_PACKAGE}.metadata.Metadata"
 _STORAGE_META: Final = f"{_PACKAGE}.metadata.StorageMeta"
@@ -66,12 +75,44 @@ class Extent:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What a DCP checkpoint holds and where. `extents[name][i]` holds `tensors[name].chunks[i]`."""
+    """What a DCP checkpoint holds and where. `extents[name][i]` holds `tensors[name].chunks[i]`.
+
+    Further places of a chunk or an object, where several ranks stored it, are in `copies[name, i]` and
+    `object_copies[name]`.
+    """
 
     tensors: Mapping[str, TensorInfo]
     extents: Mapping[str, tuple[Extent, ...]]
     objects: Mapping[str, Extent]
     object_paths: Mapping[str, TreePath]
+    copies: Mapping[tuple[str, int], Sequence[Extent]] = field(default_factory=dict)
+    object_copies: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one metadata file says; its chunks need not cover a tensor."""
+
+    what: str
+    tensors: Mapping[str, _Claim]
+    objects: Mapping[str, tuple[TreePath, Extent]]
+
+
+@dataclass(frozen=True)
+class _Claim:
+    path: TreePath
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    boxes: Sequence[Box]
+    extents: Sequence[Extent]
+
+
+def metadata_files(directory: Path) -> list[Path]:
+    """`.metadata`, or the metadata files of all ranks in their order; none if this is no finished DCP checkpoint."""
+    if (directory / METADATA_FILE).is_file():
+        return [directory / METADATA_FILE]
+    found = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
 
 
 def parse_metadata(data: bytes, what: str) -> DcpMetadata:
@@ -79,6 +120,26 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
 
     Chunks without elements are left out. CheckpointError, beginning with `what`, for anything else.
     """
+    return _join([_part(data, what)], what)
+
+
+def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
+    """The same from the content of every rank's file by name: together they cover every tensor.
+
+    A chunk that several ranks stored is taken from the first of them. CheckpointError when ranks contradict each other
+    or one is missing.
+    """
+    expected = [f"__{rank}{METADATA_FILE}" for rank in range(len(files))]
+    if list(files) != expected:
+        missing = next(name for name in expected if name not in files)
+        raise CheckpointError(
+            f"{what}: expected the metadata of every rank, found {len(files)} files up to {list(files)[-1]} without "
+            f"{missing}"
+        )
+    return _join([_part(data, f"{what}/{name}") for name, data in files.items()], what)
+
+
+def _part(data: bytes, what: str) -> _Part:
     fields = _state(read_pickle(data, _VOCABULARY, what), _METADATA, what)
     entries = fields.get("state_dict_metadata")
     if not isinstance(entries, dict):
@@ -90,10 +151,8 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
     # Planners other than the default one put other things here, or nothing.
     paths = planner_data if isinstance(planner_data, dict) else {}
 
-    tensors: dict[str, TensorInfo] = {}
-    extents: dict[str, tuple[Extent, ...]] = {}
-    objects: dict[str, Extent] = {}
-    object_paths: dict[str, TreePath] = {}
+    tensors: dict[str, _Claim] = {}
+    objects: dict[str, tuple[TreePath, Extent]] = {}
     for name, entry in entries.items():
         if not isinstance(name, str) or len(name) > _MAX_NAME:
             raise CheckpointError(
@@ -106,13 +165,57 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
                 raise CheckpointError(
                     f"{what}: expected {_short(name)} to be stored in one place, got {len(places)}"
                 )
-            objects[name], object_paths[name] = places[None], path
+            objects[name] = path, places[None]
         else:
-            tensors[name] = info = _tensor(name, path, entry, what)
-            extents[name] = _extents_of(info, places, what)
+            tensors[name] = _tensor(name, path, entry, places, what)
     if stored:
         raise CheckpointError(f"{what}: storage_data has an entry for unknown {_short(next(iter(stored)))}")
-    return DcpMetadata(tensors, extents, objects, object_paths)
+    return _Part(what, tensors, objects)
+
+
+def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
+    first: dict[str, tuple[_Part, _Claim]] = {}
+    places: dict[str, dict[Box, int]] = {}
+    chunks: dict[str, list[Box]] = {}
+    extents: dict[str, list[Extent]] = {}
+    copies: dict[tuple[str, int], list[Extent]] = {}
+    objects: dict[str, Extent] = {}
+    object_paths: dict[str, TreePath] = {}
+    object_copies: dict[str, list[Extent]] = {}
+    for part in parts:
+        for name, claim in part.tensors.items():
+            other, same = first.setdefault(name, (part, claim))
+            if (claim.shape, claim.dtype, claim.path) != (same.shape, same.dtype, same.path):
+                raise CheckpointError(
+                    f"{part.what}: tensor {_short(name)}: expected {same.dtype.name} {same.shape} at "
+                    f"{same.path!r:.200} as in {other.what}, got {claim.dtype.name} {claim.shape} at {claim.path!r:.99}"
+                )
+            known = places.setdefault(name, {})
+            for box, extent in zip(claim.boxes, claim.extents, strict=True):
+                if part is not other and box in known:
+                    copies.setdefault((name, known[box]), []).append(extent)
+                else:
+                    known[box] = len(chunks.setdefault(name, []))
+                    chunks[name].append(box)
+                    extents.setdefault(name, []).append(extent)
+        for name, (path, extent) in part.objects.items():
+            if object_paths.setdefault(name, path) != path:
+                raise CheckpointError(
+                    f"{part.what}: expected the path of {_short(name)} to be the same on all ranks"
+                )
+            if name in objects:
+                object_copies.setdefault(name, []).append(extent)
+            else:
+                objects[name] = extent
+    for name in first.keys() & objects.keys():
+        raise CheckpointError(f"{what}: {_short(name)} is a tensor on one rank and another value on another")
+    tensors: dict[str, TensorInfo] = {}
+    for name, (part, claim) in first.items():
+        boxes = chunks.get(name, [])
+        check_coverage(claim.shape, boxes, f"{part.what if len(parts) == 1 else what}: tensor {_short(name)}")
+        tensors[name] = TensorInfo(name, claim.path, claim.shape, claim.dtype, tuple(boxes))
+    whole = {name: tuple(extents.get(name, ())) for name in tensors}
+    return DcpMetadata(tensors, whole, objects, object_paths, copies, object_copies)
 
 
 def _short(name: str) -> str:
@@ -174,13 +277,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
 
 def _extent(place: Mapping[object, object], what: str) -> Extent:
     file, offset, length = (place.get(field) for field in ("relative_path", "offset", "length"))
-    # Only plain names: anything else could lead out of the checkpoint's directory.
-    if (
-        not isinstance(file, str)
-        or not 0 < len(file) < 256
-        or file in (".", "..")
-        or re.search(r"[/\\\0]", file)
-    ):
+    if not isinstance(file, str) or not is_plain_name(file):
         raise CheckpointError(
             f"{what}: expected the name of a file in the checkpoint's directory, got something else"
         )
@@ -189,7 +286,13 @@ def _extent(place: Mapping[object, object], what: str) -> Extent:
     return Extent(file, offset, length)
 
 
-def _tensor(name: str, path: TreePath, entry: object, what: str) -> TensorInfo:
+def _tensor(
+    name: str,
+    path: TreePath,
+    entry: object,
+    places: Mapping[tuple[int, ...] | None, Extent],
+    what: str,
+) -> _Claim:
     here = f"{what}: tensor {_short(name)}"
     fields = _state(entry, _TENSOR, here)
     shape = _size(fields.get("size"), here)
@@ -212,7 +315,7 @@ def _tensor(name: str, path: TreePath, entry: object, what: str) -> TensorInfo:
     chunks = fields.get("chunks")
     if not isinstance(chunks, list):
         raise CheckpointError(f"{here}: expected a list of chunks, got {type(chunks).__name__}")
-    boxes = []
+    boxes, extents = [], []
     for chunk in chunks:
         state = _state(chunk, _CHUNK, here)
         offsets, sizes = _size(state.get("offsets"), here), _size(state.get("sizes"), here)
@@ -220,23 +323,15 @@ def _tensor(name: str, path: TreePath, entry: object, what: str) -> TensorInfo:
             raise CheckpointError(f"{here}: expected chunks of rank {len(shape)}, got {offsets} and {sizes}")
         box = Box(offsets, sizes)
         # An empty shard may be written as a chunk, even at its neighbour's offset.
-        if box.numel:
-            boxes.append(box)
-    check_coverage(shape, boxes, here)
-    return TensorInfo(name, path, shape, kind, tuple(boxes))
-
-
-def _extents_of(
-    info: TensorInfo, places: Mapping[tuple[int, ...] | None, Extent], what: str
-) -> tuple[Extent, ...]:
-    extents = []
-    for chunk in info.chunks:
-        if chunk.offsets not in places:
-            raise CheckpointError(
-                f"{what}: tensor {_short(info.name)}: nothing stored for the chunk at {chunk.offsets}"
-            )
-        extents.append(places[chunk.offsets])
-    return tuple(extents)
+        if not box.numel:
+            continue
+        if not box.inside(shape):
+            raise CheckpointError(f"{here}: expected chunks inside shape {shape}, got {box}")
+        if offsets not in places:
+            raise CheckpointError(f"{here}: nothing stored for the chunk at {offsets}")
+        boxes.append(box)
+        extents.append(places[offsets])
+    return _Claim(path, shape, kind, boxes, extents)
 
 
 def format_metadata(metadata: DcpMetadata) -> bytes:

@@ -161,9 +161,7 @@ class _Interpreter:
             _refuse("a name too long to be one")
         dotted = f"{module}.{name}"
         if not self.vocabulary.knows(dotted):
-            _refuse(
-                f"it names {dotted!r}, which no genuine checkpoint does here (loading it might have run code)"
-            )
+            _refuse(f"it names {dotted!r}, which is not expected here (loading it might have run code)")
         self.stack.append(Name(dotted))
 
     def append(self, items: list[object]) -> None:
@@ -285,16 +283,20 @@ _OPERATIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x95: lambda m: m.raw(8),  # FRAME: only a hint for buffering
 }
 
-PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT}))
+# What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
+_BYTES: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
+PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT, "_codecs.encode"}) | _BYTES)
 
 
-def plain_value(value: object, what: str) -> object:
-    """A deep copy made of None, bool, int, float, str, list, tuple and dict (keys str, int, bool, None) only.
+def plain_value(value: object, what: str, *, binary: bool = False) -> object:
+    """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
 
-    CheckpointError, beginning with `what`, for anything else, for trees deeper than 32 or above a million nodes,
-    integers above 255 bytes and text that is not valid Unicode.
+    A pickle's description of bytes becomes them; bytes as such are taken only if `binary`. CheckpointError, beginning
+    with `what`, for anything else, for trees deeper than 32 or above a million nodes, integers above 255 bytes and
+    text that is not valid Unicode.
     """
     budget = _MAX_NODES
+    decoded: dict[int, bytes | None] = {}
 
     def copy(node: object, depth: int) -> object:
         nonlocal budget
@@ -309,6 +311,13 @@ def plain_value(value: object, what: str) -> object:
         if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
             return node
         if isinstance(node, str) and kind is str and is_unicode(node):
+            return node
+        if isinstance(node, Call):
+            # Once for all its places: a small file may refer to a long one a million times.
+            data = decoded[id(node)] = decoded.get(id(node)) or _bytes_of(node)
+            if data is not None:
+                return data
+        if binary and kind is bytes:
             return node
         if isinstance(node, list) and kind is list:
             return [copy(item, depth + 1) for item in node]
@@ -326,6 +335,19 @@ def plain_value(value: object, what: str) -> object:
         )
 
     return copy(value, 0)
+
+
+def _bytes_of(call: Call) -> bytes | None:
+    """The bytes that a pickle describes, None if it describes something else."""
+    if call.name in _BYTES and call.args == ():
+        return b""
+    match call:
+        case Call(name="_codecs.encode", args=(str(text), "latin1")):
+            try:
+                return text.encode("latin1")
+            except UnicodeEncodeError:
+                return None
+    return None
 
 
 def is_unicode(text: str) -> bool:

@@ -36,6 +36,9 @@ class _Emitter:
             put(b"G" + struct.pack(">d", value))
         elif isinstance(value, str | Name):
             self.emit_shared(value)
+        elif isinstance(value, bytes):
+            # As protocol 2 has it, which lacks bytes; torch.load(weights_only=True) knows it.
+            self.emit(Call("_codecs.encode", (value.decode("latin1"), "latin1")))
         elif isinstance(value, tuple):
             put(b"(")
             self.emit_all(value)

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
-import stat
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import (
     BLOCK,
+    Record,
     as_integers,
     drop_pages,
     find_tensor,
     read_value,
     verify_record,
 )
-from bridge.formats.dcp_metadata import DcpMetadata, Extent, parse_metadata
+from bridge.formats.dcp_metadata import (
+    METADATA_FILE,
+    DcpMetadata,
+    Extent,
+    metadata_files,
+    parse_metadata,
+    parse_rank_metadata,
+)
+from bridge.formats.manifest import object_checksum
+from bridge.formats.mapped_files import (
+    ChunkIndex,
+    MappedFiles,
+    array_for,
+    box_of,
+    copy_mapped,
+    lend_mapped,
+    regular_file,
+)
+from bridge.formats.safetensors_header import Header, looks_like_header, read_header
+from bridge.formats.safetensors_reader import saved_offsets
 
-_MAX_OPEN_FILES = 64
+_ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A chunk in a mapped file: its elements, the byte they begin at, and their checksum if there is one."""
+
+    elements: np.ndarray
+    start: int
+    record: Record | None
 
 
 class DcpReader:
     """A DCP checkpoint (`.metadata` and `.distcp` files), opened for reading; see `CheckpointReader`.
 
-    Opening reads `.metadata` and the sizes of the data files only, and raises CheckpointError unless every tensor is
-    covered exactly once by chunks that lie inside existing files. `verify`: compare each chunk with its stored CRC-32
-    the first time any part of it is read (the whole chunk is read for that). May be used by several threads.
+    Opening reads `.metadata`, or every rank's file of the kind, and the sizes of the data files only, and raises
+    CheckpointError unless every tensor is covered exactly once by chunks that lie inside existing files, apart from
+    each other. `verify`: compare each chunk with its stored CRC-32, and with the copies other ranks stored, the first
+    time any part of it is read (the whole chunk is read for that). May be used by several threads.
 
     Reading needs memory for the returned array only: files are mapped and let go of block by block. They must not be
     shortened while open.
@@ -44,11 +74,13 @@ class DcpReader:
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
         self.path = Path(path)
         self._verify = verify
-        self._files = _MappedFiles(self.path)
+        self._files = MappedFiles(self.path)
         self._metadata = self._read_metadata()
         self._check_files()
         self._verified: set[Extent] = set()
-        self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._chunks = ChunkIndex()
+        self._headers: dict[tuple[str, int], Header] = {}
+        self._lock = threading.Lock()
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -62,7 +94,7 @@ class DcpReader:
         CheckpointError from a look-up when the value is damaged or not made of None, bool, int, float, str, list,
         tuple and dict.
         """
-        return _Objects(self._files, self._metadata.objects)
+        return _Objects(self._files, self._metadata)
 
     @property
     def object_paths(self) -> Mapping[str, TreePath]:
@@ -75,21 +107,21 @@ class DcpReader:
         KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
         """
         info = self.tensors[name]
-        if box is None:
-            box = Box.whole(info.shape)
-        if not box.inside(info.shape):
-            raise ValueError(f"tensor {name!r}: expected a box inside shape {info.shape}, got {box}")
-        try:
-            result = np.empty(box.sizes, info.dtype)
-        except (MemoryError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path}: no memory for {box.numel} elements of tensor {name!r}, shape {info.shape}: {error}"
-            ) from error
-        for index in self._chunks_in(info, box):
+        box = box_of(info, box)
+        result = array_for(info, box, self.path)
+        for index in self._chunks.touching(info, box):
             common = info.chunks[index].intersect(box)
             if common is not None:
                 self._copy_from_chunk(info, index, common, result[common.slices(box)])
         return result
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """A block of one chunk where it is; see `CheckpointReader.lend`."""
+        info = self.tensors[name]
+        touching = self._chunks.touching(info, box)
+        if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
+            return None
+        return lend_mapped(*self._part(info, touching[0], box))
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
@@ -104,98 +136,175 @@ class DcpReader:
         self.close()
 
     def _read_metadata(self) -> DcpMetadata:
-        file = self.path / ".metadata"
         try:
-            data = _read_regular_file(file)
+            found = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
+            for name in found:
+                regular_file(self.path, name, "the metadata")
+            data = {name: (self.path / name).read_bytes() for name in found}
         except OSError as error:
-            raise CheckpointError(f"cannot read {file}: {error}") from error
-        return parse_metadata(data, str(file))
+            raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
+        if METADATA_FILE in data:
+            return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
+        return parse_rank_metadata(data, str(self.path))
 
     def _check_files(self) -> None:
+        metadata = self._metadata
+        entries: list[tuple[str, Extent, int]] = []
+        for name, info in metadata.tensors.items():
+            for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
+                nbytes = chunk.numel * info.dtype.itemsize
+                entries += [(name, e, nbytes) for e in (extent, *metadata.copies.get((name, index), ()))]
+        for name, extent in metadata.objects.items():
+            entries += [(name, e, 0) for e in (extent, *metadata.object_copies.get(name, ()))]
         sizes: dict[str, int] = {}
-        entries = [(name, e) for name, extents in self._metadata.extents.items() for e in extents]
-        for name, extent in [*entries, *self._metadata.objects.items()]:
-            file = self.path / extent.file
+        for name, extent, nbytes in entries:
             if extent.file not in sizes:
-                try:
-                    status = file.stat()
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{name!r} is stored in {file}, which cannot be read: {error}"
-                    ) from error
-                if not stat.S_ISREG(status.st_mode):
-                    raise CheckpointError(f"{name!r} is stored in {file}, which is not a regular file")
-                sizes[extent.file] = status.st_size
+                _, sizes[extent.file] = regular_file(self.path, extent.file, repr(name))
             if extent.offset + extent.length > sizes[extent.file]:
                 raise CheckpointError(
-                    f"{file} is truncated: expected at least {extent.offset + extent.length} bytes (for {name!r}), "
-                    f"got {sizes[extent.file]}"
+                    f"{self.path / extent.file} is truncated: expected at least {extent.offset + extent.length} bytes "
+                    f"(for {name!r}), got {sizes[extent.file]}"
+                )
+            if extent.length < nbytes:
+                raise CheckpointError(
+                    f"{self.path / extent.file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but "
+                    f"{extent.length} are stored"
+                )
+        entries.sort(key=lambda entry: (entry[1].file, entry[1].offset, entry[1].length))
+        for (name, first, _), (other, second, _) in itertools.pairwise(entries):
+            if first.file == second.file and second.offset < first.offset + first.length:
+                # All tensors of one safetensors file have its place.
+                if first.offset == second.offset and self._is_safetensors(first):
+                    continue
+                raise CheckpointError(
+                    f"{self.path / first.file}: {name!r} and {other!r} are stored in the same place, at {second.offset}"
                 )
 
-    def _chunks_in(self, info: TensorInfo, box: Box) -> list[int]:
-        """Indices of the chunks that share elements with the box; array arithmetic, as there may be 100,000."""
-        if not box.numel or len(info.chunks) == 1:
-            return list(range(len(info.chunks))) if box.numel else []
-        if info.name not in self._bounds:
-            starts = np.array([c.offsets for c in info.chunks], np.int64).T.copy()
-            sizes = np.array([c.sizes for c in info.chunks], np.int64).T
-            self._bounds[info.name] = (starts, starts + sizes)
-        hits = np.ones(len(info.chunks), np.bool_)
-        for start, stop, low, high in zip(*self._bounds[info.name], box.offsets, box.stops, strict=True):
-            hits &= (start < high) & (stop > low)
-        return [int(index) for index in np.flatnonzero(hits)]
+    def _is_safetensors(self, extent: Extent) -> bool:
+        """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
+        return looks_like_header(self._files.get(extent.file), extent.offset)
 
     def _copy_from_chunk(self, info: TensorInfo, index: int, common: Box, target: np.ndarray) -> None:
-        chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
-        what = f"{self.path / extent.file}: tensor {info.name!r}, chunk at {chunk.offsets}"
-        file = self._files.get(extent.file)
-        stored = find_tensor(file, extent.offset, extent.length, what)
-        if stored.dtype != info.dtype or stored.shape != chunk.sizes:
-            raise CheckpointError(
-                f"{what}: expected {info.dtype.name} {chunk.sizes} as .metadata says, "
-                f"got {stored.dtype.name} {stored.shape}"
-            )
-        if self._verify and extent not in self._verified:
-            verify_record(file, stored.record, what)
-            self._verified.add(extent)
-        source = as_integers(stored.view(file)[common.slices(chunk)])
-        skipped = sum(
-            (o - c) * s for o, c, s in zip(common.offsets, chunk.offsets, source.strides, strict=True)
-        )
-        start = stored.record.start + stored.first * source.itemsize + skipped
-        _copy(as_integers(target), source, file, start)
+        source, file, start = self._part(info, index, common)
+        copy_mapped(as_integers(target), as_integers(source), file, start)
+        extent = self._metadata.extents[info.name][index]
         drop_pages(file, extent.offset, extent.offset + extent.length)
 
+    def _part(self, info: TensorInfo, index: int, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        """Elements of a chunk, once it is verified, where they are in the file, and the first byte there."""
+        chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
+        stored = self._find(info, chunk, extent)
+        file = self._files.get(extent.file)
+        if self._verify and extent not in self._verified:
+            if stored.record is not None:
+                verify_record(file, stored.record, self._what(info, chunk, extent))
+            for copy in self._metadata.copies.get((info.name, index), ()):
+                self._require_same(info, chunk, extent, stored, copy)
+            self._verified.add(extent)
+        source = stored.elements[common.slices(chunk)]
+        skipped = sum(
+            (o - c) * s
+            for o, c, s in zip(common.offsets, chunk.offsets, stored.elements.strides, strict=True)
+        )
+        return source, file, stored.start + skipped
 
-def _copy(target: np.ndarray, source: np.ndarray, file: mmap.mmap, start: int) -> None:
-    """Copy an array that lies in a mapped file from byte `start` on.
+    def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:
+        return f"{self.path / extent.file}: tensor {info.name!r}, chunk at {chunk.offsets}"
 
-    Halves it along its longest stride until a piece spans at most a block, so that little of the file is resident.
-    """
-    span = source.itemsize + sum((n - 1) * s for n, s in zip(source.shape, source.strides, strict=True))
-    if span <= BLOCK:
-        target[...] = source
-        drop_pages(file, start, start + span)
-        return
-    axis = max(range(source.ndim), key=lambda a: source.strides[a] if source.shape[a] > 1 else -1)
-    half = source.shape[axis] // 2
+    def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
+        what = self._what(info, chunk, extent)
+        file = self._files.get(extent.file)
+        if self._is_safetensors(extent):
+            array = self._header(extent, what).arrays.get(info.name)
+            if array is None:
+                raise CheckpointError(
+                    f"{what}: expected the tensor in the safetensors file there, which lacks it"
+                )
+            found = saved_offsets(self._header(extent, what), what).get(info.name)
+            if found != chunk.offsets:
+                raise CheckpointError(
+                    f"{what}: expected the chunk that .metadata says, got the one at {found}: this way of saving keeps "
+                    "one chunk of a tensor in a file, and the others are lost"
+                )
+            dtype, shape, start, record = array.dtype, array.shape, array.start, None
+            elements = array.view(file)
+        else:
+            stored = find_tensor(file, extent.offset, extent.length, what)
+            dtype, shape, record = stored.dtype, stored.shape, stored.record
+            start = record.start + stored.first * dtype.itemsize
+            elements = stored.view(file)
+        if dtype != info.dtype or shape != chunk.sizes:
+            raise CheckpointError(
+                f"{what}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got {dtype.name} {shape}"
+            )
+        return _Stored(elements, start, record)
+
+    def _header(self, extent: Extent, what: str) -> Header:
+        key = (extent.file, extent.offset)
+        with self._lock:
+            if key not in self._headers:
+                self._headers[key] = read_header(self._files.get(extent.file), what, extent.offset)
+            return self._headers[key]
+
+    def _require_same(
+        self, info: TensorInfo, chunk: Box, extent: Extent, stored: _Stored, copy: Extent
+    ) -> None:
+        other = self._find(info, chunk, copy)
+        checksums = [s.record.crc if s.record is not None else None for s in (stored, other)]
+        alike = stored.elements.strides == other.elements.strides and stored.elements.size == chunk.numel
+        if alike and None not in checksums and _fill(stored) == _fill(other):
+            same = checksums[0] == checksums[1]
+        else:
+            same = _equal(as_integers(stored.elements), as_integers(other.elements))
+        if not same:
+            raise CheckpointError(
+                f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
+                f"stored its own; {_ADVICE}"
+            )
+
+
+def _fill(stored: _Stored) -> tuple[int, int]:
+    """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
+    assert stored.record is not None
+    return stored.start - stored.record.start, stored.record.size
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays in mapped files agree, looking at a block at a time."""
+    if a.nbytes <= BLOCK:
+        return np.array_equal(a, b)
+    axis = max(range(a.ndim), key=lambda axis: a.shape[axis])
+    half = a.shape[axis] // 2
     before = (slice(None),) * axis
     low, high = (*before, slice(None, half)), (*before, slice(half, None))
-    _copy(target[low], source[low], file, start)
-    _copy(target[high], source[high], file, start + half * source.strides[axis])
+    return _equal(a[low], b[low]) and _equal(a[high], b[high])
 
 
 class _Objects(Mapping[str, object]):
     """The values of a checkpoint by name, read when looked up: one that cannot be read must not hide the others."""
 
-    def __init__(self, files: _MappedFiles, extents: Mapping[str, Extent]) -> None:
+    def __init__(self, files: MappedFiles, metadata: DcpMetadata) -> None:
         self._files = files
-        self._extents = extents
+        self._extents = metadata.objects
+        self._copies = metadata.object_copies
 
     def __getitem__(self, name: str) -> object:
         extent = self._extents[name]
+        value = self._read(name, extent)
+        for copy in self._copies.get(name, ()):
+            if object_checksum(self._read(name, copy)) != object_checksum(value):
+                raise CheckpointError(
+                    f"{self._files.directory / copy.file}: object {name!r}: expected the same value as in "
+                    f"{extent.file}, got another: each rank stored its own; {_ADVICE}"
+                )
+        return value
+
+    def _read(self, name: str, extent: Extent) -> object:
         what = f"{self._files.directory / extent.file}: object {name!r}"
-        return read_value(self._files.get(extent.file), extent.offset, extent.length, what)
+        try:
+            return read_value(self._files.get(extent.file), extent.offset, extent.length, what)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_ADVICE}") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._extents
@@ -205,40 +314,3 @@ class _Objects(Mapping[str, object]):
 
     def __len__(self) -> int:
         return len(self._extents)
-
-
-class _MappedFiles:
-    """Read-only maps of a directory's files, the most recently used ones kept open."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def get(self, name: str) -> mmap.mmap:
-        with self._lock:
-            if self._closed:
-                raise ValueError(f"the checkpoint {self.directory} was closed")
-            if name not in self._maps:
-                try:
-                    with open(self.directory / name, "rb") as file:
-                        self._maps[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                except (OSError, ValueError) as error:
-                    raise CheckpointError(f"cannot read {self.directory / name}: {error}") from error
-                # Dropped, not closed: another thread may still copy from it.
-                if len(self._maps) > _MAX_OPEN_FILES:
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(name)
-            return self._maps[name]
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._maps.clear()
-
-
-def _read_regular_file(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    return path.read_bytes()

@@ -1,19 +1,36 @@
-"""Writes a DCP checkpoint chunk by chunk, without PyTorch; stock `torch.distributed.checkpoint.load` reads it."""
+"""Writes a DCP checkpoint chunk by chunk, without PyTorch; stock `torch.distributed.checkpoint.load` reads it.
+
+Where each archive lies in the data file follows from the tensors declared before it, so chunks are written in any
+order and by several threads, and the same tensors always make the same file.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
+from bridge.formats.atomic import CommitOrAbort
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
-from bridge.formats.dcp_archive import write_tensor, write_value
+from bridge.formats.data_file import DataFiles
+from bridge.formats.dcp_archive import raw_bytes
+from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
 from bridge.formats.dcp_pickle import is_unicode
+from bridge.formats.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    array_checksum,
+    file_checksum,
+    object_checksum,
+    render_manifest,
+)
+from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
 
 CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
@@ -28,14 +45,16 @@ class DcpWriter(CommitOrAbort):
 
     format = "dcp"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._directory = AtomicDirectory(path)
+    def __init__(self, path: str | os.PathLike[str], attempt: Attempt | None = None) -> None:
+        self._directory = WorkingDirectory(path, attempt or Attempt())
         self.path: Path = self._directory.path
-        self._file = open(self._directory.temporary / _DATA_FILE, "wb")  # noqa: SIM115 (open until commit or abort)
+        self._record = ChunkRecord(self.path, self._directory.journal)
+        self._files = DataFiles(self._record)
+        self._data = self._files.open(self._directory.temporary / _DATA_FILE)
         self._lock = threading.Lock()
-        self._tensors: dict[str, TensorInfo] = {}
-        self._extents: dict[str, dict[Box, Extent | None]] = {}
+        self._extents: dict[str, tuple[Extent, ...]] = {}
         self._objects: dict[str, Extent] = {}
+        self._object_checksums: dict[str, int] = {}
         self._object_paths: dict[str, TreePath] = {}
 
     def add_tensor(
@@ -66,13 +85,20 @@ class DcpWriter(CommitOrAbort):
         info = TensorInfo(name, tree_path, shape, dtype, chunks)
         with self._lock:
             self._refuse_repeated(name)
-            self._tensors[name] = info
-            self._extents[name] = dict.fromkeys(info.chunks)
+            extents = []
+            for box in chunks:
+                extents.append(self._next(tensor_archive_length(dtype, box.sizes, self._data.end)))
+            self._extents[name] = tuple(extents)
+            self._record.declare(info)
         return info
 
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, in row-major order; none for a tensor without elements."""
-        return self._tensors[name].chunks
+        return self._record.infos[name].chunks
+
+    def stored(self, name: str) -> frozenset[Box]:
+        """Those of `chunks(name)` that a resumed attempt has written already."""
+        return self._record.stored(name)
 
     def write(self, name: str, box: Box, array: np.ndarray) -> None:
         """Store one of `chunks(name)`: `array` has the box's sizes and the tensor's dtype, in any memory order.
@@ -80,21 +106,15 @@ class DcpWriter(CommitOrAbort):
         KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
         """
         self._require_open()
-        info, extents = self._tensors[name], self._extents[name]
-        if box not in extents:
-            raise CheckpointError(f"{self.path}: tensor {name!r}: expected one of its chunks, got {box}")
-        if array.shape != box.sizes or array.dtype != info.dtype:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r}: expected {info.dtype.name} {box.sizes} for the chunk at {box.offsets}, "
-                f"got {array.dtype.name} {array.shape}"
-            )
-        with self._lock:
-            if extents[box] is not None:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r}: the chunk at {box.offsets} was written twice"
-                )
-            offset = self._file.tell()
-            extents[box] = Extent(_DATA_FILE, offset, write_tensor(self._file, array))
+        number = self._record.begin(name, box, array)
+        extent = self._extents[name][number]
+        data = raw_bytes(array)
+        before, after = tensor_archive(array.dtype, box.sizes, extent.offset, zlib.crc32(data.data))
+        self._data.write(extent.offset, before)
+        self._data.write(extent.offset + len(before), data.data)
+        self._data.write(extent.offset + extent.length - len(after), after)
+        self._record.end(name, number, array_checksum(data))
+        self._files.wrote(extent.length)
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Store None, bool, int, float, str, or a list, tuple or dict of these (keys str, int, bool, None).
@@ -105,9 +125,10 @@ class DcpWriter(CommitOrAbort):
         name, tree_path = _name(path)
         with self._lock:
             self._refuse_repeated(name)
-            offset = self._file.tell()
-            length = write_value(self._file, value, f"{self.path}: object {name!r}")
-            self._objects[name] = Extent(_DATA_FILE, offset, length)
+            archive = value_archive(value, self._data.end, f"{self.path}: object {name!r}")
+            self._objects[name] = extent = self._next(len(archive))
+            self._data.write(extent.offset, archive)
+            self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
 
     def commit(self) -> None:
@@ -117,10 +138,19 @@ class DcpWriter(CommitOrAbort):
         """
         self._require_open()
         try:
-            extents = {name: self._complete(name) for name in self._tensors}
-            metadata = DcpMetadata(self._tensors, extents, self._objects, self._object_paths)
-            self._file.close()
-            (self._directory.temporary / ".metadata").write_bytes(format_metadata(metadata))
+            self._record.require_complete()
+            metadata = DcpMetadata(self._record.infos, self._extents, self._objects, self._object_paths)
+            folder = self._directory.temporary
+            (folder / ".metadata").write_bytes(format_metadata(metadata))
+            files = {
+                ".metadata": ManifestFile(
+                    (folder / ".metadata").stat().st_size, file_checksum(folder / ".metadata")
+                ),
+                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None),
+            }
+            manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
+            (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
+            self._files.close()
             self._directory.commit()
         except BaseException:
             self.abort()
@@ -128,15 +158,15 @@ class DcpWriter(CommitOrAbort):
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
-        try:
-            # Flushes, which fails again when the disk is full.
-            self._file.close()
-        finally:
-            self._directory.abort()
+        self._files.close()
+        self._directory.abort()
 
     @property
     def ended(self) -> bool:
         return self._directory.ended
+
+    def _next(self, length: int) -> Extent:
+        return Extent(_DATA_FILE, self._data.reserve(length), length)
 
     def _require_open(self) -> None:
         if self.ended:
@@ -144,18 +174,8 @@ class DcpWriter(CommitOrAbort):
                 f"{self.path}: expected an unfinished checkpoint, but it was committed or aborted"
             )
 
-    def _complete(self, name: str) -> tuple[Extent, ...]:
-        by_box = self._extents[name]
-        missing = [box for box, extent in by_box.items() if extent is None]
-        if missing:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r}: {len(missing)} of {len(by_box)} chunks were never written, "
-                f"the first at {missing[0].offsets}"
-            )
-        return tuple(extent for extent in by_box.values() if extent is not None)
-
     def _refuse_repeated(self, name: str) -> None:
-        if name in self._tensors or name in self._objects:
+        if name in self._record.infos or name in self._objects:
             raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
 
 

@@ -1,7 +1,8 @@
-"""Chunks of many arrays into one OCDBT store, a bounded transaction at a time; several stores joined into one.
+"""Chunks of many arrays in one OCDBT store; several stores joined into one.
 
-A transaction stays in memory until it is committed, once it holds 32 MiB. Smaller ones would cost more: each commit
-writes a data file and the manifest and syncs both.
+A chunk's value, zarr3's `sharding_indexed` with one inner chunk, which is Orbax's own form with a checksum added:
+
+    data, padded to the full chunk | CRC-32C of data | 0, length with CRC | CRC-32C of these two numbers
 
 Processes that write one checkpoint have a store each, since an OCDBT manifest has one writer. Joining copies no data:
 the item's own B-tree refers to the files of the stores, by relative paths.
@@ -13,18 +14,25 @@ the item's own B-tree refers to the files of the stores, by relative paths.
 
 from __future__ import annotations
 
+import json
+import struct
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.orbax_store import MANIFEST, ArrayLayout, explain, new_context, store_spec
+from bridge.formats.dcp_archive import as_integers, raw_bytes
+from bridge.formats.ocdbt import OcdbtWriter
+from bridge.formats.orbax_store import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
+from bridge.formats.working import ChunkRecord
 
-_TRANSACTION_BYTES = 32 << 20
-# Each array opened in a transaction takes memory too.
-_TRANSACTION_ARRAYS = 2000
+_NUMBERS = struct.Struct("<QQ")
+_CRC = struct.Struct("<I")
+_TRAILER = _CRC.size + _NUMBERS.size + _CRC.size
 
 
 def process_store(item: Path, process: int) -> Path:
@@ -33,52 +41,52 @@ def process_store(item: Path, process: int) -> Path:
 
 
 class ChunkStore:
-    """An OCDBT store that chunks are written to. Not thread-safe; after an error nothing but `drop` may be called."""
+    """An OCDBT store that chunks are written to, by any number of threads.
 
-    def __init__(self, directory: Path) -> None:
-        self._spec = store_spec(directory, ocdbt=True, create=True)
-        self._context = new_context()
-        self._transaction: ts.Transaction | None = None
-        self._arrays: dict[str, ts.TensorStore] = {}
-        self._pending_bytes = 0
+    complete: all chunks of the arrays will be written here, so that their places follow from the arrays alone; else
+    each gets a place when it is written.
+    """
 
-    def write(self, layout: ArrayLayout, box: Box, values: np.ndarray) -> None:
-        """Store one chunk. `values` may be changed afterwards."""
-        if self._pending_bytes + layout.chunk_bytes > _TRANSACTION_BYTES:
-            self.flush()
-        self.array(layout)[box.slices()].write(values).result()
-        self._pending_bytes += layout.chunk_bytes
+    def __init__(self, directory: Path, record: ChunkRecord, *, complete: bool) -> None:
+        self._store = OcdbtWriter(directory, record)
+        self._complete = complete
+        self._lock = threading.Lock()
 
-    def array(self, layout: ArrayLayout) -> ts.TensorStore:
-        """The array, opened (and if need be created) in the current transaction."""
-        if len(self._arrays) >= _TRANSACTION_ARRAYS:
-            self.flush()
-        if self._transaction is None:
-            self._transaction = ts.Transaction(atomic=True)
-        if layout.key not in self._arrays:
-            self._arrays[layout.key] = ts.open(
-                layout.write_spec(self._spec),
-                create=True,
-                open=True,
-                context=self._context,
-                transaction=self._transaction,
-            ).result()
-        return self._arrays[layout.key]
+    def declare(self, layout: ArrayLayout) -> None:
+        """An array, whose chunks are to come. Not for several threads at once."""
+        self._store.put(metadata_key(layout.key, zarr3=True), json.dumps(layout.metadata()).encode())
+        if self._complete:
+            for key in layout.stored_keys():
+                self._store.reserve(key, layout.chunk_bytes + _TRAILER)
 
-    def flush(self) -> None:
-        """Commit what is pending to disk."""
-        self._arrays.clear()
-        transaction, self._transaction = self._transaction, None
-        self._pending_bytes = 0
-        if transaction is not None:
-            transaction.commit_async().result()
+    def write(self, layout: ArrayLayout, box: Box, values: np.ndarray) -> int:
+        """Store one chunk; the CRC-32C of its elements. `values` may be changed afterwards."""
+        key = layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
+        if not self._complete:
+            with self._lock:
+                self._store.reserve(key, layout.chunk_bytes + _TRAILER)
+        data = raw_bytes(values)
+        crc = crc_stored = _crc32c(data)
+        if box.sizes != layout.chunk:
+            data = raw_bytes(_padded(values, layout))
+            crc_stored = _crc32c(data)
+        numbers = _NUMBERS.pack(0, data.nbytes + _CRC.size)
+        trailer = _CRC.pack(crc_stored) + numbers + _CRC.pack(google_crc32c.value(numbers))
+        self._store.write(key, 0, data.data)
+        self._store.write(key, data.nbytes, trailer)
+        return crc
 
-    def drop(self) -> None:
-        """Forget what is pending."""
-        self._arrays.clear()
-        if self._transaction is not None:
-            self._transaction.abort()
-            self._transaction = None
+    def wrote(self, layout: ArrayLayout) -> None:
+        """Count one more chunk of an array as written; see `DataFiles.wrote`."""
+        self._store.wrote(layout.chunk_bytes)
+
+    def finish(self) -> None:
+        """Bring everything to disk; what was written until now can be read."""
+        self._store.finish()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._store.close()
 
 
 def join_stores(item: Path, processes: Iterable[int]) -> None:
@@ -104,3 +112,15 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
                     )
             store.experimental_copy_range_to(own.with_transaction(transaction)).result()
         transaction.commit_async().result()
+
+
+def _padded(values: np.ndarray, layout: ArrayLayout) -> np.ndarray:
+    """A chunk at an upper end of the array, filled up with zeros: chunks are stored in full."""
+    whole = np.zeros(layout.chunk, layout.dtype)
+    as_integers(whole)[tuple(map(slice, values.shape))] = as_integers(values)
+    return whole
+
+
+def _crc32c(data: np.ndarray) -> int:
+    data.flags.writeable = False
+    return int(google_crc32c.value(data))

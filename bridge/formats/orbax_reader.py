@@ -2,32 +2,33 @@
 
 A region is read chunk by chunk:
 
-    chunk inside the region           decoded into place; at most 64 MiB of chunks in flight
-    raw chunk partly inside           only the bytes needed, in slabs of at most 8 MiB
+    raw chunk                         copied from the mapped file, only what is wanted
+    other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
     other chunk partly inside         decoded whole and kept until another is needed: the next region often wants it
 
-Chunks with a CRC-32C are verified by tensorstore when decoded whole, and here, once, before bytes are taken from them.
+Chunks with a CRC-32C are verified: raw ones here, when first touched, others by tensorstore.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+import mmap
 import os
 import struct
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
+from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
+from bridge.formats.mapped_files import copy_mapped, lend_mapped
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
 from bridge.formats.orbax_store import (
     MANIFEST,
@@ -39,10 +40,9 @@ from bridge.formats.orbax_store import (
     store_spec,
 )
 from bridge.formats.orbax_tree import Tree, leaf_name, parse_tree, storage_key
+from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
 
 _IN_FLIGHT = 64 << 20
-_SLAB = 8 << 20
-_DECODE_RAW = 64 << 20
 _SHARD_INDEX = struct.Struct("<QQI")
 
 
@@ -51,7 +51,7 @@ class OrbaxReader:
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
-    verify: check the CRC-32C of a large raw chunk before its bytes are taken, which reads all of it once.
+    verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.
     """
@@ -77,6 +77,7 @@ class OrbaxReader:
         tree = parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
         self._store = self._open_store(tree)
         self._layouts = self._read_layouts(tree)
+        self._values = self._find_values()
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {
                 leaf_name(path): TensorInfo(
@@ -103,27 +104,38 @@ class OrbaxReader:
             raise ValueError(f"tensor {name!r}: expected a box inside shape {layout.shape}, got {box}")
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             chunks = list(layout.chunks(box))
-            if len(chunks) == 1 and chunks[0][1] == box:
+            if len(chunks) == 1 and chunks[0][1] == box and not layout.raw:
                 return np.asarray(self._array(name)[box.slices()].read().result(), order="C")
             out = np.empty(box.sizes, layout.dtype)
             whole_chunks = []
             for index, chunk in chunks:
                 part = chunk.intersect(box)
                 assert part is not None
-                if part == chunk or layout.chunk_bytes < _IN_FLIGHT // 16:
+                if layout.raw and layout.chunk_key(index) in self._values:
+                    self._copy_raw(name, layout, index, part, out[part.slices(box)])
+                elif part == chunk or layout.chunk_bytes < _IN_FLIGHT // 16:
                     whole_chunks.append(part)
-                elif layout.raw and (not layout.checksum or layout.chunk_bytes > _DECODE_RAW):
-                    self._copy_bytes(layout, index, chunk, part, out[part.slices(box)])
                 else:
                     out[part.slices(box)] = self._decode(name, index, chunk)[part.slices(chunk)]
             self._copy_decoded(name, whole_chunks, box, out)
         return out
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """A block of one raw chunk where it is; see `CheckpointReader.lend`."""
+        layout = self._layouts[name]
+        index = tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True))
+        inside = all(s <= (i + 1) * n for s, i, n in zip(box.stops, index, layout.chunk, strict=True))
+        if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
+            return None
+        with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
+            return lend_mapped(*self._raw_part(name, layout, index, box))
 
     def close(self) -> None:
         """Release the files."""
         self._store = None
         self._decoded = None
         self._arrays.clear()
+        self._values.close()
 
     def __enter__(self) -> Self:
         return self
@@ -150,49 +162,56 @@ class OrbaxReader:
                 self._decoded = (name, index), self._array(name)[chunk.slices()].read().result()
             return self._decoded[1]
 
-    def _copy_bytes(
-        self, layout: ArrayLayout, index: tuple[int, ...], chunk: Box, part: Box, out: np.ndarray
+    def _copy_raw(
+        self, name: str, layout: ArrayLayout, index: tuple[int, ...], part: Box, out: np.ndarray
     ) -> None:
-        """Copy `part` of a raw chunk into `out` by byte ranges."""
-        key, itemsize = layout.chunk_key(index), layout.dtype.itemsize
-        start = self._raw_start(layout, key)
-        low = tuple(o - c for o, c in zip(part.offsets, chunk.offsets, strict=True))
-        for slab in _slabs(layout.chunk, Box(low, part.sizes), itemsize):
-            first = start + slab.element * itemsize
-            data = self._value(key, first, first + math.prod(slab.shape) * itemsize)
-            out[slab.target] = np.frombuffer(data, layout.dtype).reshape(slab.shape)[slab.source]
+        """Copy `part` of the array, inside a raw chunk, into `out`."""
+        source, file, start = self._raw_part(name, layout, index, part)
+        copy_mapped(as_integers(out), as_integers(source), file, start)
 
-    def _raw_start(self, layout: ArrayLayout, key: str) -> int:
-        """Where the data of a raw chunk begins in its value, once its checksums are found right."""
+    def _raw_part(
+        self, name: str, layout: ArrayLayout, index: tuple[int, ...], part: Box
+    ) -> tuple[np.ndarray, mmap.mmap, int]:
+        """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
+        file, place = self._values.open(layout.chunk_key(index))
+        start = place.start + self._raw_start(name, layout.chunk_key(index), file, place)
+        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
+        low = tuple(o - i * n for o, i, n in zip(part.offsets, index, layout.chunk, strict=True))
+        first = sum(o * s for o, s in zip(low, stored.strides, strict=True))
+        return stored[Box(low, part.sizes).slices()], file, start + first
+
+    def _raw_start(self, name: str, key: str, file: mmap.mmap, place: Place) -> int:
+        """Where the data of a raw chunk begins in its value, once sizes and checksums are found right."""
         if key not in self._raw_starts:
+            layout = self._layouts[name]
+            what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
             start, size = 0, layout.chunk_bytes + 4 * layout.checksum
-            if layout.raw == "shard":
-                index = self._value(key, -_SHARD_INDEX.size, None)
-                start, stored, crc = _SHARD_INDEX.unpack(index)
-                if google_crc32c.value(index[:16]) != crc or stored != size:
-                    raise CheckpointError(f"{self._item}: chunk {key!r}: damaged shard index")
+            expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
+            if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
+                position = place.start + place.size - _SHARD_INDEX.size
+                start, stored, crc = _SHARD_INDEX.unpack_from(file, position)
+                if google_crc32c.value(file[position : position + 16]) != crc:
+                    raise CheckpointError(f"{what}: damaged shard index")
+                if stored != size:
+                    raise CheckpointError(f"{what}: expected {size} bytes of data, found {stored}")
+            if place.size < expected or start + size > place.size:
+                raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
             if layout.checksum and self._verify:
-                crc = 0
-                for first in range(start, start + layout.chunk_bytes, _SLAB):
-                    crc = google_crc32c.extend(
-                        crc, self._value(key, first, min(first + _SLAB, start + layout.chunk_bytes))
-                    )
-                if crc.to_bytes(4, "little") != self._value(key, start + size - 4, start + size):
-                    raise CheckpointError(
-                        f"{self._item}: chunk {key!r}: checksum mismatch, the data is damaged"
-                    )
+                self._verify_raw(file, place.start + start, layout.chunk_bytes, what)
             self._raw_starts[key] = start
         return self._raw_starts[key]
 
-    def _value(self, key: str, start: int, stop: int | None) -> bytes:
-        """A byte range of a stored value, all of it."""
-        assert self._store is not None
-        result = self._store.read(key, byte_range=slice(start, stop)).result()
-        wanted = -start if stop is None else stop - start
-        if result.state != "value" or len(result.value) != wanted:
-            found = f"{len(result.value)} bytes" if result.state == "value" else "nothing"
-            raise CheckpointError(f"{self._item}: chunk {key!r}: expected {wanted} bytes, found {found}")
-        return result.value
+    def _verify_raw(self, file: mmap.mmap, start: int, size: int, what: str) -> None:
+        """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
+        crc = 0
+        for first in range(start, start + size, BLOCK):
+            stop = min(first + BLOCK, start + size)
+            crc = google_crc32c.extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
+            # A small chunk is copied right away.
+            if size > BLOCK:
+                drop_pages(file, first, stop)
+        if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
+            raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")
 
     def _array(self, name: str) -> ts.TensorStore:
         """The array, opened once. MemoryError when a chunk is larger than any memory there is."""
@@ -210,6 +229,7 @@ class OrbaxReader:
             raise CheckpointError(
                 f"{self._item}: expected {MANIFEST}, which holds the index of all arrays, found none"
             )
+        self._ocdbt = ocdbt and has_manifest
         self._spec = store_spec(self._item, ocdbt=ocdbt)
         with explain(f"{self._item}: cannot open the array store"):
             return ts.KvStore.open(self._spec, context=self._context).result()
@@ -242,6 +262,17 @@ class OrbaxReader:
             layouts[leaf_name(path)] = layout
         return layouts
 
+    def _find_values(self) -> StoredValues:
+        """Where raw chunks are."""
+        raw = [layout for layout in self._layouts.values() if layout.raw]
+        places: dict[str, Place] = {}
+        with explain(f"{self._item}: cannot find the stored chunks"):
+            if self._ocdbt:
+                places = places_in_ocdbt(self._item, str(self._item))
+            elif raw:
+                places = places_in_files(self._item, (key for layout in raw for key in layout.stored_keys()))
+        return StoredValues(self._item, places)
+
     def _read_strings(self, tree: Tree) -> dict[TreePath, object]:
         if not tree.strings:
             return {}
@@ -262,43 +293,6 @@ class OrbaxReader:
         except OSError as error:
             raise CheckpointError(f"{self._item / name}: cannot be read: {error}") from error
         return _parse_json(data, str(self._item / name))
-
-
-class _Slab(NamedTuple):
-    """A contiguous run of a raw chunk: `shape` elements from element `element` of the chunk.
-
-    source: what is wanted of the run. target: where that goes in the part being read.
-    """
-
-    element: int
-    shape: tuple[int, ...]
-    source: tuple[slice, ...]
-    target: tuple[int | slice, ...]
-
-
-def _slabs(shape: tuple[int, ...], part: Box, itemsize: int) -> Iterator[_Slab]:
-    """Cut `part` of a C-ordered chunk of this shape into runs of at most _SLAB bytes (or one element).
-
-    axis:   0 .. axis-1      axis           axis+1 ..
-            one index each   a few indices  read whole, then sliced
-    """
-    sizes = [math.prod(shape[a + 1 :]) for a in range(len(shape))]
-    axis = next(a for a in range(len(shape)) if sizes[a] * itemsize <= _SLAB or a == len(shape) - 1)
-    step = max(1, _SLAB // (sizes[axis] * itemsize))
-    inner = tuple(
-        slice(o, o + n) for o, n in zip(part.offsets[axis + 1 :], part.sizes[axis + 1 :], strict=True)
-    )
-    low, stop = part.offsets[axis], part.stops[axis]
-    for outer in itertools.product(*map(range, part.sizes[:axis])):
-        base = sum((o + i) * n for o, i, n in zip(part.offsets, outer, sizes, strict=False))
-        for first in range(low, stop, step):
-            last = min(first + step, stop)
-            yield _Slab(
-                base + first * sizes[axis],
-                (last - first, *shape[axis + 1 :]),
-                (slice(None), *inner),
-                (*outer, slice(first - low, last - low)),
-            )
 
 
 def _parse_json(data: bytes, what: str) -> object:

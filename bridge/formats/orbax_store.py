@@ -37,6 +37,8 @@ Raw: TypeAlias = Literal["plain", "shard"] | None
 _MAX_INNER_CHUNKS = 1 << 20
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC = {"name": "crc32c"}
+_FILL: Mapping[str, Any] = {"b": False, "i": 0, "u": 0, "c": [0.0, 0.0]}
+"""zarr's fill value by the kind of dtype; 0.0 for the others."""
 
 
 @contextmanager
@@ -120,7 +122,11 @@ class ArrayLayout:
 
     def stored_keys(self) -> Iterator[str]:
         """Every key the array must have, apart from its metadata."""
-        for index in itertools.product(*map(range, _grid(self.shape, self.stored_chunk))):
+        grid = _grid(self.shape, self.stored_chunk)
+        if 0 in grid:
+            # The other axes may be too long to be listed.
+            return
+        for index in itertools.product(*map(range, grid)):
             yield self.chunk_key(index)
 
     def chunks(self, box: Box | None = None) -> Iterator[tuple[tuple[int, ...], Box]]:
@@ -149,24 +155,22 @@ class ArrayLayout:
             "fill_missing_data_reads": False,
         }
 
-    def write_spec(self, store: Spec) -> Spec:
-        """The spec that creates the array, as zarr3: one raw inner chunk per shard, each with a CRC-32C.
+    def metadata(self) -> dict[str, Any]:
+        """The array's zarr.json when it is created here: one raw inner chunk per shard, each with a CRC-32C.
 
         This is Orbax's own form but for the checksum, which Orbax verifies when it is there.
         """
         inner = {"chunk_shape": self.chunk, "codecs": [_LITTLE, _CRC], "index_codecs": [_LITTLE, _CRC]}
         grid = {"name": "regular", "configuration": {"chunk_shape": self.chunk}}
-        metadata = {
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
             "shape": self.shape,
             "data_type": dtype_name(self.dtype),
             "chunk_grid": grid,
+            "chunk_key_encoding": {"name": "default"},
             "codecs": [{"name": "sharding_indexed", "configuration": {**inner, "index_location": "end"}}],
-        }
-        return {
-            **self.read_spec(store),
-            "metadata": metadata,
-            # Otherwise chunks of zeros are left out, and restoring fails.
-            "store_data_equal_to_fill_value": True,
+            "fill_value": _FILL.get(self.dtype.kind, 0.0),
         }
 
 

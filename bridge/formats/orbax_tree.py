@@ -13,6 +13,7 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
 
 from __future__ import annotations
 
+import base64
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 
 _SEQUENCE, _MAPPING = 1, 2
 _TUPLE = "__tuple__"
+_BYTES = "__bytes__"
 _MAX_DEPTH = 64
 _EXACT = frozenset({bool, int, float, str, list, tuple, dict})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
@@ -158,7 +160,7 @@ class Claims:
 
 
 def encode_object(value: object, what: str, depth: int = 0) -> Json:
-    """JSON for None, bool, int, float, str, and lists, tuples and str-keyed dicts of them, at most 64 deep.
+    """JSON for None, bool, int, float, str, bytes, and lists, tuples and str-keyed dicts of them, at most 64 deep.
 
     CheckpointError, naming `what`, for anything else: nothing is converted silently.
     """
@@ -168,13 +170,20 @@ def encode_object(value: object, what: str, depth: int = 0) -> Json:
     exact = type(value) in _EXACT
     if value is None or (exact and isinstance(value, bool | int | float | str)):
         return value
+    if type(value) is bytes:
+        return {_BYTES: base64.b64encode(value).decode()}
     if exact and isinstance(value, list | tuple):
         items: list[Json] = [encode_object(item, what, depth + 1) for item in value]
         return {_TUPLE: items} if isinstance(value, tuple) else items
-    if exact and isinstance(value, dict) and _TUPLE not in value and all(type(key) is str for key in value):
+    if (
+        exact
+        and isinstance(value, dict)
+        and value.keys().isdisjoint((_TUPLE, _BYTES))
+        and all(type(key) is str for key in value)
+    ):
         return {key: encode_object(item, what, depth + 1) for key, item in value.items()}
     raise CheckpointError(
-        f"{what}: expected None, bool, int, float, str, or a list, tuple or dict with str keys of these, "
+        f"{what}: expected None, bool, int, float, str, bytes, or a list, tuple or dict with str keys of these, "
         f"got {type(value).__name__} {value!r:.80}"
     )
 
@@ -188,8 +197,17 @@ def _decode_object(value: object, what: str, depth: int = 0) -> object:
         items = value.get(_TUPLE)
         if len(value) == 1 and isinstance(items, list):
             return tuple(_decode_object(item, what, depth + 1) for item in items)
+        if len(value) == 1 and isinstance(value.get(_BYTES), str):
+            return _decode_bytes(value[_BYTES], what)
         return {key: _decode_object(item, what, depth + 1) for key, item in value.items()}
     return value
+
+
+def _decode_bytes(text: str, what: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise CheckpointError(f"{what}: expected bytes in base 64, got something else: {error}") from error
 
 
 def _render_objects(objects: Mapping[TreePath, object]) -> Json:

@@ -34,12 +34,24 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
+from bridge.formats.atomic import CommitOrAbort
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.journal import JOURNAL_FILE, Journal
+from bridge.formats.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    ManifestTensor,
+    file_checksum,
+    object_checksum,
+    parse_manifest,
+    render_manifest,
+)
 from bridge.formats.orbax_chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax_tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
+from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
@@ -56,15 +68,16 @@ class OrbaxPart:
     to write to, None where there is only one. Writing is thread-safe.
     """
 
-    def __init__(self, path: Path, item: Path, process: int | None) -> None:
+    def __init__(self, path: Path, item: Path, process: int | None, journal: Journal | None = None) -> None:
         self.path = path
         self._item = item
-        self._store = ChunkStore(item if process is None else process_store(item, process))
+        self._process = process
+        self._record = ChunkRecord(path, journal)
+        directory = item if process is None else process_store(item, process)
+        self._store = ChunkStore(directory, self._record, complete=process is None)
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
-        self._infos: dict[str, TensorInfo] = {}
         self._layouts: dict[str, ArrayLayout] = {}
-        self._unwritten: dict[str, set[Box]] = {}
         self._state: Literal["open", "failed", "closed"] = "open"
 
     def add_tensor(
@@ -99,51 +112,50 @@ class OrbaxPart:
             boxes = grid_of_chunks(shape, chunk)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+        info = TensorInfo(name, leaf, shape, dtype, boxes)
         with self._lock:
             self._claims.add(leaf)
             self._layouts[name] = array
-            self._infos[name] = TensorInfo(name, leaf, shape, dtype, boxes)
-            self._unwritten[name] = set(self._infos[name].chunks)
-        return self._infos[name]
+            self._record.declare(info)
+            self._store.declare(array)
+        return info
 
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects. KeyError for an unknown name."""
-        return self._infos[name].chunks
+        return self._record.infos[name].chunks
+
+    def stored(self, name: str) -> frozenset[Box]:
+        """Those of `chunks(name)` that a resumed attempt has written already."""
+        return self._record.stored(name)
 
     def write(self, name: str, box: Box, array: np.ndarray) -> None:
         """Store one chunk; see `CheckpointWriter.write`. The array may be changed afterwards."""
         self._require_open()
-        info, layout = self._infos[name], self._layouts[name]
-        what = f"{self.path}: tensor {name!r}"
-        if array.shape != box.sizes or array.dtype != info.dtype:
-            raise CheckpointError(
-                f"{what}: expected {info.dtype} of shape {box.sizes}, got {array.dtype} of shape {array.shape}"
-            )
-        with self._lock:
-            if box not in self._unwritten[name]:
-                wanted = (
-                    "to be written once" if box in info.chunks else f"to be one of {len(info.chunks)} chunks"
-                )
-                raise CheckpointError(f"{what}: expected every box {wanted}, got {box}")
-            try:
-                with explain(f"{what}: cannot write {box}"):
-                    self._store.write(layout, box, array)
-            except BaseException:
-                self._state = "failed"
-                raise
-            self._unwritten[name].remove(box)
+        number, layout = self._record.begin(name, box, array), self._layouts[name]
+        try:
+            with explain(f"{self.path}: tensor {name!r}: cannot write {box}"):
+                crc = self._store.write(layout, box, array)
+                self._record.end(name, number, crc)
+                self._store.wrote(layout)
+        except BaseException:
+            self._state = "failed"
+            raise
 
     def finish(self) -> None:
         """Commit what this process wrote to disk."""
         self._require_open()
-        with self._lock, explain(f"{self.path}: cannot finish the array store"):
-            self._store.flush()
+        with explain(f"{self.path}: cannot finish the array store"):
+            self._store.finish()
+            if self._process is not None:
+                part = Manifest("orbax", self._record.manifest(), {}, {})
+                self._item.mkdir(exist_ok=True)
+                _manifest_part(self._item, self._process).write_bytes(render_manifest(part))
 
     def abort(self) -> None:
         """Forget what is not on disk yet. Does nothing after commit or abort."""
         if self._state != "closed":
             self._state = "closed"
-            self._store.drop()
+            self._store.close()
 
     def _require_open(self) -> None:
         if self._state != "open":
@@ -169,13 +181,14 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         *,
         layout: Literal["v0", "v1"] = "v0",
         process: int | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
         if layout not in _HANDLERS:
             raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
-        self._directory = AtomicDirectory(path)
+        self._directory = WorkingDirectory(path, attempt or Attempt())
         self._layout = layout
         item = self._directory.temporary / ("state" if layout == "v1" else "")
-        super().__init__(self._directory.path, item, process)
+        super().__init__(self._directory.path, item, process, self._directory.journal)
         self._started = time.time_ns()
         self._objects: dict[TreePath, object] = {}
 
@@ -201,25 +214,23 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         """
         try:
             self._require_open()
-            with self._lock:
-                if not self._infos:
-                    raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
-                if not processes:
-                    self._require_complete()
-                with explain(f"{self.path}: cannot finish the array store"):
-                    for layout in self._layouts.values():
-                        if not layout.num_stored:
-                            self._store.array(layout)
-                    self._store.flush()
-                if processes:
-                    join_stores(self._item, processes)
-                self._require_stored(processes)
-                self._write_metadata()
+            if not self._layouts:
+                raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
+            if not processes:
+                self._record.require_complete()
+            with explain(f"{self.path}: cannot finish the array store"):
+                self._store.finish()
+            if processes:
+                join_stores(self._item, processes)
+            self._require_stored(processes)
+            self._write_metadata()
+            self._write_manifest(processes)
             self._directory.commit()
         except BaseException:
             self.abort()
             raise
         self._state = "closed"
+        self._store.close()
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
@@ -229,14 +240,6 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     @property
     def ended(self) -> bool:
         return self._state == "closed"
-
-    def _require_complete(self) -> None:
-        for name, info in self._infos.items():
-            if left := self._unwritten[name]:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r}: expected all {len(info.chunks)} boxes to be written before commit, "
-                    f"but {len(left)} were not, such as {min(left, key=lambda box: box.offsets)}"
-                )
 
     def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
@@ -262,12 +265,36 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": {},
         }
-        tree = render_tree([info.path for info in self._infos.values()], self._objects)
+        tree = render_tree([info.path for info in self._record.infos.values()], self._objects)
         _write_json(self._item / TREE_FILE, tree)
         _write_json(root / "_CHECKPOINT_METADATA", step)
         if self._layout == "v1":
             (root / "orbax.checkpoint").touch()
         (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
+
+    def _write_manifest(self, processes: Sequence[int]) -> None:
+        tensors = dict(self._record.manifest())
+        for process in processes:
+            part = _manifest_part(self._item, process)
+            if process == self._process and not part.exists():
+                continue
+            for name, tensor in parse_manifest(part.read_bytes(), str(part)).tensors.items():
+                chunks = {**tensors[name].chunks, **tensor.chunks}
+                tensors[name] = ManifestTensor(tensor.dtype, tensor.shape, chunks)
+            part.unlink()
+        root = self._directory.temporary
+        files = {}
+        for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
+            # Below "d" are the nodes and values of OCDBT.
+            crc = None if path.parent.name == "d" else file_checksum(path)
+            files[str(path.relative_to(root))] = ManifestFile(path.stat().st_size, crc)
+        objects = {leaf_name(path): object_checksum(value) for path, value in self._objects.items()}
+        manifest = Manifest(self.format, tensors, objects, files)
+        (root / MANIFEST_FILE).write_bytes(render_manifest(manifest))
+
+
+def _manifest_part(item: Path, process: int) -> Path:
+    return item / f"{MANIFEST_FILE}.process_{process}"
 
 
 def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("convert", "none", "new"), "error: expected a checkpoint directory at none, found nothing there"),
+        (("convert", "none", "new"), "error: expected a checkpoint at none, found nothing there"),
         (("convert", "dcp", "dcp"), "error: expected no file or directory at dcp, found one"),
         (
             ("convert", "dcp", "new", "--mapping", "other"),
@@ -91,7 +91,7 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
         (("convert", "damaged", "new", "--mapping", "decoder"), "error: "),
         (("inspect", "empty"), "found an empty directory"),
         (("inspect", "file"), "found a file"),
-        (("diff", "dcp", "none"), "error: expected a checkpoint directory at none"),
+        (("diff", "dcp", "none"), "error: expected a checkpoint at none"),
         (("diff", "dcp", "dcp", "--mapping", "decoder"), "leave the mapping out to keep the names"),
         (("relay", "none.toml"), "error: relay file none.toml: expected a TOML file"),
     ],
@@ -241,7 +241,7 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, dcp: Path) -> No
         "from bridge.formats.dcp_writer import DcpWriter\n"
         "def write(*_):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(2)\n"
         "DcpWriter.write = write\n"
         "main()\n"
     )

@@ -16,7 +16,7 @@ import torch
 
 from bridge.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, CheckpointError, TreePath
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath
 from bridge.mapping import MappingError
 from tests.bridge import stock_dcp
 from tests.bridge.bits import random_bits, same_bits
@@ -234,14 +234,14 @@ def test_a_read_that_fails_half_way_leaves_nothing(
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
     from bridge.formats.dcp_reader import DcpReader
 
-    read = DcpReader.read
+    part = DcpReader._part
 
-    def broken(self: DcpReader, name: str, *rest: Any) -> np.ndarray:
-        if name == "optimizer.state.norm.weight.exp_avg":
+    def broken(self: DcpReader, info: TensorInfo, *rest: Any) -> Any:
+        if info.name == "optimizer.state.norm.weight.exp_avg":
             raise CheckpointError("broken disk")
-        return read(self, name, *rest)
+        return part(self, info, *rest)
 
-    monkeypatch.setattr(DcpReader, "read", broken)
+    monkeypatch.setattr(DcpReader, "_part", broken)
     failing(tmp_path, CheckpointError, "broken disk", mapping="decoder", workers=workers)
 
 
@@ -267,7 +267,12 @@ def test_the_source_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    failing(tmp_path, ValueError, "expected a checkpoint format out of dcp, orbax, got 'zip'", to="zip")
+    failing(
+        tmp_path,
+        ValueError,
+        "expected a checkpoint format out of dcp, orbax, safetensors, got 'zip'",
+        to="zip",
+    )
     failing(tmp_path, ValueError, "expected 1 worker or more, got 0", workers=0)
     failing(tmp_path, ValueError, "expected a mapping for the axis sizes", axes={"d": 4})
 

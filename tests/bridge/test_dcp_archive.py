@@ -7,15 +7,18 @@ import mmap
 import random
 import struct
 import zipfile
+import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
 
-from bridge.formats import dcp_archive
+from bridge.formats import dcp_archive, dcp_archive_writer
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp_archive import find_tensor, read_value, verify_record, write_tensor, write_value
+from bridge.formats.dcp_archive import find_tensor, raw_bytes, read_value, verify_record
+from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
 from tests.bridge.bits import random_bits, same_bits
 from tests.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
 
@@ -30,6 +33,20 @@ def read(file: mmap.mmap, offset: int, length: int) -> np.ndarray:
     stored = find_tensor(file, offset, length, "w")
     verify_record(file, stored.record, "w")
     return stored.view(file).copy()
+
+
+def write_tensor(file: BinaryIO, array: np.ndarray) -> int:
+    data, offset = raw_bytes(array).data, file.tell()
+    before, after = tensor_archive(array.dtype, array.shape, offset, zlib.crc32(data))
+    length = len(before) + len(data) + len(after)
+    assert length == tensor_archive_length(array.dtype, array.shape, offset)
+    for part in (before, data, after):
+        file.write(part)
+    return length
+
+
+def write_value(file: BinaryIO, value: object, what: str) -> int:
+    return file.write(value_archive(value, file.tell(), what))
 
 
 BASE = numbered((4, 6, 5))
@@ -109,7 +126,8 @@ def test_data_is_aligned_in_the_file_and_python_finds_every_record_intact(tmp_pa
 def test_records_with_64_bit_sizes_are_read_here_by_torch_and_by_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_archive, "_WIDE", 1)
+    monkeypatch.setattr(dcp_archive_writer, "WIDE", 1)
+    dcp_archive_writer._length_around.cache_clear()
     array = np.arange(100, dtype=np.float32)
     buffer = io.BytesIO()
     length = write_tensor(buffer, array)
@@ -134,6 +152,8 @@ VALUES = [
     {},
     (),
     "",
+    b"",
+    {"raw": b"\x00\xff text"},
 ]
 
 

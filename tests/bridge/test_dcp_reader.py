@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 import subprocess
@@ -24,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from bridge.formats import CheckpointError, dcp_metadata, open_checkpoint
+from bridge.formats import CheckpointError, dcp_metadata, mapped_files, open_checkpoint
 from bridge.formats import dcp_reader as module
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.dcp_pickle import Instance, read_pickle
+from bridge.formats.dcp_pickle import PLAIN_VALUES, Instance, plain_value, read_pickle
 from bridge.formats.dcp_pickle_writer import write_pickle
 from bridge.formats.dcp_reader import DcpReader
 from tests.bridge.bits import random_bits, same_bits
@@ -157,7 +158,7 @@ def test_any_region_of_any_tensor_equals_the_slice(
     stock_save({"w": tensor_of(array).permute(tuple(order))}, path)
     expected = array.transpose(order)
     with DcpReader(path) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK", data.draw(st.integers(16, 64)))  # at least one element
+        patch.setattr(mapped_files, "BLOCK", data.draw(st.integers(16, 64)))  # at least one element
         for _ in range(4):
             low = tuple(data.draw(st.integers(0, n)) for n in expected.shape)
             sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(expected.shape, low, strict=True))
@@ -169,7 +170,7 @@ def test_several_threads_may_read_while_few_files_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankGroup
 ) -> None:
     ranks.run(2, save_sharded, str(tmp_path / "c"))
-    monkeypatch.setattr(module, "_MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(mapped_files, "_MAX_OPEN_FILES", 1)
     names = list(sharded_full()) * 40
     with DcpReader(tmp_path / "c") as reader, ThreadPoolExecutor(4) as pool:
         for name, array in zip(names, pool.map(reader.read, names), strict=True):
@@ -178,7 +179,7 @@ def test_several_threads_may_read_while_few_files_stay_open(
 
 
 def test_a_checkpoint_of_one_file_per_tensor_is_read_whole(tmp_path: Path) -> None:
-    state = {f"w{i}": numbered((3,)) + i for i in range(module._MAX_OPEN_FILES + 5)}
+    state = {f"w{i}": numbered((3,)) + i for i in range(mapped_files._MAX_OPEN_FILES + 5)}
     writer = dcp.FileSystemWriter(tmp_path / "c", single_file_per_rank=False)
     stock_save(state, tmp_path / "c", writer)
     with DcpReader(tmp_path / "c") as reader:
@@ -210,6 +211,30 @@ def test_a_value_that_is_not_plain_hides_nothing_else(tmp_path: Path) -> None:
                 reader.objects[name]
         with pytest.raises(KeyError):
             reader.objects["missing"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(st.binary(max_size=9), lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=6)
+)
+def test_bytes_anywhere_in_a_value_are_read_as_pickle_writes_them(value: object) -> None:
+    for protocol in (2, 4):
+        data = pickle.dumps(value, protocol)
+        if protocol == 2:  # the one that torch.save uses
+            assert plain_value(read_pickle(data, PLAIN_VALUES, "v"), "v") == value
+        assert plain_value(value, "v", binary=True) == value
+    with pytest.raises(CheckpointError, match="got bytes"):
+        plain_value([b""], "v")
+
+
+@pytest.mark.timeout(30)
+def test_bytes_that_are_referred_to_again_and_again_are_made_once() -> None:
+    """Else a file of 2 MB asks for 500 GB."""
+    long = b"X" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
+    call = b"c_codecs\nencode\n" + long + b"X\x06\0\0\0latin1\x86Rq\0"
+    value = plain_value(read_pickle(b"\x80\x02](" + call + b"h\0" * 500_000 + b"e.", PLAIN_VALUES, "v"), "v")
+    assert isinstance(value, list)
+    assert (len(value), len(set(map(id, value)))) == (500_001, 1)
 
 
 def test_wrong_questions_are_answered_with_what_was_expected(genuine: Path) -> None:
@@ -445,19 +470,52 @@ def test_a_tensor_described_as_an_object_or_the_reverse_is_refused(genuine: Path
     edit_metadata(
         genuine, lambda m: (swap(m, W, "lr"), m.storage_data.update({index_of(m, "lr"): place_of(m, W)}))
     )
-    with DcpReader(genuine) as reader, pytest.raises(CheckpointError, match=r"a stored tensor|refused"):
+    with pytest.raises(CheckpointError, match=r"'model.w' and 'lr' are stored in the same place, at \d+"):
+        DcpReader(genuine)
+    edit_metadata(genuine, lambda m: m.state_dict_metadata.pop(W) and m.storage_data.pop(index_of(m, W)))
+    with (
+        DcpReader(genuine) as reader,
+        pytest.raises(CheckpointError, match=r"a stored tensor|refused") as caught,
+    ):
         reader.objects["lr"]
+    assert "--drop" in str(caught.value)
 
 
-def test_a_claim_of_more_memory_than_there_is_gets_an_error(genuine: Path) -> None:
+def test_two_names_for_one_place_are_refused(genuine: Path) -> None:
+    """What one flipped bit in an offset can make of two archives of the same size."""
+    stock_save({"a": numbered((6, 4)), "b": numbered((6, 4)) + 1}, genuine)
+    edit_metadata(genuine, lambda m: setattr(place_of(m, "b"), "offset", place_of(m, "a").offset))
+    with pytest.raises(CheckpointError, match="'a' and 'b' are stored in the same place, at 0"):
+        DcpReader(genuine)
+
+
+def test_a_claim_of_more_bytes_than_are_stored_is_refused_when_opening(genuine: Path) -> None:
     def grow(m: Metadata) -> None:
         m.state_dict_metadata[W].size = m.state_dict_metadata[W].chunks[0].sizes = torch.Size(
             (1 << 40, 1 << 20)
         )
 
     edit_metadata(genuine, grow)
-    with DcpReader(genuine) as reader, pytest.raises(CheckpointError, match="no memory for"):
-        reader.read(W)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model.w': expected \d+ bytes for a chunk, but \d+ are"
+    ):
+        DcpReader(genuine)
+
+
+def test_a_data_file_that_is_a_link_to_elsewhere_is_refused(genuine: Path, tmp_path: Path) -> None:
+    (file,) = genuine.glob("*.distcp")
+    file.rename(genuine / "data")
+    file.symlink_to("data")
+    DcpReader(genuine).close()
+    (genuine / "data").rename(tmp_path / "data")
+    file.unlink()
+    file.symlink_to(tmp_path / "data")
+    with pytest.raises(CheckpointError, match=r"a link to .*: expected a file in the checkpoint's directory"):
+        DcpReader(genuine)
+    (genuine / ".metadata").rename(tmp_path / "metadata")
+    (genuine / ".metadata").symlink_to(tmp_path / "metadata")
+    with pytest.raises(CheckpointError, match=r"the metadata is stored in .*\.metadata, a link to"):
+        DcpReader(genuine)
 
 
 def test_empty_chunks_at_their_neighbours_offset_are_ignored(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats import create_checkpoint, detect_format, open_checkpoint
+from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
 from bridge.formats.atomic import AtomicDirectory, is_temporary
 from bridge.formats.base import Box, CheckpointError, TensorInfo, check_coverage, dtype_from_name, dtype_name
 
@@ -234,8 +234,11 @@ def test_what_is_not_a_checkpoint_gets_an_error_that_says_what_it_is(tmp_path: P
     with pytest.raises(CheckpointError, match="did not finish"):
         open_checkpoint(tmp_path / "torn")
     (tmp_path / "torn" / "__0.metadata").write_text("")
-    with pytest.raises(CheckpointError, match="use_collectives=False"):
+    with pytest.raises(CheckpointError, match=r"__0\.metadata: refused"):
         open_checkpoint(tmp_path / "torn")
+    (tmp_path / "torn.safetensors").write_text("")
+    with pytest.raises(CheckpointError, match=r"torn\.safetensors"):
+        open_checkpoint(tmp_path / "torn.safetensors")
 
 
 def test_the_working_directory_of_an_unfinished_write_is_refused(
@@ -254,6 +257,16 @@ def test_the_working_directory_of_an_unfinished_write_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("first", [".metadata", "__0.metadata"])
+def test_weights_beside_a_dcp_or_orbax_checkpoint_do_not_hide_it(tmp_path: Path, first: str) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    assert detect_format(tmp_path) == "safetensors"
+    (tmp_path / "_METADATA").write_text("{}")
+    assert detect_format(tmp_path) == "orbax"
+    (tmp_path / first).write_text("")
+    assert detect_format(tmp_path) == "dcp"
+
+
 @pytest.mark.parametrize("place", ["", "default", "10/state"])
 def test_orbax_is_recognized_flat_with_items_and_with_steps(tmp_path: Path, place: str) -> None:
     (tmp_path / "run" / place).mkdir(parents=True)
@@ -262,12 +275,14 @@ def test_orbax_is_recognized_flat_with_items_and_with_steps(tmp_path: Path, plac
 
 
 def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a checkpoint format out of dcp, orbax, got 'npz'"):
+    with pytest.raises(
+        ValueError, match="expected a checkpoint format out of dcp, orbax, safetensors, got 'npz'"
+    ):
         create_checkpoint(tmp_path / "checkpoint", "npz")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("format", ["dcp", "orbax"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_writer_committed_inside_its_with_block_is_not_committed_again(tmp_path: Path, format: str) -> None:
     with create_checkpoint(tmp_path / "checkpoint", format) as writer:
         writer.add_tensor("w", (2,), np.dtype("float32"))
@@ -298,7 +313,7 @@ def test_parents_made_for_a_checkpoint_are_synced_into_theirs(
     assert {root, f"{root}/new", f"{root}/new/deep"} <= set(synced)
 
 
-@pytest.mark.parametrize("format", ["dcp", "orbax"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_shape_of_more_chunks_than_can_be_listed_is_refused(tmp_path: Path, format: str) -> None:
     writer = create_checkpoint(tmp_path / "c", format)
     with pytest.raises(

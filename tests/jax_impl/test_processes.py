@@ -158,6 +158,7 @@ def test_each_process_wrote_a_part_and_stock_orbax_reads_the_whole_in_one(saved:
         "commit_success.txt",
         "d",
         "manifest.ocdbt",
+        "twinshard_manifest.json",
         *(f"ocdbt.process_{i}" for i in range(processes)),
     }
     expected = dict(np.load(f"{path}-saved.npz"))

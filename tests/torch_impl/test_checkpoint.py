@@ -377,7 +377,7 @@ def test_loading_what_is_not_there_or_no_directory_raises(tmp_path):
     model, optimizer = _trained(steps=0)
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"expected a checkpoint directory at .*missing"):
+    with pytest.raises(FileNotFoundError, match=r"expected a checkpoint at .*missing"):
         load_checkpoint(tmp_path / "missing", model, optimizer)
     with pytest.raises(NotADirectoryError):
         load_checkpoint(tmp_path / "file", model, optimizer)

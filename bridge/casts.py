@@ -1,0 +1,136 @@
+"""Casts asked for by name: nothing is rounded otherwise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TreePath, dtype_from_name
+from bridge.mapping.plan import PlannedTensor
+from bridge.mapping.relation import TensorView
+
+_KINDS = {
+    "f": "floating-point",
+    "V": "floating-point",
+    "c": "complex",
+    "i": "integer",
+    "u": "integer",
+    "b": "boolean",
+}
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor as it will be written: a planned one, cast or not.
+
+    A cast rounds to nearest, ties to even. `overflowed` counts finite elements that became infinite.
+    """
+
+    planned: PlannedTensor
+    dtype: np.dtype
+    _counts: list[int] = field(default_factory=list, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def path(self) -> TreePath:
+        return self.planned.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.planned.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, as written."""
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.planned.dtype
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors that it is made of; none if its value follows from the plan."""
+        content = self.planned.content
+        if not isinstance(content, TensorView):
+            return ()
+        return tuple(dict.fromkeys(block.source for block in content.blocks))
+
+    @property
+    def overflowed(self) -> int:
+        return sum(self._counts)
+
+    def lend(self, reader: CheckpointReader, box: Box) -> Loan | None:
+        """The elements of `box` where they lie in the source, if they do so as they will be written."""
+        content = self.planned.content
+        if self.is_cast or not isinstance(content, TensorView) or len(content.blocks) != 1:
+            return None
+        block = content.blocks[0]
+        return reader.lend(block.source, box) if block.source_index == block.target_index else None
+
+    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
+        """The elements of `box` as they will be written."""
+        array = self.planned.read(reader, box)
+        if not self.is_cast:
+            return array
+        with np.errstate(over="ignore", invalid="ignore"):
+            result = array.astype(self.dtype)
+        lost = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(result)))
+        if lost:
+            with self._lock:
+                self._counts.append(lost)
+        return result
+
+
+def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
+    """`PATTERN=DTYPE` texts as a table, such as "model.*=bfloat16". CheckpointError for anything else."""
+    casts = {}
+    for option in options:
+        pattern, equals, name = option.rpartition("=")
+        if not (pattern and equals and name):
+            raise CheckpointError(
+                f"expected a cast PATTERN=DTYPE such as 'model.*=bfloat16', got {option[:80]!r}"
+            )
+        casts[pattern] = dtype_from_name(name)
+    return casts
+
+
+def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype]) -> dict[str, Output]:
+    """The tensors with the dtype of the last pattern that matches their name in the destination.
+
+    Only floating-point tensors are cast, to floating point, and complex to complex: a pattern that matches others too
+    leaves those as they are. CheckpointError for one that matches none that it could cast.
+    """
+    outputs = {}
+    used: dict[str, bool] = dict.fromkeys(casts, False)
+    for tensor in tensors:
+        dtype = tensor.dtype
+        for pattern, wanted in casts.items():
+            if _can_cast(tensor.dtype, wanted) and fnmatchcase(tensor.name, pattern):
+                dtype, used[pattern] = wanted, True
+        outputs[tensor.name] = Output(tensor, dtype)
+    for pattern, wanted in casts.items():
+        if not used[pattern]:
+            found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
+            raise CheckpointError(
+                f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
+                f"a name of this form, got {'dtypes ' + ', '.join(found) if found else 'no tensor'}"
+            )
+    return outputs
+
+
+def _can_cast(dtype: np.dtype, wanted: np.dtype) -> bool:
+    return kind_of(dtype) == kind_of(wanted) and kind_of(wanted) in ("floating-point", "complex")
+
+
+def kind_of(dtype: np.dtype) -> str:
+    """ "floating-point", "complex", "integer" or "boolean"; those of ml_dtypes are floating-point."""
+    return _KINDS[dtype.kind]

@@ -1,0 +1,195 @@
+"""`twinshard convert`."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_options import (
+    AxisOption,
+    JsonOption,
+    MappingOption,
+    axis_sizes,
+    progress_console,
+    some,
+    user_errors,
+)
+from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from bridge.convert import Conversion, ConvertReport
+
+
+class TargetFormat(StrEnum):
+    """What `convert` can write."""
+
+    dcp = "dcp"
+    orbax = "orbax"
+    safetensors = "safetensors"
+
+
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
+    to: Annotated[
+        TargetFormat | None,
+        typer.Option("--to", help="Default: dcp for an Orbax checkpoint, else orbax."),
+    ] = None,
+    mapping: MappingOption = None,
+    axis: AxisOption = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select", metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."
+        ),
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="PATTERN", help="Leave these names of SRC behind; repeatable."),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave optimizer and training state behind.")
+    ] = False,
+    cast: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cast",
+            metavar="PATTERN=DTYPE",
+            help="Round tensors of these names in DST, such as '*=bfloat16'; repeatable.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be written, and stop.")
+    ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="DST may be a checkpoint: it is kept until the new one is complete."),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on where the same conversion was killed; if interrupted, keep its work."
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads, 64 MiB of memory each; default: one per core, at most 4."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint to another format, bit for bit.
+
+    With --mapping, names and layouts are translated to the other framework's model, optimizer state included;
+    without it every name stays as it is, as a path. DST appears when it is complete, or not at all.
+
+    \b
+    Example:
+      twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
+      twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
+    """
+    from bridge.convert import ConvertOptions, planned
+    from bridge.convert import convert as run
+    from bridge.selection import Selection
+
+    selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
+    axes = axis_sizes(axis, mapping)
+    out = Console()
+    if dry_run:
+        options = ConvertOptions(to, mapping, axes, selection, cast or ())
+        with user_errors(), planned(src, options) as (conversion, _):
+            if json:
+                print_json(out, conversion_document(conversion))
+            else:
+                _print_plan(out, conversion, dst)
+        return
+    with user_errors(), byte_progress(progress_console(), "convert") as progress:
+        report = run(
+            src,
+            dst,
+            to=to,
+            mapping=mapping,
+            axes=axes,
+            selection=selection,
+            casts=cast or (),
+            replace=replace,
+            resume=resume,
+            progress=progress,
+            workers=workers,
+        )
+    if json:
+        print_json(out, report)
+    else:
+        _print_report(out, report)
+
+
+def conversion_document(conversion: Conversion) -> dict[str, object]:
+    """A planned conversion for machines."""
+    return {
+        "source": conversion.source,
+        "source_format": conversion.source_format,
+        "format": conversion.format,
+        "bytes": conversion.nbytes,
+        "tensors": [
+            {
+                "name": output.name,
+                "path": output.path,
+                "shape": output.shape,
+                "dtype": output.dtype.name,
+                "source_dtype": output.planned.dtype.name,
+                "sources": output.sources,
+                "bytes": output.nbytes,
+            }
+            for output in conversion.outputs.values()
+        ],
+        "objects": {name: value for name, (_, value) in conversion.objects.items()},
+        "left_out": conversion.left_out,
+    }
+
+
+def _print_plan(out: Console, conversion: Conversion, destination: Path) -> None:
+    rows = []
+    for output in conversion.outputs.values():
+        dtype = output.dtype.name
+        if output.is_cast:
+            dtype = f"{output.planned.dtype.name} -> {dtype}"
+        sources = output.sources
+        origin = (
+            sources[0]
+            if len(sources) == 1
+            else f"{sources[0]} + {len(sources) - 1} more"
+            if sources
+            else "(known)"
+        )
+        rows.append((output.name, dtype, str(list(output.shape)), human_bytes(output.nbytes), origin))
+    print_table(out, ("tensor", "dtype", "shape", "size", "from"), rows, left=2)
+    for name, (_, value) in conversion.objects.items():
+        print_line(out, f"{name} = {value!r}")
+    if conversion.left_out:
+        print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out)}")
+    print_line(
+        out,
+        f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
+        f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
+        f"would be written{', over what is there' if os.path.lexists(destination) else ''}",
+    )
+
+
+def _print_report(out: Console, report: ConvertReport) -> None:
+    written = report.bytes - report.resumed_bytes
+    rate = f"{human_bytes(int(written / max(report.seconds, 1e-9)))}/s"
+    resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
+    print_line(
+        out,
+        f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
+        f"{report.tensors} tensors, {report.objects} objects, "
+        f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
+    )
+    for name, count in report.overflowed.items():
+        print_line(out, f"warning: {name}: {count} finite elements became infinite by the cast")
+    if report.dropped:
+        print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped)}")

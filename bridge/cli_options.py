@@ -1,0 +1,73 @@
+"""What several commands take, and how they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_output import print_line
+from bridge.formats.base import CheckpointError
+
+SHOWN = 20
+"""Rows of a listing that may be long and matters only in part."""
+
+_SIZE_DIGITS = 18
+
+MappingOption = Annotated[
+    str | None,
+    typer.Option("--mapping", metavar="NAME|FILE", help="A shipped family (decoder, ...) or a TOML file."),
+]
+AxisOption = Annotated[
+    list[str] | None,
+    typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback."""
+    expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
+    try:
+        yield
+    except expected as error:
+        print_line(Console(stderr=True), f"error: {explained(error)}")
+        raise typer.Exit(2) from None
+
+
+def explained(error: Exception) -> str:
+    """The error's message; one of the operating system alone, by what it did to which file."""
+    if isinstance(error, OSError) and error.strerror and str(error).startswith("[Errno"):
+        names = " and ".join(
+            repr(str(name)) for name in (error.filename, error.filename2) if name is not None
+        )
+        return f"{names or 'a file'}: {error.strerror}"
+    return str(error)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def progress_console() -> Console:
+    """Where progress goes."""
+    return Console(stderr=True)
+
+
+def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
+    """`NAME=SIZE` texts as a table; a usage error for others, and without a mapping."""
+    if options and mapping is None:
+        raise typer.BadParameter("expected --mapping beside --axis, as the axes are those of a mapping")
+    axes = {}
+    for option in options or []:
+        name, equals, size = option.partition("=")
+        if not (name and equals and size.isdecimal() and len(size) <= _SIZE_DIGITS):
+            raise typer.BadParameter(f"expected --axis NAME=SIZE such as d=64, got {option[:80]!r}")
+        axes[name] = int(size)
+    return axes

@@ -1,0 +1,127 @@
+"""Copies a planned conversion, region by region, by several threads.
+
+    worker 0   tensor 0: read region, write its chunks; read region, write ...   tensor 2: ...
+    worker 1   tensor 1: read region, write its chunks; ...
+
+Copying, checksums and files let go of Python's lock, so threads use all cores. Each worker holds one region of 32 MiB,
+and what its reading needs beside it: memory does not depend on the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from bridge.casts import Output
+from bridge.formats.base import Box, CheckpointReader, CheckpointWriter
+from bridge.regions import Progress, group_boxes
+
+MAX_DEFAULT_WORKERS = 4
+
+RUN_BYTES = 256 << 20
+"""Regions of one tensor, in bytes, that go to one worker."""
+
+
+def default_workers() -> int:
+    """As many as there are cores for this process, at most 4: more are faster only where storage is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_WORKERS)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Chunks of one tensor of the destination that are read together as ``box``."""
+
+    tensor: Output
+    stored_name: str
+    box: Box
+    chunks: list[Box]
+
+
+def runs(
+    tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str]
+) -> Iterator[list[Region]]:
+    """What there is to copy, without the chunks that a resumed writer has.
+
+    A run is of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
+    touched, and two workers would do so twice.
+    """
+    for tensor in tensors:
+        name = names[tensor.name]
+        stored = writer.stored(name)
+        left = (box for box in writer.chunks(name) if box not in stored)
+        run: list[Region] = []
+        nbytes = 0
+        for box, chunks in group_boxes(left, tensor.dtype.itemsize):
+            run.append(Region(tensor, name, box, chunks))
+            nbytes += box.numel * tensor.dtype.itemsize
+            if nbytes >= RUN_BYTES:
+                yield run
+                run, nbytes = [], 0
+        if run:
+            yield run
+
+
+class Copier:
+    """Copies regions with a number of workers; the first error stops all of them and is raised by `run`."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        writer: CheckpointWriter,
+        work: Iterator[list[Region]],
+        *,
+        done: int,
+        total: int,
+        progress: Progress | None,
+    ) -> None:
+        self._reader, self._writer, self._work = reader, writer, work
+        self._done, self._total, self._progress = done, total, progress
+        self._lock = threading.Lock()
+        self._stop = False
+
+    def run(self, workers: int) -> None:
+        """Copy everything. When it returns or raises, no worker is at work any more."""
+        if workers == 1:
+            self._copy()
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(self._copy) for _ in range(workers)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                # A signal ended the waiting.
+                self._stop = True
+                raise
+            for future in futures:
+                future.result()
+
+    def _copy(self) -> None:
+        while True:
+            with self._lock:
+                run = None if self._stop else next(self._work, None)
+            if run is None:
+                return
+            try:
+                for region in run:
+                    if not self._stop:
+                        self._copy_region(region)
+            except BaseException:
+                self._stop = True
+                raise
+
+    def _copy_region(self, region: Region) -> None:
+        loan = region.tensor.lend(self._reader, region.box)
+        array = loan.array if loan is not None else region.tensor.read(self._reader, region.box)
+        for chunk in region.chunks:
+            part = array if chunk == region.box else array[chunk.slices(region.box)]
+            self._writer.write(region.stored_name, chunk, part)
+        if loan is not None:
+            loan.give_back()
+        with self._lock:
+            self._done += array.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total, region.tensor.name)

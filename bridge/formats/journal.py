@@ -1,0 +1,149 @@
+"""The journal of an unfinished checkpoint: which chunks are safely on disk, so that a killed writer can be resumed.
+
+    runs/step_10.tmp-3f9c0a1e/twinshard.journal
+        {"source": "/runs/a", "mapping": "decoder", ...}     what is being written, from what: the key
+        ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
+        ["model.w", 1, 328867073]
+
+A line is written once its chunk has been synced; a last line cut short is not counted. While its writer lives the
+file is locked, so that nobody else resumes or removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from bridge.formats.atomic import temporaries_of
+from bridge.formats.base import CheckpointError
+
+JOURNAL_FILE = "twinshard.journal"
+_ABANDONED_SECONDS = 3600.0
+
+Key = Mapping[str, str]
+"""What identifies a conversion: two that agree in every entry write the same."""
+
+Done = dict[str, dict[int, int]]
+"""For each tensor the CRC-32C of the chunks that are on disk, by their number."""
+
+
+@dataclass
+class Journal:
+    """An open journal; it holds the lock until `close`."""
+
+    directory: Path
+    descriptor: int
+    done: Done = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, directory: Path, key: Key) -> Self:
+        """A new one in a working directory, locked."""
+        descriptor = os.open(
+            directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644
+        )
+        _lock(descriptor)
+        os.write(descriptor, json.dumps(dict(key)).encode() + b"\n")
+        return cls(directory, descriptor)
+
+    def record(self, entries: Iterable[tuple[str, int, int]]) -> None:
+        """Note chunks that have been synced to disk: (tensor, number of the chunk, CRC-32C)."""
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        os.write(self.descriptor, lines.encode())
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self.descriptor)
+
+
+def resume(path: Path, key: Key) -> Journal | None:
+    """The journal of an unfinished checkpoint that was to become `path`, locked; None when there is none.
+
+    CheckpointError when there are some, but not of this key, or one is in use.
+    """
+    differences = []
+    for directory in temporaries_of(path):
+        try:
+            descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_APPEND)
+        except OSError:
+            continue
+        if not _lock(descriptor):
+            os.close(descriptor)
+            raise CheckpointError(f"{directory} is being written by another process: wait for it, or stop it")
+        found, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
+        if found == dict(key):
+            os.truncate(descriptor, length)
+            return Journal(directory, descriptor, done)
+        os.close(descriptor)
+        if found:
+            differences.append((directory, found))
+    if differences:
+        directory, found = differences[-1]
+        parts = [
+            f"{name}: expected {key.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+            for name in dict.fromkeys((*key, *found))
+            if key.get(name) != found.get(name)
+        ]
+        raise CheckpointError(
+            f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that one as it "
+            "was begun, or start anew without resuming"
+        )
+    return None
+
+
+def abandoned(path: Path) -> list[Path]:
+    """Working directories of what was to become `path`, whose writers are gone."""
+    found = []
+    for directory in temporaries_of(path):
+        try:
+            descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
+        except FileNotFoundError:
+            # A replaced checkpoint that was not removed any more; or a directory made this moment.
+            if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
+                found.append(directory)
+            continue
+        except OSError:
+            continue
+        if _lock(descriptor):
+            found.append(directory)
+        os.close(descriptor)
+    return found
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what earlier attempts to write `path` left behind."""
+    for directory in abandoned(path):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
+    """Key and finished chunks of a journal, and the length of what is whole of it; no key if it is damaged."""
+    head, newline, body = data.partition(b"\n")
+    length = len(head) + len(newline)
+    try:
+        key = json.loads(head)
+    except ValueError:
+        return {}, {}, 0
+    done: Done = {}
+    for line in body.split(b"\n")[:-1]:
+        try:
+            name, chunk, crc = json.loads(line)
+        except (ValueError, TypeError):
+            break
+        done.setdefault(name, {})[chunk] = crc
+        length += len(line) + 1
+    return key if isinstance(key, dict) else {}, done, length

@@ -1,0 +1,194 @@
+"""The manifest of a checkpoint: what every chunk of every tensor must hold, so that any later change can be noticed.
+
+Every checkpoint that is written here has one, in its directory, or beside it where the checkpoint is a single file::
+
+    step_10/twinshard_manifest.json          weights.safetensors
+                                             weights.safetensors.manifest.json
+
+    {"twinshard_manifest": 1, "format": "dcp",
+     "tensors": {"model.w": {"dtype": "float32", "shape": [4, 3],
+                             "chunks": [[[0, 0], [2, 3], "9ae0daaf"], [[2, 0], [2, 3], "13a92d01"]]}},
+     "objects": {"train.note": "6f10c2b8"},
+     "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null]}}
+
+Checksums are CRC-32C in hexadecimal: of a chunk's elements in row-major order, little-endian; of an object's value; of
+a file's bytes, null where the chunks' checksums speak for it. A CRC of 32 bits notices every change of up to 32
+neighbouring bits for certain. It is no signature: who can change the data can change the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, dtype_from_name
+
+MANIFEST_FILE = "twinshard_manifest.json"
+_VERSION = 1
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ManifestTensor:
+    """A tensor's dtype by name, its global shape, and the CRC-32C of every chunk's elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Mapping[Box, int]
+
+    def __post_init__(self) -> None:
+        dtype_from_name(self.dtype)
+        if any(n < 0 for n in self.shape) or not all(box.inside(self.shape) for box in self.chunks):
+            raise ValueError(f"expected chunks inside shape {self.shape}, got others")
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    """A file's size in bytes and the CRC-32C of all of them, None where the chunks' checksums speak for it."""
+
+    size: int
+    crc: int | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds; tensors and objects by the names its reader gives them, files by relative path."""
+
+    format: str
+    tensors: Mapping[str, ManifestTensor]
+    objects: Mapping[str, int]
+    files: Mapping[str, ManifestFile]
+
+
+def manifest_path(checkpoint: Path) -> Path:
+    """Where the manifest of a checkpoint, a directory or a single file, is."""
+    if checkpoint.is_dir():
+        return checkpoint / MANIFEST_FILE
+    return checkpoint.with_name(f"{checkpoint.name}.manifest.json")
+
+
+def array_checksum(array: np.ndarray) -> int:
+    """CRC-32C of an array's elements in row-major order; copies it only if they do not lie so already."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    # The C extension takes read-only buffers.
+    flat.flags.writeable = False
+    return int(google_crc32c.value(flat)) if flat.size else 0
+
+
+def object_checksum(value: object) -> int:
+    """CRC-32C of a value that is not a tensor: None, bool, int, float, str, and list, tuple, dict of these."""
+    return int(google_crc32c.value(b"".join(_encoded(value))))
+
+
+def file_checksum(path: Path) -> int:
+    """CRC-32C of a small file's bytes."""
+    return int(google_crc32c.value(path.read_bytes()))
+
+
+def read_manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest of a checkpoint, None if it has none. CheckpointError when it is damaged."""
+    path = manifest_path(checkpoint)
+    try:
+        if not path.is_file():
+            return None
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: expected at most {_MAX_BYTES} bytes, got {path.stat().st_size}")
+        return parse_manifest(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The manifest as a file's content."""
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "chunks": [[box.offsets, box.sizes, _hex(crc)] for box, crc in tensor.chunks.items()],
+        }
+        for name, tensor in manifest.tensors.items()
+    }
+    data = {
+        "twinshard_manifest": _VERSION,
+        "format": manifest.format,
+        "tensors": tensors,
+        "objects": {name: _hex(crc) for name, crc in manifest.objects.items()},
+        "files": {
+            name: [file.size, None if file.crc is None else _hex(file.crc)]
+            for name, file in manifest.files.items()
+        },
+    }
+    return json.dumps(data).encode()
+
+
+def parse_manifest(data: bytes, what: str) -> Manifest:
+    """A manifest from a file's content; `what` names the file in errors. CheckpointError if it is malformed."""
+    try:
+        root = json.loads(data)
+        if root["twinshard_manifest"] != _VERSION:
+            raise ValueError(f"expected version {_VERSION}, got {root['twinshard_manifest']!r:.40}")
+        return Manifest(
+            _text(root["format"]),
+            {_text(name): _tensor(entry) for name, entry in root["tensors"].items()},
+            {_text(name): _crc(crc) for name, crc in root["objects"].items()},
+            {
+                _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc))
+                for name, (size, crc) in root["files"].items()
+            },
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:
+        raise CheckpointError(f"{what}: malformed or damaged manifest: {error!r:.200}") from error
+
+
+def _tensor(entry: Any) -> ManifestTensor:
+    chunks = {Box(_sizes(low), _sizes(sizes)): _crc(crc) for low, sizes, crc in entry["chunks"]}
+    return ManifestTensor(_text(entry["dtype"]), _sizes(entry["shape"]), chunks)
+
+
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(_size(value) for value in values)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"expected a size of at least 0, got {value!r:.40}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, got {value!r:.40}")
+    return value
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+def _crc(value: Any) -> int:
+    if not isinstance(value, str) or len(value) != 8:
+        raise ValueError(f"expected a checksum of 8 hexadecimal digits, got {value!r:.40}")
+    return int(value, 16)
+
+
+def _encoded(value: object) -> Iterable[bytes]:
+    """Type and content of a value, no two values alike; a NaN's bits count."""
+    if isinstance(value, list | tuple):
+        yield b"%c%d:" % (b"t" if isinstance(value, tuple) else b"l", len(value))
+        for item in value:
+            yield from _encoded(item)
+    elif isinstance(value, dict):
+        yield b"d%d:" % len(value)
+        for key, item in value.items():
+            yield from _encoded(key)
+            yield from _encoded(item)
+    else:
+        text = struct.pack("<d", value) if isinstance(value, float) else str(value).encode()
+        yield b"%s%d:" % (type(value).__name__.encode(), len(text)) + text

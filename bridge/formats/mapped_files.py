@@ -1,0 +1,158 @@
+"""Files of a checkpoint mapped into memory for reading, and regions of arrays in them copied out block by block.
+
+Files are mapped, not read, and let go of page by page, so that reading needs memory for its result only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import stat
+import threading
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo
+from bridge.formats.dcp_archive import BLOCK, drop_pages
+
+_MAX_OPEN_FILES = 64
+_SNAPSHOTS = "snapshots"
+_BLOBS = "blobs"
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this names a file of a directory: anything else could lead out of it."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) < 256
+        and name not in (".", "..")
+        and not re.search(r"[/\\\0]", name)
+    )
+
+
+def regular_file(directory: Path, name: str, what: str, *, links: bool = False) -> tuple[Path, int]:
+    """A file of a checkpoint's directory and its size in bytes.
+
+    CheckpointError, beginning with `what`, when it is missing, is no regular file, or is a link out of the directory.
+    Allowed are all `links`, if so asked, and those in the cache of the Hugging Face Hub, where `snapshots/<revision>`
+    holds links into `blobs`.
+    """
+    file = directory / name
+    try:
+        home, target = directory.resolve(strict=True), file.resolve(strict=True)
+        status = target.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{what} is stored in {file}, which cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{what} is stored in {file}, which is not a regular file")
+    blobs = home.parent.parent / _BLOBS
+    if (
+        not links
+        and target.parent != home
+        and not (home.parent.name == _SNAPSHOTS and target.parent == blobs)
+    ):
+        raise CheckpointError(
+            f"{what} is stored in {file}, a link to {target}: expected a file in the checkpoint's directory"
+        )
+    return file, status.st_size
+
+
+class MappedFiles:
+    """Read-only maps of a directory's files, the most recently used ones kept open. Thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def get(self, name: str) -> mmap.mmap:
+        """The map of a file. CheckpointError when it cannot be read, ValueError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the checkpoint {self.directory} was closed")
+            if name not in self._maps:
+                try:
+                    with open(self.directory / name, "rb") as file:
+                        self._maps[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                except (OSError, ValueError) as error:
+                    raise CheckpointError(f"cannot read {self.directory / name}: {error}") from error
+                # Dropped, not closed: another thread may still copy from it.
+                if len(self._maps) > _MAX_OPEN_FILES:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(name)
+            return self._maps[name]
+
+    def close(self) -> None:
+        """Release the files; arrays copied out stay valid."""
+        with self._lock:
+            self._closed = True
+            self._maps.clear()
+
+
+class ChunkIndex:
+    """Which chunks of a tensor a box touches, by array arithmetic: there may be 100,000 of them."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def touching(self, info: TensorInfo, box: Box) -> list[int]:
+        """Positions in `info.chunks` of those that share elements with the box."""
+        if not box.numel or len(info.chunks) == 1:
+            return list(range(len(info.chunks))) if box.numel else []
+        if info.name not in self._bounds:
+            starts = np.array([c.offsets for c in info.chunks], np.int64).T.copy()
+            sizes = np.array([c.sizes for c in info.chunks], np.int64).T
+            self._bounds[info.name] = (starts, starts + sizes)
+        hits = np.ones(len(info.chunks), np.bool_)
+        for start, stop, low, high in zip(*self._bounds[info.name], box.offsets, box.stops, strict=True):
+            hits &= (start < high) & (stop > low)
+        return [int(index) for index in np.flatnonzero(hits)]
+
+
+def box_of(info: TensorInfo, box: Box | None) -> Box:
+    """The box to be read, all of the tensor if None. ValueError when it is not inside."""
+    if box is None:
+        return Box.whole(info.shape)
+    if not box.inside(info.shape):
+        raise ValueError(f"tensor {info.name!r}: expected a box inside shape {info.shape}, got {box}")
+    return box
+
+
+def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
+    """Memory for a box of a tensor. CheckpointError, beginning with `what`, when there is not enough."""
+    try:
+        return np.empty(box.sizes, info.dtype)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"
+        ) from error
+
+
+def lend_mapped(source: np.ndarray, file: mmap.mmap, start: int) -> Loan | None:
+    """An array that lies in a mapped file from byte `start` on, if it lies there in one piece."""
+    if not source.flags.c_contiguous:
+        return None
+    source.flags.writeable = False
+    return Loan(source, partial(drop_pages, file, start, start + source.nbytes))
+
+
+def copy_mapped(target: np.ndarray, source: np.ndarray, file: mmap.mmap, start: int) -> None:
+    """Copy an array that lies in a mapped file from byte `start` on.
+
+    Halves it along its longest stride until a piece spans at most a block, so that little of the file is resident.
+    """
+    span = source.itemsize + sum((n - 1) * s for n, s in zip(source.shape, source.strides, strict=True))
+    if span <= BLOCK:
+        target[...] = source
+        drop_pages(file, start, start + span)
+        return
+    axis = max(range(source.ndim), key=lambda a: source.strides[a] if source.shape[a] > 1 else -1)
+    half = source.shape[axis] // 2
+    before = (slice(None),) * axis
+    low, high = (*before, slice(None, half)), (*before, slice(half, None))
+    copy_mapped(target[low], source[low], file, start)
+    copy_mapped(target[high], source[high], file, start + half * source.strides[axis])

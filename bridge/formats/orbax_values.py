@@ -1,0 +1,121 @@
+"""Where the values of an item's store lie in its files, so that raw chunks are mapped instead of copied out.
+
+    OCDBT    manifest.ocdbt -> B-tree nodes in d/* -> value at (ocdbt.process_0/d/3f2a..., offset, length), or inline
+    files    the value of key "params.w/c/0/0" is the file of that name
+
+Asked of tensorstore (`ts.ocdbt.dump`), which decodes manifest and nodes and checks their checksums. Every place is
+checked against the files before anything is read there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import tensorstore as ts
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.mapped_files import MappedFiles
+
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes [start, start + size) of a file of the item, by its path from there."""
+
+    file: str
+    start: int
+    size: int
+
+
+class StoredValues:
+    """The values that lie in files of their own or inside of OCDBT's, mapped. Reading is thread-safe."""
+
+    def __init__(self, item: Path, places: Mapping[str, Place]) -> None:
+        self._item = item
+        self._places = places
+        self._files = MappedFiles(item)
+        sizes: dict[str, int] = {}
+        home = item.resolve()
+        for key, place in places.items():
+            if place.file not in sizes:
+                sizes[place.file] = _size_of(item, home, place.file, key)
+            if place.start + place.size > sizes[place.file]:
+                raise CheckpointError(
+                    f"{item / place.file} is truncated: expected at least {place.start + place.size} bytes (for "
+                    f"{key!r}), got {sizes[place.file]}"
+                )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def open(self, key: str) -> tuple[mmap.mmap, Place]:
+        """The mapped file that holds a value, and where in it."""
+        place = self._places[key]
+        return self._files.get(place.file), place
+
+    def close(self) -> None:
+        """Release the files."""
+        self._files.close()
+
+
+def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
+    """The places of keys that are files. OSError when one cannot be looked at."""
+    return {key: Place(key, 0, (item / key).stat().st_size) for key in keys}
+
+
+def places_in_ocdbt(item: Path, what: str) -> dict[str, Place]:
+    """The place of every value that is not inline. CheckpointError for a reference that leads out of the item."""
+    base = ts.KvStore.open({"driver": "file", "path": f"{item}/"}).result()
+    manifest = ts.ocdbt.dump(base).result()
+    places: dict[str, Place] = {}
+    versions = manifest["versions"]
+    if versions and "location" in versions[-1]["root"]:
+        _walk(base, versions[-1]["root"]["location"], b"", places, what, 0)
+    return places
+
+
+def _walk(
+    base: ts.KvStore, location: str, prefix: bytes, places: dict[str, Place], what: str, depth: int
+) -> None:
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{what}: expected a B-tree of at most {_MAX_DEPTH} levels, got more")
+    node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
+    for entry in node["entries"]:
+        if "location" in entry:
+            _walk(base, entry["location"], prefix + entry["subtree_common_prefix"], places, what, depth + 1)
+        elif "indirect_value" in entry:
+            key = (prefix + entry["key"]).decode("utf-8", "surrogateescape")
+            places[key] = _parse(entry["indirect_value"], what)
+
+
+def _parse(reference: str, what: str) -> Place:
+    """A reference `value:<folder>:<file>:<offset>:<length>`, its names percent-encoded."""
+    parts = reference.split(":")
+    if len(parts) != 5 or parts[0] != "value" or not (parts[3].isdecimal() and parts[4].isdecimal()):
+        raise CheckpointError(f"{what}: expected a reference to a value, got {reference[:80]!r}")
+    file = unquote(parts[1]) + unquote(parts[2])
+    if file.startswith("/") or ".." in file.split("/"):
+        raise CheckpointError(
+            f"{what}: expected values in files of the checkpoint, got one in {file[:200]!r}"
+        )
+    return Place(file, int(parts[3]), int(parts[4]))
+
+
+def _size_of(item: Path, home: Path, file: str, key: str) -> int:
+    path = item / file
+    try:
+        target = path.resolve(strict=True)
+        size = target.stat().st_size
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{key!r} is stored in {path}, which cannot be read: {error}") from error
+    if not target.is_file() or not target.is_relative_to(home):
+        raise CheckpointError(
+            f"{key!r} is stored in {path}: expected a regular file of the checkpoint, got a link to {target}"
+        )
+    return size

@@ -1,0 +1,107 @@
+"""Which files make up a safetensors checkpoint.
+
+weights.safetensors                       one file, whatever its name
+dir/model.safetensors                     or the only *.safetensors in the directory
+dir/model.safetensors.index.json          Hugging Face shards: the index says which file holds which tensor
+   /model-00001-of-00002.safetensors
+   /model-00002-of-00002.safetensors
+dir/shard-00001-model-00001-of-00001.safetensors    PyTorch's HuggingFaceStorageWriter: each rank's own pieces
+   /shard-00002-model-00001-of-00001.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.mapped_files import is_plain_name, regular_file
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_MAX_INDEX: Final = 64 << 20
+_RANK_FILE: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files of a checkpoint, all in one directory.
+
+    weight_map: which file the index gives for each tensor, None without an index.
+    """
+
+    directory: Path
+    names: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None
+
+
+def holds_safetensors(path: Path) -> bool:
+    """Whether a file or directory looks like a safetensors checkpoint, by names only."""
+    if path.is_dir():
+        return any(child.name.endswith((SUFFIX, INDEX_SUFFIX)) for child in path.iterdir())
+    return path.name.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def find_files(path: Path) -> FileSet:
+    """The files of the checkpoint at `path`: a file, an index file or a directory.
+
+    CheckpointError when several could be meant, or when the index is malformed or names anything but files beside it.
+    """
+    if not path.is_dir():
+        if path.name.endswith(INDEX_SUFFIX):
+            return _indexed(path)
+        return FileSet(path.parent, (path.name,))
+    names = sorted(child.name for child in path.iterdir())
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith(SUFFIX)]
+    if INDEX_FILE in indexes or len(indexes) == 1:
+        return _indexed(path / (INDEX_FILE if INDEX_FILE in indexes else indexes[0]))
+    if not indexes and (SINGLE_FILE in files or len(files) == 1):
+        return FileSet(path, (SINGLE_FILE if SINGLE_FILE in files else files[0],))
+    if not indexes and files and all(_RANK_FILE.fullmatch(name) for name in files):
+        return FileSet(path, tuple(files))
+    found = indexes or files
+    raise CheckpointError(
+        f"{path}: expected {INDEX_FILE}, {SINGLE_FILE} or one *{SUFFIX} file, found {', '.join(found[:5]) or 'none'}"
+        f"{', ...' if len(found) > 5 else ''}: {'give the path of one of them' if found else 'is this the directory?'}"
+    )
+
+
+def _indexed(index: Path) -> FileSet:
+    weight_map = _weight_map(index)
+    names = tuple(dict.fromkeys(weight_map.values()))
+    for tensor, name in weight_map.items():
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{index}: tensor {tensor!r:.200}: expected the name of a file beside the index, got {name!r:.200}"
+            )
+    return FileSet(index.parent, names, weight_map)
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    _, size = regular_file(index.parent, index.name, "the index")
+    if size > _MAX_INDEX:
+        raise CheckpointError(f"{index}: expected an index of at most {_MAX_INDEX} bytes, got {size}")
+    try:
+        content = json.loads(index.read_bytes(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {index}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: malformed or truncated JSON: {error!s:.200}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f'{index}: expected a "weight_map" from names of tensors to names of files')
+    return weight_map
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")
+    return found

@@ -1,0 +1,285 @@
+"""The header of a safetensors file: read by a parser that takes nothing else, and written.
+
+    | N: u64 | header: N bytes of JSON |  a  | b |   c   |  data, row-major, little-endian, no gaps
+    0        8                         8+N
+
+    {"__metadata__": {"format": "pt"},
+     "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}       offsets count from 8+N
+
+A general JSON parser would turn a hostile file into a hundred times its size of objects first and ask then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Never
+
+import numpy as np
+
+from bridge.formats.base import DTYPES, CheckpointError
+
+MAX_HEADER: Final = 100_000_000
+"""Bytes of a header that every reader of the format accepts."""
+
+METADATA_KEY: Final = "__metadata__"
+_LENGTH_BYTES: Final = 8
+_ZIP: Final = b"PK\3\4"
+_MAX_NAME: Final = 4096
+_MAX_RANK: Final = 64  # NumPy's
+_SPACE: Final = r"[ \t\n\r]*+"
+_STRING: Final = r'"((?:[^"\\\x00-\x1f]|\\.)*+)"'
+_KEY: Final = re.compile(f"{_STRING}{_SPACE}:{_SPACE}")
+_TEXT: Final = re.compile(_STRING)
+_NUMBER: Final = "(?:0|[1-9][0-9]{0,17}+)"
+_SIZES: Final = rf"\[{_SPACE}(?:{_NUMBER}{_SPACE}(?:,{_SPACE}{_NUMBER}{_SPACE})*+)?+\]"
+_FIELDS: Final = 3
+_FIELD: Final = re.compile(
+    rf'"dtype"{_SPACE}:{_SPACE}"(?P<dtype>[A-Z0-9_]{{1,16}})"'
+    rf'|"shape"{_SPACE}:{_SPACE}(?P<shape>{_SIZES})'
+    rf'|"data_offsets"{_SPACE}:{_SPACE}\[{_SPACE}(?P<begin>{_NUMBER}){_SPACE},{_SPACE}(?P<end>{_NUMBER}){_SPACE}\]'
+)
+_OPEN: Final = re.compile(rf"\{{{_SPACE}(\}}?)")
+_NEXT: Final = re.compile(f"{_SPACE}([,}}]){_SPACE}")
+
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "C64": "complex64",
+    }
+)
+"""The format's names of dtypes. It has F4 and F6 besides, which NumPy lacks; it lacks complex128."""
+
+_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array in a file, in row-major order from byte `start` of the file on."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, file: mmap.mmap) -> np.ndarray:
+        """The elements where they are in the file, perhaps unaligned, read-only."""
+        return np.ndarray(self.shape, self.dtype, buffer=file, offset=self.start)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Arrays by name in the order of the header, and the free text beside them."""
+
+    arrays: Mapping[str, StoredArray]
+    metadata: Mapping[str, str]
+
+
+def dtype_code(dtype: np.dtype) -> str:
+    """The format's name of a dtype. CheckpointError if it has none."""
+    code = _CODES.get(dtype.name)
+    if code is None or DTYPES[dtype.name] != dtype:
+        raise CheckpointError(
+            f"expected a dtype that safetensors has ({', '.join(_CODES)}), got {dtype.name}"
+        )
+    return code
+
+
+def looks_like_header(file: mmap.mmap | bytes, start: int) -> bool:
+    """Whether a safetensors file may begin at this byte of a file."""
+    length = int.from_bytes(file[start : start + _LENGTH_BYTES], "little")
+    begin = start + _LENGTH_BYTES
+    return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == b"{"
+
+
+def read_header(file: mmap.mmap | bytes, what: str, start: int = 0) -> Header:
+    """The header of the safetensors file in bytes [start, end of file).
+
+    CheckpointError, beginning with `what`, unless the arrays fill the file after the header without overlaps and gaps.
+    """
+    size = len(file)
+    if size - start < _LENGTH_BYTES:
+        _refuse(what, f"the file has {size - start} bytes")
+    length = int.from_bytes(file[start : start + _LENGTH_BYTES], "little")
+    if file[start : start + len(_ZIP)] == _ZIP:
+        _refuse(
+            what,
+            "it begins with a pickle: PyTorch's HuggingFaceStorageWriter was given values that are not tensors, and "
+            "makes of them a file that nothing can read; save the tensors alone",
+        )
+    base = start + _LENGTH_BYTES + length
+    if length > MAX_HEADER or base > size:
+        _refuse(what, f"its header of {length} bytes is longer than the file of {size} or {MAX_HEADER} bytes")
+    try:
+        text = file[start + _LENGTH_BYTES : base].decode()
+    except UnicodeDecodeError:
+        _refuse(what, "its header is not UTF-8 text")
+    arrays, metadata = _Parser(text, what, base).run()
+    end = base
+    for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if array.start != end:
+            kind = "overlaps the one before" if array.start < end else "leaves a gap before it"
+            _refuse(what, f"tensor {name!r} {kind}: it begins at {array.start - base}, not {end - base}")
+        end += array.nbytes
+    if end != size:
+        _refuse(
+            what,
+            f"its tensors have {end - base} bytes, {size - base} follow the header (truncated or damaged)",
+        )
+    return Header(arrays, metadata)
+
+
+def format_header(
+    arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """The first bytes of a file that holds arrays (name, dtype, shape) in this order; their data follows at once.
+
+    CheckpointError for a dtype the format lacks, or when this is more than readers accept.
+    """
+    entries: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in arrays:
+        end = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": dtype_code(dtype), "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Data is to start at a multiple of the largest itemsize.
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"expected names, shapes and values that are not tensors of at most {MAX_HEADER} bytes in one safetensors "
+            f"file, got {len(text)}"
+        )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _refuse(what: str, why: str) -> Never:
+    raise CheckpointError(f"{what}: expected a safetensors file, but {why}")
+
+
+class _Parser:
+    """One pass over the text; every value is checked before the next one is looked at."""
+
+    def __init__(self, text: str, what: str, base: int) -> None:
+        self.text = text
+        self.what = what
+        self.base = base
+        self.position = 0
+
+    def run(self) -> tuple[dict[str, StoredArray], dict[str, str]]:
+        arrays: dict[str, StoredArray] = {}
+        metadata: dict[str, str] | None = None
+        if not self.text.startswith("{"):
+            self.refuse("its header does not begin with '{'")
+        more = self.opened()
+        while more:
+            name = self.key()
+            if name == METADATA_KEY:
+                if metadata is not None:
+                    self.refuse(f"{METADATA_KEY} is given twice")
+                metadata = self.texts()
+            elif name in arrays:
+                self.refuse(f"tensor {name!r} is given twice")
+            else:
+                arrays[name] = self.array(name)
+            more = self.another()
+        if self.text[self.position :].strip(" \t\n\r"):
+            self.refuse("something follows its header's last '}'")
+        return arrays, metadata or {}
+
+    def refuse(self, why: str) -> Never:
+        _refuse(self.what, why)
+
+    def match(self, pattern: re.Pattern[str], expected: str) -> str:
+        found = pattern.match(self.text, self.position)
+        if found is None:
+            self.refuse(f"its header is malformed: expected {expected} at character {self.position}")
+        self.position = found.end()
+        return found[found.lastindex or 0]
+
+    def opened(self) -> bool:
+        return not self.match(_OPEN, "'{'")
+
+    def another(self) -> bool:
+        return self.match(_NEXT, "',' or '}'") == ","
+
+    def key(self) -> str:
+        return self.unquoted(self.match(_KEY, "a name"), _MAX_NAME)
+
+    def unquoted(self, raw: str, longest: int) -> str:
+        if "\\" in raw:
+            try:
+                raw = json.loads(f'"{raw}"')
+                raw.encode()
+            except ValueError:  # a surrogate without its other half, too
+                self.refuse(f"its header has text before character {self.position} that is not Unicode")
+        if len(raw) > longest:
+            self.refuse(f"its header has a name of {len(raw)} characters, more than {longest}")
+        return raw
+
+    def texts(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        more = self.opened()
+        while more:
+            key = self.key()
+            if key in found:
+                self.refuse(f"{METADATA_KEY} has {key!r} twice")
+            found[key] = self.unquoted(self.match(_TEXT, "text"), MAX_HEADER)
+            more = self.another()
+        return found
+
+    def array(self, name: str) -> StoredArray:
+        fields: dict[str | None, re.Match[str]] = {}
+        more = self.opened()
+        while more:
+            field = _FIELD.match(self.text, self.position)
+            if field is None or field.lastgroup in fields:
+                got = self.text[self.position : self.position + 80]
+                self.refuse(
+                    f"the description of tensor {name!r} is malformed: expected dtype, shape and data_offsets, "
+                    f"each once, got {got!r}"
+                )
+            fields[field.lastgroup] = field
+            self.position = field.end()
+            more = self.another()
+        if len(fields) != _FIELDS:
+            self.refuse(f"tensor {name!r} lacks one of dtype, shape and data_offsets")
+        code, sizes = fields["dtype"]["dtype"], fields["shape"]["shape"][1:-1].strip(" \t\n\r")
+        begin, end = int(fields["end"]["begin"]), int(fields["end"]["end"])
+        shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        if len(shape) > _MAX_RANK:
+            self.refuse(f"tensor {name!r} has {len(shape)} axes, more than {_MAX_RANK}")
+        if code not in DTYPE_NAMES:
+            self.refuse(f"tensor {name!r} has dtype {code}, not one of {', '.join(DTYPE_NAMES)}")
+        array = StoredArray(DTYPES[DTYPE_NAMES[code]], shape, self.base + begin)
+        if end - begin != array.nbytes:
+            self.refuse(
+                f"tensor {name!r}, {code} of shape {shape}, has {end - begin} bytes, not {array.nbytes}"
+            )
+        return array

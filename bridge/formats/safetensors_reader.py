@@ -1,0 +1,243 @@
+"""Reads safetensors checkpoints region by region: one file, Hugging Face shards, or the files of PyTorch's ranks.
+
+Names are flat: "model.layers.0.mlp.weight" is one key, whose dots separate nothing, and so is its tree path, unless the
+file says otherwise (see `safetensors_extras`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, check_coverage
+from bridge.formats.dcp_archive import as_integers
+from bridge.formats.mapped_files import (
+    ChunkIndex,
+    MappedFiles,
+    array_for,
+    box_of,
+    copy_mapped,
+    lend_mapped,
+    regular_file,
+)
+from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, parse_extras
+from bridge.formats.safetensors_files import FileSet, find_files
+from bridge.formats.safetensors_header import METADATA_KEY, Header, StoredArray, read_header
+
+FORMAT_KEY: Final = "format"
+FORMAT_VALUE: Final = "pt"
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
+HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, _SHARDING_KEY, "DCP_VERSION"})
+"""Texts in a header that are about the file, and are no objects."""
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one file holds of a tensor."""
+
+    file: str
+    array: StoredArray
+    box: Box
+
+
+class SafetensorsReader:
+    """A safetensors checkpoint, opened for reading; see `CheckpointReader`. `path`: a file, an index or a directory.
+
+    Opening reads headers only, and raises CheckpointError unless each file is filled exactly by its tensors, every
+    tensor is there once and whole, and files and index agree. Free text in a header becomes an object
+    "__metadata__.<key>", and "__metadata__.<file>.<key>" where files differ; "format": "pt", which every file written
+    here has, is left out. May be used by several threads.
+
+    Where each rank of PyTorch wrote a file of its own, global shapes are what the pieces add up to: no file says
+    whether the last rank's is missing.
+
+    Reading needs memory for the returned array only. The files must not be shortened while open.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        fileset = find_files(self.path)
+        self._files = MappedFiles(fileset.directory)
+        headers = {name: self._header(name) for name in fileset.names}
+        extras = {
+            name: parse_extras(header.metadata[EXTRAS_KEY], str(fileset.directory / name))
+            for name, header in headers.items()
+            if EXTRAS_KEY in header.metadata
+        }
+        _check_index(fileset, headers)
+        self._pieces = self._find_pieces(fileset, headers)
+        paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
+        self._tensors = {name: self._info(name, paths.get(name, (name,))) for name in self._pieces}
+        self._chunks = ChunkIndex()
+        self._objects, self._object_paths = self._find_objects(headers, extras.values())
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor by name, in the order of the files."""
+        return MappingProxyType(self._tensors)
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Values that are not tensors, by name."""
+        return MappingProxyType(self._objects)
+
+    @property
+    def object_paths(self) -> Mapping[str, TreePath]:
+        """The tree path of every object, by name."""
+        return MappingProxyType(self._object_paths)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block (default: all) of a tensor as a new C-contiguous array in the stored dtype.
+
+        KeyError for an unknown name, ValueError for a box outside the tensor.
+        """
+        info = self._tensors[name]
+        box = box_of(info, box)
+        result = array_for(info, box, self.path)
+        for index in self._chunks.touching(info, box):
+            piece = self._pieces[name][index]
+            common = piece.box.intersect(box)
+            if common is not None:
+                source, file, start = self._part(piece, common)
+                copy_mapped(as_integers(result[common.slices(box)]), as_integers(source), file, start)
+        return result
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """A block of one piece where it is; see `CheckpointReader.lend`."""
+        touching = self._chunks.touching(self._tensors[name], box)
+        if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
+            return None
+        return lend_mapped(*self._part(self._pieces[name][touching[0]], box))
+
+    def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        """Elements of a piece where they are in the file, and the first byte there."""
+        file = self._files.get(piece.file)
+        elements = piece.array.view(file)
+        skipped = sum(
+            (o - p) * s for o, p, s in zip(common.offsets, piece.box.offsets, elements.strides, strict=True)
+        )
+        return elements[common.slices(piece.box)], file, piece.array.start + skipped
+
+    def close(self) -> None:
+        """Release the files. Arrays already read stay valid."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _header(self, name: str) -> Header:
+        asked_for = self.path == self._files.directory / name
+        regular_file(self._files.directory, name, "a part of the checkpoint", links=asked_for)
+        return read_header(self._files.get(name), str(self._files.directory / name))
+
+    def _find_pieces(self, fileset: FileSet, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
+        pieces: dict[str, list[_Piece]] = {}
+        for file, header in headers.items():
+            what = str(fileset.directory / file)
+            offsets = saved_offsets(header, what)
+            for name, array in header.arrays.items():
+                box = Box(offsets.get(name, (0,) * len(array.shape)), array.shape)
+                pieces.setdefault(name, []).append(_Piece(file, array, box))
+        return pieces
+
+    def _info(self, name: str, path: TreePath) -> TensorInfo:
+        pieces = self._pieces[name]
+        first = pieces[0].array
+        for piece in pieces:
+            if piece.array.dtype != first.dtype or len(piece.box.sizes) != len(first.shape):
+                raise CheckpointError(
+                    f"{self._files.directory / piece.file}: tensor {name!r}: expected a piece of {first.dtype.name} "
+                    f"with {len(first.shape)} axes as in {pieces[0].file}, got {piece.array.dtype.name} "
+                    f"{piece.array.shape}"
+                )
+        shape = tuple(map(max, zip(*(piece.box.stops for piece in pieces), strict=True)))
+        pieces[:] = [piece for piece in pieces if piece.box.numel]
+        chunks = tuple(piece.box for piece in pieces)
+        check_coverage(shape, chunks, f"{self.path}: tensor {name!r}")
+        return TensorInfo(name, path, shape, first.dtype, chunks)
+
+    def _find_objects(
+        self, headers: Mapping[str, Header], extras: Iterable[Extras]
+    ) -> tuple[dict[str, object], dict[str, TreePath]]:
+        values: dict[str, object] = {}
+        paths: dict[str, TreePath] = {}
+
+        def add(name: str, path: TreePath, value: object) -> None:
+            if name in values or name in self._tensors:
+                raise CheckpointError(f"{self.path}: two entries are named {name!r:.200}")
+            values[name], paths[name] = value, path
+
+        for extra in extras:
+            for name, (path, value) in extra.objects.items():
+                add(name, path, value)
+        texts = {
+            (file, key): text
+            for file, header in headers.items()
+            for key, text in header.metadata.items()
+            if key not in HIDDEN_KEYS and (key, text) != (FORMAT_KEY, FORMAT_VALUE)
+        }
+        for key in dict.fromkeys(key for _, key in texts):
+            by_file = {file: texts[file, key] for file in headers if (file, key) in texts}
+            if len(set(by_file.values())) == 1:
+                add(f"{METADATA_KEY}.{key}", (METADATA_KEY, key), next(iter(by_file.values())))
+            else:
+                for file, text in by_file.items():
+                    add(f"{METADATA_KEY}.{file}.{key}", (METADATA_KEY, file, key), text)
+        return values, paths
+
+
+def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
+    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
+
+    CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
+    """
+    text = header.metadata.get(_SHARDING_KEY)
+    if text is None:
+        return {}
+    try:
+        content: Any = json.loads(text)
+        offsets = {name: tuple(content[name]["saved_offsets"]) for name in header.arrays}
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{what}: malformed {_SHARDING_KEY}: {error!r:.200}") from error
+    for name, offset in offsets.items():
+        rank = len(header.arrays[name].shape)
+        if len(offset) != rank or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
+            raise CheckpointError(
+                f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {_SHARDING_KEY}, got {offset!r:.80}"
+            )
+    return offsets
+
+
+def _check_index(fileset: FileSet, headers: Mapping[str, Header]) -> None:
+    """CheckpointError, naming all of them, unless every tensor is in the file that the index gives, and no other."""
+    if fileset.weight_map is None:
+        return
+    stored = {(name, file) for file, header in headers.items() for name in header.arrays}
+    listed = set(fileset.weight_map.items())
+    problems = []
+    for wrong, place in ((listed - stored, "not in that file"), (stored - listed, "not in the index")):
+        if wrong:
+            shown = ", ".join(f"{name!r:.200} of {file}" for name, file in sorted(wrong)[:_SHOWN])
+            more = ", ..." if len(wrong) > _SHOWN else ""
+            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}{more}")
+    if problems:
+        raise CheckpointError(
+            f"{fileset.directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"
+        )

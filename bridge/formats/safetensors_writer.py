@@ -1,0 +1,289 @@
+"""Writes safetensors files chunk by chunk, without the safetensors package; it and `transformers` read them.
+
+    out.safetensors         a path that ends so: one file, whatever its size
+    out/model.safetensors   any other path: a directory, with one file, or Hugging Face shards above a size
+
+A file's header comes first and gives every tensor its place. Hence all tensors and objects are declared before the
+first chunk is written; then chunks go to their places in any order and from several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bridge.formats.atomic import CommitOrAbort
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, grid_of_chunks
+from bridge.formats.data_file import DataFile, DataFiles
+from bridge.formats.dcp_archive import raw_bytes
+from bridge.formats.dcp_pickle import is_unicode
+from bridge.formats.dcp_writer import default_chunk_shape
+from bridge.formats.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    array_checksum,
+    file_checksum,
+    manifest_path,
+    object_checksum,
+    render_manifest,
+)
+from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, encode_value, format_extras
+from bridge.formats.safetensors_files import INDEX_FILE, SINGLE_FILE, SUFFIX
+from bridge.formats.safetensors_header import METADATA_KEY, dtype_code, format_header
+from bridge.formats.safetensors_reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
+from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
+
+SHARD_BYTES: Final = 5_000_000_000
+"""Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's first element is."""
+
+    file: DataFile
+    offset: int
+
+
+class SafetensorsWriter(CommitOrAbort):
+    """A new safetensors checkpoint at `path`, a file or a directory; see `CheckpointWriter`.
+
+    FileExistsError when `path` exists. shard_bytes: tensors of more bytes in all are spread over several files, unless
+    `path` is to be one file. Tensors are written in pieces of at most 32 MiB. Memory: none beyond the caller's array,
+    or one copy of it if it is not contiguous. May be used by several threads.
+    """
+
+    format = "safetensors"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        attempt: Attempt | None = None,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        if shard_bytes < 1:
+            raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
+        single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
+        self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
+        self.path: Path = self._directory.path
+        self._single = single
+        self._shard_bytes = shard_bytes
+        self._record = ChunkRecord(self.path, self._directory.journal)
+        self._objects: dict[str, tuple[TreePath, object]] = {}
+        self._metadata: dict[str, str] = {FORMAT_KEY: FORMAT_VALUE}
+        self._object_checksums: dict[str, int] = {}
+        self._places: dict[str, _Place] | None = None
+        self._files = DataFiles(self._record)
+        self._names: list[str] = []
+        self._lock = threading.Lock()
+
+    def add_tensor(
+        self,
+        path: str | Sequence[str | int],
+        shape: Sequence[int],
+        dtype: np.dtype,
+        chunk_shape: Sequence[int] | None = None,
+    ) -> TensorInfo:
+        """Declare a tensor; its name is the path joined by ".".
+
+        chunk_shape: at least 1 per axis; without effect, as a tensor lies in one piece. CheckpointError for a repeated
+        name, an empty path, a dtype the format lacks, or after the first `write`.
+        """
+        name, tree_path = self._name(path)
+        shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
+        if chunk_shape is not None and (len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape)):
+            raise ValueError(
+                f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {tuple(chunk_shape)}"
+            )
+        try:
+            dtype_code(dtype)
+            chunks = grid_of_chunks(shape, default_chunk_shape(shape, dtype))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+        info = TensorInfo(name, tree_path, shape, dtype, chunks)
+        with self._lock:
+            self._require_undecided(name)
+            self._record.declare(info)
+        return info
+
+    def chunks(self, name: str) -> tuple[Box, ...]:
+        """The boxes that `write` expects, in row-major order; none for a tensor without elements."""
+        return self._record.infos[name].chunks
+
+    def stored(self, name: str) -> frozenset[Box]:
+        """Those of `chunks(name)` that a resumed attempt has written already."""
+        return self._record.stored(name)
+
+    def write(self, name: str, box: Box, array: np.ndarray) -> None:
+        """Store one of `chunks(name)`: `array` has the box's sizes and the tensor's dtype, in any memory order.
+
+        KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
+        """
+        self._require_open()
+        number = self._record.begin(name, box, array)
+        shape, place = self._record.infos[name].shape, self._laid_out()[name]
+        # A chunk is a run of whole rows, or of a part of one: it has one place.
+        first = sum(o * math.prod(shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
+        data = raw_bytes(array)
+        place.file.write(place.offset + first * array.dtype.itemsize, data.data)
+        self._record.end(name, number, array_checksum(data))
+        self._files.wrote(data.nbytes)
+
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Keep None, bool, int, float, str, bytes, or a list, tuple or dict of these (keys str, int, bool, None).
+
+        It goes into the header as text. Text at path ("__metadata__", key) goes there under this key. CheckpointError
+        for anything else (NumPy scalars included), for a repeated name, or after the first `write`.
+        """
+        name, tree_path = self._name(path)
+        encode_value(value, f"{self.path}: object {name!r}")
+        with self._lock:
+            self._require_undecided(name)
+            match tree_path:
+                case (str(first), str(key)) if (
+                    first == METADATA_KEY and isinstance(value, str) and key not in HIDDEN_KEYS
+                ):
+                    self._metadata[key] = value
+                case _:
+                    self._objects[name] = tree_path, value
+            # This text every file has, and readers leave it out.
+            if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
+                self._object_checksums[name] = object_checksum(value)
+
+    def commit(self) -> None:
+        """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
+
+        CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
+        """
+        self._require_open()
+        try:
+            self._record.require_complete()
+            self._laid_out()
+            self._write_manifest()
+            self._files.close()
+            self._directory.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+        self._files.close()
+        self._directory.abort()
+
+    @property
+    def ended(self) -> bool:
+        return self._directory.ended
+
+    def _laid_out(self) -> dict[str, _Place]:
+        """Every tensor's place; decided, and the headers written, at the first call."""
+        with self._lock:
+            if self._places is None:
+                self._places = self._lay_out()
+            return self._places
+
+    def _lay_out(self) -> dict[str, _Place]:
+        shards = self._shards()
+        places: dict[str, _Place] = {}
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, shard in enumerate(shards):
+            file = f"model-{number + 1:05}-of-{len(shards):05}{SUFFIX}" if len(shards) > 1 else SINGLE_FILE
+            extras = Extras(
+                {info.name: info.path for info in shard if info.path != (info.name,)},
+                self._objects if number == 0 else {},
+            )
+            metadata = dict(self._metadata)
+            if extras.paths or extras.objects:
+                metadata[EXTRAS_KEY] = format_extras(extras)
+            try:
+                header = format_header([(info.name, info.dtype, info.shape) for info in shard], metadata)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {error}") from None
+            stored, position = self._create(self._single or file), len(header)
+            for info in shard:
+                places[info.name] = _Place(stored, position)
+                weight_map[info.name] = file
+                position += info.nbytes
+            os.truncate(stored.path, position)
+            stored.write(0, header)
+            total += position - len(header)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._directory.temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        return places
+
+    def _shards(self) -> list[list[TensorInfo]]:
+        """The tensors of each file, in the order of its data; cut as Hugging Face does."""
+        shards: list[list[TensorInfo]] = []
+        current: list[TensorInfo] = []
+        size = 0
+        limit = None if self._single else self._shard_bytes
+        for info in self._record.infos.values():
+            if limit is not None and info.nbytes > limit:
+                shards.append([info])
+                continue
+            if limit is not None and size + info.nbytes > limit:
+                shards.append(current)
+                current, size = [], 0
+            current.append(info)
+            size += info.nbytes
+        if current or not shards:
+            shards.append(current)
+        # Readers that map the file want every tensor at a multiple of its itemsize.
+        return [sorted(shard, key=lambda info: -info.dtype.itemsize) for shard in shards]
+
+    def _create(self, name: str) -> DataFile:
+        self._names.append(name)
+        return self._files.open(self._directory.temporary / name)
+
+    def _write_manifest(self) -> None:
+        folder = self._directory.temporary
+        files = {file: ManifestFile((folder / file).stat().st_size, None) for file in self._names}
+        if (folder / INDEX_FILE).exists():
+            index = folder / INDEX_FILE
+            files[INDEX_FILE] = ManifestFile(index.stat().st_size, file_checksum(index))
+        manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
+        (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
+        if self._single is not None:
+            beside = manifest_path(self._directory.temporary / self._single).name
+            self._directory.sidecars[MANIFEST_FILE] = beside.removeprefix(self._single)
+
+    def _name(self, path: str | Sequence[str | int]) -> tuple[str, TreePath]:
+        self._require_open()
+        parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
+        if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
+            raise CheckpointError(
+                f"{self.path}: expected a name or a path of str and list positions, got {parts}"
+            )
+        name = ".".join(map(str, parts))
+        if not is_unicode(name) or name == METADATA_KEY:
+            raise CheckpointError(
+                f"{self.path}: expected a name of Unicode characters other than {METADATA_KEY!r}, got {name!r}"
+            )
+        return name, parts
+
+    def _require_open(self) -> None:
+        if self.ended:
+            raise CheckpointError(
+                f"{self.path}: expected an unfinished checkpoint, but it was committed or aborted"
+            )
+
+    def _require_undecided(self, name: str) -> None:
+        if self._places is not None:
+            raise CheckpointError(
+                f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header is "
+                "in front of the data"
+            )
+        if name in self._record.infos or name in self._object_checksums:
+            raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")

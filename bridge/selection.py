@@ -1,0 +1,142 @@
+"""Which part of a checkpoint is meant: names selected or dropped, weights only.
+
+Names are those of `twinshard inspect`, patterns as in a shell: `*` is any text, `?` one character, `[ab]` one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
+
+WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
+"""Top-level keys below which checkpoints keep weights."""
+
+STATE_ROOTS = frozenset(
+    {
+        *("optimizer", "optimizers", "optim", "opt_state", "opt", "lr_scheduler", "scheduler", "dataloader"),
+        *("train", "train_state", "step", "rng", "rngs", "variables", "ema"),
+    }
+)
+"""Top-level keys of everything else that checkpoints of training runs hold."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is wanted of a checkpoint: names that match `select` (all, if empty) and not `drop`.
+
+    weights_only: what is below `model`, `params` or the like, or, where no such key exists, all but optimizer and
+    training state.
+    """
+
+    select: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    weights_only: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is left out."""
+        return not (self.select or self.drop or self.weights_only)
+
+    def of(self, paths: Mapping[str, TreePath]) -> frozenset[str]:
+        """The wanted ones of these names. CheckpointError for a pattern that matches none."""
+        for kind, patterns in (("select", self.select), ("drop", self.drop)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in paths):
+                    raise CheckpointError(
+                        f"--{kind} {pattern}: expected a pattern that matches a name, got one that matches none of "
+                        f"{len(paths)}, such as {', '.join(list(paths)[:3])}"
+                    )
+        names: Iterable[str] = paths
+        if self.select:
+            names = [name for name in names if _any(name, self.select)]
+        names = [name for name in names if not _any(name, self.drop)]
+        if self.weights_only:
+            weights = {name for name, path in paths.items() if _root(path) in WEIGHT_ROOTS}
+            names = [
+                name
+                for name in names
+                if (name in weights if weights else _root(paths[name]) not in STATE_ROOTS)
+            ]
+        return frozenset(names)
+
+
+class SelectedReader:
+    """A checkpoint as if it held only what is selected; see `CheckpointReader`. Closing it closes the checkpoint.
+
+    `left_out`: the names of all else.
+    """
+
+    def __init__(self, reader: CheckpointReader, selection: Selection) -> None:
+        self._reader = reader
+        self.format: str = reader.format
+        self.path: Path = reader.path
+        paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
+        wanted = selection.of(paths)
+        if selection.weights_only:
+            wanted -= reader.object_paths.keys()
+        self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: info for name, info in reader.tensors.items() if name in wanted
+        }
+        if not self.tensors and reader.tensors:
+            raise CheckpointError(
+                f"{reader.path}: expected at least one selected tensor, got none of {len(reader.tensors)}"
+            )
+        self.object_paths: Mapping[str, TreePath] = {
+            name: path for name, path in reader.object_paths.items() if name in wanted
+        }
+        self.objects: Mapping[str, object] = _Objects(reader.objects, self.object_paths)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor."""
+        return self._reader.read(name, box)
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """One block where it is in the file."""
+        return self._reader.lend(name, box)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Objects(Mapping[str, object]):
+    def __init__(self, objects: Mapping[str, object], names: Mapping[str, TreePath]) -> None:
+        self._objects, self._names = objects, names
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._objects[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _root(path: TreePath) -> str:
+    return str(path[0]).partition(".")[0]

@@ -1,0 +1,69 @@
+"""A conversion that is killed before its n-th operation on files, run as a program.
+
+    python -m tests.bridge.killed SRC DST FORMAT N [--resume] [--replace]
+
+Prints how many operations there were, when N is 0 and nothing is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+OPERATIONS = (
+    "pwrite",
+    "write",
+    "fdatasync",
+    "fsync",
+    "rename",
+    "replace",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "open",
+)
+
+
+def main() -> None:
+    source, destination, format, last, *flags = sys.argv[1:]
+    from bridge import convert
+    from bridge.formats import atomic, data_file, open_checkpoint
+
+    # Everything that is imported late, before operations are counted.
+    with open_checkpoint(source) as reader:
+        reader.read(next(iter(reader.tensors)))
+    import bridge.formats.dcp_writer
+    import bridge.formats.orbax_writer
+    import bridge.formats.safetensors_writer  # noqa: F401 (imported for its time only)
+
+    data_file.SYNC_BYTES = 1000
+    count = itertools.count(1)
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == int(last):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    atomic._exchange = counted(atomic._exchange)
+    convert.convert(
+        source,
+        destination,
+        to=format,
+        resume="--resume" in flags,
+        replace="--replace" in flags,
+        workers=2,
+    )
+    print(next(count) - 1)
+
+
+if __name__ == "__main__":
+    main()

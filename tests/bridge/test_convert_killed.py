@@ -1,0 +1,198 @@
+"""Conversions killed at any instant: the destination is absent or complete, and resuming finishes identically."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.convert import convert
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.atomic import temporaries_of
+from bridge.formats.base import CheckpointError
+from bridge.formats.journal import JOURNAL_FILE
+from tests.bridge.bits import random_bits, same_bits
+
+ROOT = Path(__file__).parents[2]
+FORMATS = ("dcp", "orbax", "safetensors")
+
+
+def make(path: Path, seed: int) -> dict[str, np.ndarray]:
+    """A small checkpoint of many chunks."""
+    arrays = {f"w{k}": random_bits((40 + k, 7), np.dtype(np.float32), 100 * seed + k) for k in range(8)}
+    with create_checkpoint(path, "dcp") as writer:
+        for name, array in arrays.items():
+            writer.add_tensor((name,), array.shape, array.dtype, (16, 7))
+            for box in writer.chunks(name):
+                writer.write(name, box, array[box.slices()])
+        writer.add_object(("note",), f"seed {seed}")
+    return arrays
+
+
+def assert_holds(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with open_checkpoint(path) as reader:
+        assert set(reader.tensors) == set(arrays)
+        for name, array in arrays.items():
+            assert same_bits(reader.read(name), array)
+
+
+def killed(
+    source: Path, destination: Path, format: str, last: int, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "tests.bridge.killed", source, destination, format, str(last), *flags]
+    return subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    path = tmp_path_factory.mktemp("source") / "c"
+    return path, make(path, 1)
+
+
+def check(source: Path, arrays: dict[str, np.ndarray], folder: Path, format: str, last: int) -> int:
+    """Kill one conversion; the bytes that resuming it did not have to write again."""
+    destination = folder / ("c.safetensors" if format == "safetensors" else "c")
+    done = killed(source, destination, format, last, "--resume")
+    assert done.returncode == -9, done.stderr
+    if destination.exists():
+        assert_holds(destination, arrays)
+        return 0
+    report = convert(source, destination, to=format, resume=True)
+    assert_holds(destination, arrays)
+    assert report.tensors == len(arrays)
+    expected = {destination.name}
+    if format == "safetensors":
+        expected.add("c.safetensors.manifest.json")
+    # One killed before its journal was there cannot be told from one that another process makes this moment.
+    begun = {path.name for path in temporaries_of(destination) if not any(path.iterdir())}
+    assert {path.name for path in folder.iterdir()} - begun == expected
+    return report.resumed_bytes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_conversion_killed_at_some_instants_is_resumed(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str
+) -> None:
+    operations = int(killed(source[0], tmp_path / "whole.safetensors", format, 0, "--resume").stdout)
+    assert operations > 20
+    resumed = []
+    for k in range(5):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        resumed.append(check(*source, folder, format, 1 + operations * (2 * k + 1) // 10))
+    # Half-way through most is there, and nothing of what was written is trusted that was not noted.
+    assert max(resumed) > 2000
+
+
+@pytest.mark.slow  # 200 processes
+def test_a_conversion_killed_at_200_instants_is_resumed(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]]
+) -> None:
+    rng = random.Random(0)
+    operations = {
+        format: int(killed(source[0], tmp_path / f"{format}.safetensors", format, 0, "--resume").stdout)
+        for format in FORMATS
+    }
+    for k in range(200):
+        format = rng.choice(FORMATS)
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        check(*source, folder, format, rng.randint(1, operations[format]))
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax"])
+def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str
+) -> None:
+    old = make(tmp_path / "whole", 2)
+    operations = int(killed(source[0], tmp_path / "whole", format, 0, "--replace").stdout)
+    assert_holds(tmp_path / "whole", source[1])
+    for k in range(8):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        old = make(folder / "c", 2)
+        last = operations - k if k < 5 else operations * (k - 4) // 4
+        assert killed(source[0], folder / "c", format, last, "--replace").returncode == -9
+        with open_checkpoint(folder / "c") as reader:
+            new = same_bits(reader.read("w0"), source[1]["w0"])
+        assert_holds(folder / "c", source[1] if new else old)
+        convert(source[0], folder / "c", to=format, replace=True)
+        assert_holds(folder / "c", source[1])
+        assert [path.name for path in folder.iterdir() if path.name != "c" and journaled(path)] == []
+
+
+def journaled(path: Path) -> bool:
+    return (path / JOURNAL_FILE).exists()
+
+
+def test_resuming_another_conversion_says_what_differs(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]]
+) -> None:
+    assert killed(source[0], tmp_path / "c", "dcp", 30, "--resume").returncode == -9
+    with pytest.raises(
+        CheckpointError,
+        match=r"is unfinished, but it is of another conversion .*format: expected orbax, found dcp",
+    ):
+        convert(source[0], tmp_path / "c", to="orbax", resume=True)
+    make(tmp_path / "other", 3)
+    with pytest.raises(CheckpointError, match=r"source: expected .*other, found .*; files: expected"):
+        convert(tmp_path / "other", tmp_path / "c", to="dcp", resume=True)
+    # Anew it goes, and what was left is removed.
+    convert(source[0], tmp_path / "c", to="orbax")
+    assert temporaries_of(tmp_path / "c") == []
+    assert_holds(tmp_path / "c", source[1])
+
+
+def test_a_changed_source_is_not_mixed_with_its_past(tmp_path: Path) -> None:
+    make(tmp_path / "a", 4)
+    assert killed(tmp_path / "a", tmp_path / "c", "dcp", 30, "--resume").returncode == -9
+    for path in sorted((tmp_path / "a").iterdir()):
+        path.unlink()
+    (tmp_path / "a").rmdir()
+    arrays = make(tmp_path / "a", 5)
+    with pytest.raises(CheckpointError, match="files: expected"):
+        convert(tmp_path / "a", tmp_path / "c", to="dcp", resume=True)
+    convert(tmp_path / "a", tmp_path / "c", to="dcp")
+    assert_holds(tmp_path / "c", arrays)
+
+
+def test_a_damaged_journal_is_not_resumed_from(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]]
+) -> None:
+    assert killed(source[0], tmp_path / "c", "orbax", 30, "--resume").returncode == -9
+    (left,) = temporaries_of(tmp_path / "c")
+    journal = left / JOURNAL_FILE
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 3
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:5])
+    report = convert(source[0], tmp_path / "c", to="orbax", resume=True)
+    assert 0 < report.resumed_bytes < 1500
+    assert_holds(tmp_path / "c", source[1])
+
+
+def test_two_at_once_do_not_share_a_working_directory(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]]
+) -> None:
+    program = (
+        "import sys, time\n"
+        "from bridge.convert import convert\n"
+        "from bridge.formats.dcp_writer import DcpWriter\n"
+        "def write(*_):\n"
+        "    print('writing', flush=True)\n"
+        "    time.sleep(60)\n"
+        "DcpWriter.write = write\n"
+        "convert(*sys.argv[1:], to='dcp', resume=True, workers=1)\n"
+    )
+    arguments = [sys.executable, "-c", program, str(source[0]), str(tmp_path / "c")]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(CheckpointError, match="is being written by another process"):
+            convert(source[0], tmp_path / "c", to="dcp", resume=True)
+        other.kill()
+    convert(source[0], tmp_path / "c", to="dcp", resume=True)
+    assert_holds(tmp_path / "c", source[1])

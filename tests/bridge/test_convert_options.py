@@ -1,0 +1,265 @@
+"""What a conversion can be asked for: a part, casts, a dry run, replacing, space."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bridge.cli import app
+from bridge.convert import ConvertOptions, convert, planned
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
+from bridge.selection import Selection
+from tests.bridge.bits import random_bits, same_bits
+
+F32 = np.dtype(np.float32)
+
+
+def values(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+ARRAYS: dict[TreePath, np.ndarray] = {
+    ("model", "w"): values((6, 4), 1),
+    ("model", "b"): values((5,), 2),
+    ("model", "half"): values((3,), 3).astype(ml_dtypes.bfloat16),
+    ("model", "mask"): np.array([True, False]),
+    ("optimizer", "state", "w", "exp_avg"): values((6, 4), 4),
+    ("optimizer", "state", "w", "step"): np.asarray(7, np.float32),
+    ("train", "seen"): np.asarray(99, np.int64),
+}
+OBJECTS: dict[TreePath, object] = {("optimizer", "param_groups", 0, "lr"): 0.1, ("note",): "x"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    with create_checkpoint(tmp_path / "source", "dcp") as writer:
+        for path, array in ARRAYS.items():
+            name = writer.add_tensor(path, array.shape, array.dtype).name
+            for box in writer.chunks(name):
+                writer.write(name, box, array[box.slices()])
+        for path, value in OBJECTS.items():
+            writer.add_object(path, value)
+    return tmp_path / "source"
+
+
+def contents(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    with open_checkpoint(path) as reader:
+        return {n: reader.read(n) for n in reader.tensors}, dict(reader.objects)
+
+
+@pytest.mark.parametrize(
+    ("selection", "kept"),
+    [
+        (Selection(("model.*",)), {"model.w", "model.b", "model.half", "model.mask"}),
+        (Selection(("model.[wb]", "train.*")), {"model.w", "model.b", "train.seen"}),
+        (
+            Selection((), ("optimizer.*", "note")),
+            {"model.w", "model.b", "model.half", "model.mask", "train.seen"},
+        ),
+        (Selection(("model.*",), ("*.half", "*.mask")), {"model.w", "model.b"}),
+        (Selection(weights_only=True), {"model.w", "model.b", "model.half", "model.mask"}),
+    ],
+)
+def test_a_part_is_converted_and_the_rest_is_named(
+    tmp_path: Path, source: Path, selection: Selection, kept: set[str]
+) -> None:
+    report = convert(source, tmp_path / "out", to="dcp", selection=selection)
+    tensors, objects = contents(tmp_path / "out")
+    assert set(tensors) == kept
+    names = {".".join(map(str, path)) for path in (*ARRAYS, *OBJECTS)}
+    assert set(report.dropped) == names - kept - set(objects)
+    assert not selection.weights_only or objects == {}
+
+
+def test_patterns_that_match_nothing_and_selections_that_leave_nothing_are_refused(
+    tmp_path: Path, source: Path
+) -> None:
+    for selection, message in (
+        (Selection(("modle.*",)), r"--select modle\.\*: expected a pattern that matches a name, got one"),
+        (Selection((), ("x",)), "--drop x: expected a pattern"),
+        (Selection(("note",)), "expected at least one selected tensor, got none of 7"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert(source, tmp_path / "out", selection=selection)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_only_without_such_a_root_leaves_out_what_is_known_as_state(tmp_path: Path) -> None:
+    names = (
+        "layers.0.w",
+        "optimizer.state.layers.0.w.exp_avg",
+        "lr_scheduler.last_epoch",
+        "train_state.step",
+    )
+    with create_checkpoint(tmp_path / "a", "dcp") as writer:
+        for number, name in enumerate(names):
+            writer.write(
+                writer.add_tensor((name,), (2,), F32).name, writer.chunks(name)[0], values((2,), number)
+            )
+    convert(tmp_path / "a", tmp_path / "b", to="dcp", selection=Selection(weights_only=True))
+    assert list(contents(tmp_path / "b")[0]) == ["layers.0.w"]
+
+
+def test_casts_round_what_they_name_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    report = convert(source, tmp_path / "out", casts=["model/*=bfloat16", "model/b=float16"])
+    tensors, _ = contents(tmp_path / "out")
+    assert same_bits(tensors["model/w"], ARRAYS["model", "w"].astype(ml_dtypes.bfloat16))
+    assert same_bits(tensors["model/b"], ARRAYS["model", "b"].astype(np.float16))
+    for name in ("model/half", "model/mask", "train/seen", "optimizer/state/w/exp_avg"):
+        assert same_bits(tensors[name], ARRAYS[tuple(name.split("/"))])
+    assert report.overflowed == {}
+
+
+def test_a_cast_rounds_to_nearest_even_and_counts_what_overflows(tmp_path: Path) -> None:
+    array = np.array(
+        [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1e30, -1e30, np.inf, np.nan, -0.0, 65519.9, 65520], np.float32
+    )
+    with create_checkpoint(tmp_path / "a", "dcp") as writer:
+        writer.write(writer.add_tensor(("w",), array.shape, F32).name, writer.chunks("w")[0], array)
+    convert(tmp_path / "a", tmp_path / "bf", casts=["w=bfloat16"])
+    found = contents(tmp_path / "bf")[0]["w"]
+    assert found[:3].tolist() == [1.0, 1.0, 1 + 2**-6]
+    assert np.signbit(found[7])
+    report = convert(tmp_path / "a", tmp_path / "half", casts=["w=float16"])
+    assert report.overflowed == {"w": 3}
+    assert np.isinf(contents(tmp_path / "half")[0]["w"]).sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("cast", "message"),
+    [
+        (
+            "model/mask=float32",
+            r"cast model/mask=float32: expected floating-point tensors .*, got dtypes bool",
+        ),
+        ("train/seen=int32", "got dtypes int64"),
+        ("nothing=bfloat16", "got no tensor"),
+        ("model/w=float7", "expected a dtype out of .*, got 'float7'"),
+        ("model/w", "expected a cast PATTERN=DTYPE"),
+        ("=float16", "expected a cast PATTERN=DTYPE"),
+    ],
+)
+def test_casts_that_cannot_be_are_refused_before_anything_is_written(
+    tmp_path: Path, source: Path, cast: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "out", casts=[cast])
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path: Path, source: Path) -> None:
+    with planned(source, ConvertOptions(casts=["model/w=bfloat16"])) as (conversion, _):
+        assert conversion.nbytes == sum(a.nbytes for a in ARRAYS.values()) - 48
+        assert conversion.outputs["model/w"].sources == ("model.w",)
+    arguments = [
+        "convert",
+        str(source),
+        str(tmp_path / "out"),
+        "--dry-run",
+        "--cast",
+        "model/w=bfloat16",
+        "--drop",
+        "note",
+    ]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0
+    assert "model/w" in shown.stdout
+    assert "float32 -> bfloat16" in shown.stdout
+    assert "left out 1: note" in shown.stdout
+    document = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert {t["name"]: t["dtype"] for t in document["tensors"]}["model/w"] == "bfloat16"
+    assert document["left_out"] == ["note"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "out", to="orbax")
+    with pytest.raises(FileExistsError, match=r"choose another name, or replace it \(--replace\)"):
+        convert(source, tmp_path / "out", to="orbax")
+    convert(source, tmp_path / "out", to="dcp", replace=True)
+    assert contents(tmp_path / "out")[1] == {".".join(map(str, p)): v for p, v in OBJECTS.items()}
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "letter.txt").write_text("dear")
+    with pytest.raises(CheckpointError, match="expected a DCP checkpoint"):
+        convert(source, home, replace=True)
+    assert (home / "letter.txt").read_text() == "dear"
+    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+        convert(source, source, to="dcp", replace=True)
+    outer = tmp_path / "outer"
+    convert(source, outer, to="dcp")
+    convert(source, outer / "inner", to="dcp")
+    with pytest.raises(CheckpointError, match="expected a destination that does not hold the source"):
+        convert(outer / "inner", outer, to="dcp", replace=True)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="found a symbolic link"):
+        convert(source, tmp_path / "link", to="dcp", replace=True)
+    single = tmp_path / "one.safetensors"
+    convert(source, single, to="safetensors")
+    convert(source, single, to="safetensors", selection=Selection(weights_only=True), replace=True)
+    assert set(contents(single)[0]) == {"model.w", "model.b", "model.half", "model.mask"}
+
+
+def test_a_failed_replacement_keeps_the_old_one(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "out", to="orbax")
+    before = contents(tmp_path / "out")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises((OSError, CheckpointError), match="No space left"):
+        convert(source, tmp_path / "out", to="dcp", replace=True)
+    monkeypatch.undo()
+    after = contents(tmp_path / "out")
+    assert all(same_bits(before[0][name], after[0][name]) for name in before[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_too_little_space_is_said_before_the_first_byte(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 100
+
+    monkeypatch.setattr("bridge.convert.shutil.disk_usage", lambda _: Usage)
+    with pytest.raises(
+        CheckpointError, match=r"expected 2.. bytes of free space for .*out, found 100: free some"
+    ):
+        convert(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_the_manifest_says_what_was_written(tmp_path: Path, source: Path, format: str) -> None:
+    convert(source, tmp_path / "out", to=format)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    tensors, objects = contents(tmp_path / "out")
+    assert manifest.format == format
+    assert set(manifest.tensors) == set(tensors)
+    for name, entry in manifest.tensors.items():
+        assert (entry.dtype, entry.shape) == (tensors[name].dtype.name, tensors[name].shape)
+        for box, crc in entry.chunks.items():
+            assert crc == array_checksum(tensors[name][box.slices()])
+    assert manifest.objects == {name: object_checksum(value) for name, value in objects.items()}
+    files = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert set(manifest.files) == files - {MANIFEST_FILE}
+
+
+def test_checksums_tell_values_apart() -> None:
+    alike = [0, 0.0, False, None, "", "0", b"0", [], (), {}, [0], (0,), [[0]], {"0": 0}, {0: 0}, "None", -0.0]
+    assert len({object_checksum(value) for value in alike}) == len(alike)
+    array = random_bits((4, 6), F32, 1)
+    assert array_checksum(array.T) == array_checksum(array.T.copy())
+    assert array_checksum(array.T) != array_checksum(array)
