@@ -6,30 +6,42 @@ written.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import ml_dtypes
+import numpy as np
+
 from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
+from bridge.ordered import ordered
 from bridge.regions import Progress, group_boxes, split_box
-from bridge.ulp import Difference, Tolerance, compare
+from bridge.ulp import Difference, Tolerance, compare, sum_of_squares
 
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One tensor that both checkpoints have, in the same shape and dtype; ``name`` as in ``b``."""
+    """One tensor that both checkpoints have, in the same shape; ``name`` as in ``b``.
+
+    dtype: the one compared in, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as stored.
+    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     difference: Difference
+    dtype_a: str
+    dtype_b: str
+    relative: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,17 @@ class DiffReport:
         differs = self.missing or self.extra or self.mismatched or self.objects or self.unreadable
         return not (self.total.beyond or differs)
 
+    @property
+    def offenders(self) -> tuple[TensorDiff, ...]:
+        """Tensors that differ: those beyond the tolerance first, then those with NaNs, then by relative error."""
+        differing = [tensor for tensor in self.tensors if tensor.difference.differing]
+        return tuple(sorted(differing, key=_severity, reverse=True))
+
+
+def _severity(tensor: TensorDiff) -> tuple[bool, bool, float, int]:
+    difference = tensor.difference
+    return bool(difference.beyond), bool(difference.nan), tensor.relative, difference.max_ulp
+
 
 def diff(
     a: str | os.PathLike[str],
@@ -75,12 +98,17 @@ def diff(
     mapping: str | os.PathLike[str] | MappingTable | None = None,
     axes: Mapping[str, int] | None = None,
     tolerance: Tolerance | None = None,
+    rounded: bool = False,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> DiffReport:
-    """Compare two checkpoint directories of any format.
+    """Compare two checkpoints of any format.
 
-    mapping, axes: as for `convert`; without a mapping names are compared as tree paths. Memory stays at a few regions
-    of 32 MiB. Raises FileNotFoundError, or CheckpointError when one is damaged or the mapping does not fit ``a``.
+    mapping, axes: as for `convert`; without a mapping names are compared as tree paths. rounded: tensors of different
+    dtypes are compared too, see `common_dtype`; so 0 ULP says that the narrower is exactly the other, cast. workers:
+    regions compared in parallel, some 100 MiB of memory each.
+
+    Raises FileNotFoundError, or CheckpointError when one is damaged or the mapping does not fit ``a``.
     """
     tolerance = tolerance or Tolerance()
     table = mapping_table(mapping, axes)
@@ -88,13 +116,15 @@ def diff(
         plan = make_plan(reader_a, cast(Format, reader_b.format), table)
         infos = reader_b.tensors
         common = [name for name in infos if name in plan.tensors]
-        mismatched = {name: text for name in common if (text := _mismatch(plan.tensors[name], infos[name]))}
+        mismatched = {
+            name: text for name in common if (text := _mismatch(plan.tensors[name], infos[name], rounded))
+        }
         comparable = [name for name in common if name not in mismatched]
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
         for name in comparable:
-            difference = _compare(reader_a, plan.tensors[name], reader_b, infos[name], tolerance)
-            tensors.append(TensorDiff(name, infos[name].shape, infos[name].dtype.name, difference))
+            pair = _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance)
+            tensors.append(pair.compare(workers))
             done += infos[name].nbytes
             if progress is not None:
                 progress(done, total, name)
@@ -110,30 +140,99 @@ def diff(
         )
 
 
-def _mismatch(planned: PlannedTensor, info: TensorInfo) -> str:
+def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
+    """The dtype in which to compare two: of floating-point types the narrower, to which the other is rounded.
+
+    Of integers the one that holds the values of both, as there no value may change. None when neither floating-point
+    type holds all values of the other (float16 and bfloat16), and for types of different kinds.
+    """
+    if a == b:
+        return a
+    if a.kind in "biu" and b.kind in "biu":
+        joint = np.promote_types(a, b)
+        return joint if joint.kind in "biu" else None
+    if a.kind == b.kind == "c":
+        return min(a, b, key=lambda dtype: dtype.itemsize)
+    if a.kind in "biuc" or b.kind in "biuc":
+        return None
+    return next((n for n, w in ((a, b), (b, a)) if _holds(w, n)), None)
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    w, n = ml_dtypes.finfo(wide), ml_dtypes.finfo(narrow)
+    return bool(w.nmant >= n.nmant and w.maxexp >= n.maxexp and w.minexp <= n.minexp)
+
+
+def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:
     parts = []
     if planned.shape != info.shape:
         parts.append(f"shape {list(planned.shape)} in a, {list(info.shape)} in b")
-    if planned.dtype != info.dtype:
+    if planned.dtype != info.dtype and not (rounded and common_dtype(planned.dtype, info.dtype)):
         parts.append(f"dtype {planned.dtype} in a, {info.dtype} in b")
     return "; ".join(parts)
 
 
-def _compare(
-    reader_a: CheckpointReader,
-    planned: PlannedTensor,
-    reader_b: CheckpointReader,
-    info: TensorInfo,
-    tolerance: Tolerance,
-) -> Difference:
-    itemsize = info.dtype.itemsize
-    result = Difference()
-    # Along b's stored chunks, as its compressed ones are decoded whole.
-    for joint, _ in group_boxes(info.chunks, itemsize):
-        for box in split_box(joint, itemsize):
-            if box.numel:
-                result += compare(planned.read(reader_a, box), reader_b.read(info.name, box), tolerance)
-    return result
+@dataclass(frozen=True)
+class _Pair:
+    """A tensor of ``b`` and what it is to be compared with."""
+
+    reader_a: CheckpointReader
+    planned: PlannedTensor
+    reader_b: CheckpointReader
+    info: TensorInfo
+    tolerance: Tolerance
+
+    def compare(self, workers: int) -> TensorDiff:
+        dtype = common_dtype(self.planned.dtype, self.info.dtype)
+        assert dtype is not None
+        boxes = list(self._boxes())
+        found = list(ordered(lambda box: self._region(box, dtype), boxes, workers))
+        difference = sum((one for one, _ in found), Difference())
+        relative = 0.0
+        if difference.squares:
+            # Equal regions took no arithmetic; their norm is needed only now.
+            due = [box for box, (_, norm) in zip(boxes, found, strict=True) if norm is None]
+            norms = [norm for _, norm in found if norm is not None]
+            norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
+            relative = _ratio(difference.squares, math.fsum(norms))
+        return TensorDiff(
+            self.info.name,
+            self.info.shape,
+            dtype.name,
+            difference,
+            self.planned.dtype.name,
+            self.info.dtype.name,
+            relative,
+        )
+
+    def _boxes(self) -> Iterator[Box]:
+        # Along b's stored chunks, as its compressed ones are decoded whole.
+        itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
+        for joint, _ in group_boxes(self.info.chunks, itemsize):
+            yield from (box for box in split_box(joint, itemsize) if box.numel)
+
+    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None]:
+        """The difference within a box, and the sum of squares of ``a`` there if there is any difference."""
+        left, right = self._read_a(box, dtype), _as(self.reader_b.read(self.info.name, box), dtype)
+        cast = self.planned.dtype != self.info.dtype
+        # A cast does not keep a NaN's payload.
+        found = compare(left, right, self.tolerance, any_nan=cast).shifted(box.offsets)
+        return found, sum_of_squares(left) if found.differing else None
+
+    def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
+        return _as(self.planned.read(self.reader_a, box), dtype)
+
+
+def _as(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=False)
+
+
+def _ratio(error: float, reference: float) -> float:
+    """Of two norms, from their squares."""
+    if math.isinf(error) or not reference:
+        return math.inf
+    return math.sqrt(error) / math.sqrt(reference)
 
 
 def _objects(

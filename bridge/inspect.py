@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.manifest import MANIFEST_FILE, manifest_path
 from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
 
 MAX_BARS = 16
@@ -29,7 +30,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a checkpoint. ``unreadable`` says why, for objects whose value is not plain data."""
+    """The contents of a checkpoint. ``unreadable`` says why, for objects whose value is not plain data.
+
+    manifest: whether it has one of ours, by which `verify` can tell that nothing changed.
+    """
 
     path: Path
     format: str
@@ -37,6 +41,12 @@ class Summary:
     groups: tuple[Group, ...]
     objects: Mapping[str, object]
     unreadable: Mapping[str, str]
+    manifest: bool
+
+    @property
+    def chunks(self) -> int:
+        """Stored chunks of all tensors."""
+        return sum(len(tensor.chunks) for tensor in self.tensors)
 
     @property
     def bytes(self) -> int:
@@ -45,7 +55,7 @@ class Summary:
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
-    """Describe the checkpoint directory ``path``, reading no tensor data.
+    """Describe the checkpoint at ``path``, reading no tensor data.
 
     Raises FileNotFoundError, or CheckpointError when its metadata is damaged.
     """
@@ -65,7 +75,19 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
                 unreadable[name] = str(error)
-        return Summary(Path(path), reader.format, tensors, groups, objects, unreadable)
+        manifest = manifest_path(manifest_home(Path(path))).is_file()
+        return Summary(Path(path), reader.format, tensors, groups, objects, unreadable, manifest)
+
+
+def manifest_home(path: Path) -> Path:
+    """Which checkpoint a manifest would be of: ``path``, or the only one with a manifest at most two levels below it.
+
+    That is where a directory of steps has it.
+    """
+    if not path.is_dir() or manifest_path(path).exists():
+        return path
+    below = [found for pattern in ("*/", "*/*/") for found in path.glob(pattern + MANIFEST_FILE)]
+    return below[0].parent if len(below) == 1 else path
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,23 @@ payloads. Integers are their own numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+
+from bridge.formats.base import DTYPES
 
 LARGEST_ULP = 2**64 - 1
 """The largest distance that two 64-bit numbers can have."""
 
-_SLICE = 1 << 18
-"""Differing elements examined at a time: what is computed about them takes some 100 bytes each."""
+_BLOCK = 1 << 18
+"""Elements looked through at a time."""
+
+_SLICE = 1 << 15
+"""Differing elements examined at a time: what is computed about them stays in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,25 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class Place:
+    """One element: its index in the tensor, and its two values as text (with their bits where the text is the same)."""
+
+    index: tuple[int, ...]
+    a: str
+    b: str
+
+    def shifted(self, offsets: tuple[int, ...]) -> Place:
+        """The same element, its index counted from another corner."""
+        return replace(self, index=tuple(i + o for i, o in zip(self.index, offsets, strict=True)))
+
+
+@dataclass(frozen=True)
 class Difference:
     """Elements compared and how many differ in some bit; of those, how many involve a NaN or exceed the tolerance.
 
     max_abs and max_rel are over pairs without NaN; relative to the larger magnitude, infinite when one is infinite.
+    squares: the sum of squared differences of pairs without NaN. at_ulp, at_abs: the first element with the largest
+    distance, and with the largest absolute difference above 0.
     """
 
     elements: int = 0
@@ -54,6 +77,9 @@ class Difference:
     max_ulp: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
+    squares: float = 0.0
+    at_ulp: Place | None = None
+    at_abs: Place | None = None
 
     def __add__(self, other: Difference) -> Difference:
         return Difference(
@@ -64,66 +90,178 @@ class Difference:
             max(self.max_ulp, other.max_ulp),
             max(self.max_abs, other.max_abs),
             max(self.max_rel, other.max_rel),
+            self.squares + other.squares,
+            other.at_ulp if other.max_ulp > self.max_ulp else self.at_ulp,
+            other.at_abs if other.max_abs > self.max_abs else self.at_abs,
+        )
+
+    def shifted(self, offsets: tuple[int, ...]) -> Difference:
+        """The same difference, its places counted from another corner."""
+        return replace(
+            self,
+            at_ulp=self.at_ulp and self.at_ulp.shifted(offsets),
+            at_abs=self.at_abs and self.at_abs.shifted(offsets),
         )
 
 
-def compare(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> Difference:
-    """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements."""
+def compare(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, *, any_nan: bool = False) -> Difference:
+    """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements.
+
+    any_nan: all NaNs are one. Equal bits take no arithmetic.
+    """
+    shape, parts = a.shape, 1
     if a.dtype.kind == "c":
+        parts = 2
         part = np.dtype(f"f{a.dtype.itemsize // 2}")
         a, b = a.reshape(-1).view(part), b.reshape(-1).view(part)
     a, b = a.reshape(-1), b.reshape(-1)
     bits = np.dtype(f"u{a.itemsize}")
-    where = np.flatnonzero(a.view(bits) != b.view(bits))
+    left, right = a.view(bits), b.view(bits)
     result = Difference(elements=a.size)
-    for start in range(0, where.size, _SLICE):
-        chosen = where[start : start + _SLICE]
-        result += _differing(a[chosen], b[chosen], tolerance)
+    for start in range(0, a.size, _BLOCK):
+        differing = left[start : start + _BLOCK] != right[start : start + _BLOCK]
+        if not differing.any():
+            continue
+        positions = np.flatnonzero(differing) + start
+        for first in range(0, positions.size, _SLICE):
+            where = positions[first : first + _SLICE]
+            result += _differing(a[where], b[where], _Where(where, parts, shape), tolerance, any_nan)
     return result
 
 
-def _differing(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> Difference:
-    ulp = _distance(_numbers(a), _numbers(b))
+def sum_of_squares(values: np.ndarray) -> float:
+    """Of all elements that are no NaN, accumulated in float64; infinite for infinite ones."""
+    flat = values.reshape(-1)
+    if flat.dtype.kind == "c":
+        flat = flat.view(f"f{flat.itemsize // 2}")
+    total = 0.0
+    for start in range(0, flat.size, _SLICE):
+        total += _squares(_values(flat[start : start + _SLICE]))
+    return total
+
+
+def _squares(values: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        # Not a BLAS call: its threads cost more than they save on so few elements.
+        total = float(np.einsum("i,i->", values, values))
+        # The usual case needs no search for NaNs.
+        return total if not math.isnan(total) else float(np.nansum(values * values))
+
+
+class _Where(NamedTuple):
+    """Positions, in row-major order, in a tensor of this shape whose elements have one part or two."""
+
+    positions: np.ndarray
+    parts: int
+    shape: tuple[int, ...]
+
+    def chosen(self, kept: np.ndarray) -> _Where:
+        return self._replace(positions=self.positions[kept])
+
+    def element(self, which: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(self.positions[which] // self.parts, self.shape)))
+
+
+def _differing(
+    a: np.ndarray,
+    b: np.ndarray,
+    where: _Where,
+    tolerance: Tolerance,
+    any_nan: bool,
+) -> Difference:
+    """Of elements that all differ."""
+    x, y = _values(a), _values(b)
     floating = a.dtype.kind not in "biu"
     with np.errstate(all="ignore"):
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        nan = np.isnan(x) | np.isnan(y)
         absolute = np.abs(x - y)
-        relative = np.where(np.isinf(absolute), np.inf, absolute / np.maximum(np.abs(x), np.abs(y)))
-    absolute, relative = np.where(nan, 0.0, absolute), np.where(nan | (absolute == 0), 0.0, relative)
+        # Infinities of one sign have the same bits, so only a NaN or an overflow leaves no number here.
+        nan = np.isnan(absolute)
+        some_nan = bool(nan.any())
+        if some_nan and any_nan:
+            kept = ~(np.isnan(x) & np.isnan(y))
+            if not kept.any():
+                return Difference()
+            if not kept.all():
+                return _differing(a[kept], b[kept], where.chosen(kept), tolerance, False)
+        relative = absolute / np.maximum(np.abs(x), np.abs(y))
+        relative[np.isinf(absolute)] = np.inf
+    if some_nan:
+        absolute[nan] = relative[nan] = 0.0
     # Opposite zeros are 0 apart relatively, yet without a relative tolerance only the same bits pass.
-    close = (relative <= tolerance.rtol) & (tolerance.rtol > 0)
-    within = ~nan & (close | (ulp <= np.uint64(tolerance.max_ulp)))
+    relative[absolute == 0] = 0.0
+    ulp = _distance(_numbers(a), _numbers(b))
+    within = ulp <= ulp.dtype.type(min(tolerance.max_ulp, int(np.iinfo(ulp.dtype).max)))
+    if tolerance.rtol > 0:
+        within |= relative <= tolerance.rtol
+    within &= ~nan
+    farthest, largest = int(ulp.argmax()), int(absolute.argmax())
+
+    def place(which: int) -> Place:
+        return Place(where.element(which), *_texts(a[which], b[which]))
+
     return Difference(
         0,
         a.size,
-        int(nan.sum()),
-        int((~within).sum()) if floating else a.size,
-        int(ulp.max()),
-        float(absolute.max()),
+        int(np.count_nonzero(nan)),
+        a.size - int(np.count_nonzero(within)) if floating else a.size,
+        int(ulp[farthest]),
+        float(absolute[largest]),
         float(relative.max()),
+        _squares(absolute),
+        place(farthest),
+        place(largest) if absolute[largest] > 0 else None,
     )
 
 
-def _numbers(values: np.ndarray) -> np.ndarray:
-    """The elements' place in the order of their type, as int64 (uint64 for unsigned integers)."""
-    if values.dtype.kind in "bu":
-        return values.astype(np.uint64)
-    if values.dtype.kind == "i":
-        return values.astype(np.int64)
-    width = 8 * values.itemsize
-    bits = values.view(f"u{values.itemsize}")
-    if values.dtype.name == "float8_e8m0fnu":  # powers of two, without a sign bit
-        return bits.astype(np.int64)
-    magnitude = (bits & bits.dtype.type((1 << (width - 1)) - 1)).astype(np.int64)
-    if values.dtype.name.endswith("fnuz"):  # one zero; the pattern of the other is the NaN
-        negative = np.where(magnitude == 0, 1 << (width - 1), -magnitude)
-    else:
-        negative = ~magnitude
-    return np.where(bits >> (width - 1) != 0, negative, magnitude)
+def _texts(a: np.generic, b: np.generic) -> tuple[str, str]:
+    left, right = str(a), str(b)
+    if left == right or "nan" in (left, right):
+        left, right = (f"{text} (0x{value.tobytes()[::-1].hex()})" for text, value in ((left, a), (right, b)))
+    return left, right
+
+
+def _values(elements: np.ndarray) -> np.ndarray:
+    """As float64."""
+    if elements.dtype.name == "bfloat16":  # the upper half of a float32; ml_dtypes converts one by one
+        elements = (elements.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif elements.itemsize == 1 and elements.dtype.kind not in "biu":
+        return _tables(elements.dtype.name)[0][elements.view(np.uint8)]
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return elements.astype(np.float64)
+
+
+def _numbers(elements: np.ndarray) -> np.ndarray:
+    """The elements' place in the order of their type, as integers."""
+    if elements.dtype.kind in "iu":
+        return elements
+    if elements.dtype.kind == "b":
+        return elements.view(np.uint8)
+    if elements.itemsize == 1:
+        return _tables(elements.dtype.name)[1][elements.view(np.uint8)]
+    return _signed_numbers(elements.view(f"i{elements.itemsize}"))
+
+
+def _signed_numbers(bits: np.ndarray) -> np.ndarray:
+    """From bit patterns as signed integers: negative ones count downwards from -1."""
+    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & np.iinfo(bits.dtype).max)
+
+
+@lru_cache
+def _tables(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Value (float64) and number (int16) of every bit pattern of a type of one byte."""
+    patterns = np.arange(256, dtype=np.uint8)
+    with np.errstate(invalid="ignore"):
+        values = patterns.view(DTYPES[name]).astype(np.float64)
+    if name == "float8_e8m0fnu":  # powers of two, without a sign bit
+        return values, patterns.astype(np.int16)
+    numbers = _signed_numbers(patterns.view(np.int8)).astype(np.int16)
+    if name.endswith("fnuz"):  # one zero; the pattern of the other is the NaN
+        numbers[129:] += 1
+        numbers[128] = 128
+    return values, numbers
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # Differences of 64-bit numbers overflow int64, but wrap to the right uint64 when the larger comes first.
-    larger, smaller = np.where(a > b, a, b), np.where(a > b, b, a)
-    return larger.view(np.uint64) - smaller.view(np.uint64)
+    # Differences of signed numbers overflow, but wrap to the right unsigned one when the larger comes first.
+    unsigned = np.dtype(f"u{a.itemsize}")
+    return np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)

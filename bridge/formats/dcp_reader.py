@@ -6,7 +6,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -122,6 +122,23 @@ class DcpReader:
         if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
             return None
         return lend_mapped(*self._part(info, touching[0], box))
+
+    def checksummed(self, name: str) -> bool:
+        """Whether every chunk of a tensor has a CRC-32, which reading verifies."""
+        info = self.tensors[name]
+        stored = (
+            self._find(info, *pair) for pair in zip(info.chunks, self._metadata.extents[name], strict=True)
+        )
+        return all(one.record is not None and one.record.crc is not None for one in stored)
+
+    def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name, info in self.tensors.items():
+            for chunk, extent in zip(info.chunks, self._metadata.extents[name], strict=True):
+                start = self._find(info, chunk, extent).start
+                ranges.setdefault(extent.file, []).append((start, start + chunk.numel * info.dtype.itemsize))
+        return ranges
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""

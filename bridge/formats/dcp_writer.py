@@ -21,6 +21,7 @@ from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
 from bridge.formats.dcp_pickle import is_unicode
+from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -29,6 +30,7 @@ from bridge.formats.manifest import (
     file_checksum,
     object_checksum,
     render_manifest,
+    rest_checksum,
 )
 from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
 
@@ -146,7 +148,7 @@ class DcpWriter(CommitOrAbort):
                 ".metadata": ManifestFile(
                     (folder / ".metadata").stat().st_size, file_checksum(folder / ".metadata")
                 ),
-                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None),
+                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None, self._rest(folder)),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -155,6 +157,10 @@ class DcpWriter(CommitOrAbort):
         except BaseException:
             self.abort()
             raise
+
+    def _rest(self, folder: Path) -> int:
+        with DcpReader(folder) as written:
+            return rest_checksum(folder / _DATA_FILE, written.data_ranges().get(_DATA_FILE, ()))
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""

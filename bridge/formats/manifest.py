@@ -9,16 +9,18 @@ Every checkpoint that is written here has one, in its directory, or beside it wh
      "tensors": {"model.w": {"dtype": "float32", "shape": [4, 3],
                              "chunks": [[[0, 0], [2, 3], "9ae0daaf"], [[2, 0], [2, 3], "13a92d01"]]}},
      "objects": {"train.note": "6f10c2b8"},
-     "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null]}}
+     "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null, "77e0a1b2"]}}
 
 Checksums are CRC-32C in hexadecimal: of a chunk's elements in row-major order, little-endian; of an object's value; of
-a file's bytes, null where the chunks' checksums speak for it. A CRC of 32 bits notices every change of up to 32
+a file's bytes, null where the chunks' checksums speak for its data; then a third number is that of all bytes of the
+file that are no elements of chunks, such as headers. A CRC of 32 bits notices every change of up to 32
 neighbouring bits for certain. It is no signature: who can change the data can change the manifest.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from bridge.formats.base import Box, CheckpointError, dtype_from_name
 MANIFEST_FILE = "twinshard_manifest.json"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
+_BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,14 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """A file's size in bytes and the CRC-32C of all of them, None where the chunks' checksums speak for it."""
+    """A file's size in bytes and the CRC-32C of all of them, None where the chunks' checksums speak for its data.
+
+    rest: the CRC-32C of the bytes that are no elements of chunks, None where it is not known.
+    """
 
     size: int
     crc: int | None
+    rest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,22 @@ def file_checksum(path: Path) -> int:
     return int(google_crc32c.value(path.read_bytes()))
 
 
+def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
+    """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last."""
+    crc, position = 0, 0
+    with open(path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        for start, stop in (*sorted(ranges), (end, end)):
+            while position < start:
+                data = os.pread(file.fileno(), min(start - position, _BLOCK), position)
+                if not data:
+                    raise OSError(f"{path}: expected {end} bytes, found {position}")
+                crc = google_crc32c.extend(crc, data)
+                position += len(data)
+            position = max(position, stop)
+    return int(crc)
+
+
 def read_manifest(checkpoint: Path) -> Manifest | None:
     """The manifest of a checkpoint, None if it has none. CheckpointError when it is damaged."""
     path = manifest_path(checkpoint)
@@ -121,7 +144,11 @@ def render_manifest(manifest: Manifest) -> bytes:
         "tensors": tensors,
         "objects": {name: _hex(crc) for name, crc in manifest.objects.items()},
         "files": {
-            name: [file.size, None if file.crc is None else _hex(file.crc)]
+            name: [
+                file.size,
+                None if file.crc is None else _hex(file.crc),
+                *([] if file.rest is None else [_hex(file.rest)]),
+            ]
             for name, file in manifest.files.items()
         },
     }
@@ -139,8 +166,8 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
             {_text(name): _tensor(entry) for name, entry in root["tensors"].items()},
             {_text(name): _crc(crc) for name, crc in root["objects"].items()},
             {
-                _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc))
-                for name, (size, crc) in root["files"].items()
+                _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc), *map(_crc, rest))
+                for name, (size, crc, *rest) in root["files"].items()
             },
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:

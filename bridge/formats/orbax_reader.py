@@ -130,6 +130,10 @@ class OrbaxReader:
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             return lend_mapped(*self._raw_part(name, layout, index, box))
 
+    def checksummed(self, name: str) -> bool:
+        """Whether every chunk of a tensor has a CRC-32C, which reading verifies."""
+        return self._layouts[name].checksum
+
     def close(self) -> None:
         """Release the files."""
         self._store = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -129,6 +129,18 @@ class SafetensorsReader:
             (o - p) * s for o, p, s in zip(common.offsets, piece.box.offsets, elements.strides, strict=True)
         )
         return elements[common.slices(piece.box)], file, piece.array.start + skipped
+
+    def checksummed(self, name: str) -> bool:
+        """Never: the format has no checksums."""
+        return False
+
+    def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            array = piece.array
+            ranges.setdefault(piece.file, []).append((array.start, array.start + array.nbytes))
+        return ranges
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""

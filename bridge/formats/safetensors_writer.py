@@ -35,6 +35,7 @@ from bridge.formats.manifest import (
     manifest_path,
     object_checksum,
     render_manifest,
+    rest_checksum,
 )
 from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors_files import INDEX_FILE, SINGLE_FILE, SUFFIX
@@ -249,7 +250,16 @@ class SafetensorsWriter(CommitOrAbort):
 
     def _write_manifest(self) -> None:
         folder = self._directory.temporary
-        files = {file: ManifestFile((folder / file).stat().st_size, None) for file in self._names}
+        places = self._laid_out().items()
+        files = {}
+        for file in self._names:
+            ranges = [
+                (place.offset, place.offset + self._record.infos[name].nbytes)
+                for name, place in places
+                if place.file.path.name == file
+            ]
+            rest = rest_checksum(folder / file, ranges)
+            files[file] = ManifestFile((folder / file).stat().st_size, None, rest)
         if (folder / INDEX_FILE).exists():
             index = folder / INDEX_FILE
             files[INDEX_FILE] = ManifestFile(index.stat().st_size, file_checksum(index))

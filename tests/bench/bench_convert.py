@@ -95,7 +95,9 @@ def tensors(x):
     if isinstance(x, dict):
         return {k: tensors(v) for k, v in x.items()}
     x = np.array(x)
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 dcp.save(tensors(ocp.StandardCheckpointer().restore(sys.argv[1])), checkpoint_id=sys.argv[2], no_dist=True)
 done(*start)
 """

@@ -82,7 +82,7 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
         (("convert", "dcp", "dcp"), "error: expected no file or directory at dcp, found one"),
         (
             ("convert", "dcp", "new", "--mapping", "other"),
-            "or one of the families decoder, decoder_stacked, got 'other'",
+            "or one of the families decoder, decoder_stacked, ",
         ),
         (
             ("convert", "other", "new", "--mapping", "decoder"),

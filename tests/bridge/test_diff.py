@@ -167,9 +167,9 @@ def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
     compared = []
     compare = diff_module.compare
 
-    def recorded(left: np.ndarray, right: np.ndarray, tolerance: Tolerance) -> Difference:
+    def recorded(left: np.ndarray, right: np.ndarray, tolerance: Tolerance, **options: bool) -> Difference:
         compared.append(left.nbytes)
-        return compare(left, right, tolerance)
+        return compare(left, right, tolerance, **options)
 
     monkeypatch.setattr(diff_module, "compare", recorded)
     total = diff(tmp_path / "a", tmp_path / "b").total
@@ -231,8 +231,12 @@ def test_objects_are_compared_by_type_and_value_and_nan_equals_itself(tmp_path: 
     assert report.objects == (("o/true", True, 1.0), ("o/one", 1, 1.0))
 
 
+class Opaque:
+    """Something that only pickle can store."""
+
+
 def test_an_object_that_cannot_be_read_is_listed_beside_the_tensors(tmp_path: Path) -> None:
-    stock_save({"w": torch.zeros(3), "extra": b"raw"}, tmp_path / "a")
+    stock_save({"w": torch.zeros(3), "extra": Opaque()}, tmp_path / "a")
     report = diff(tmp_path / "a", tmp_path / "a")
     assert [name for name, _ in report.unreadable] == ["extra"]
     assert "extra" in report.unreadable[0][1]

@@ -131,12 +131,15 @@ def test_integers_must_be_equal_whatever_the_tolerance(dtype: str) -> None:
 
 def test_many_differences_are_found_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.ulp._SLICE", 7)
+    monkeypatch.setattr("bridge.ulp._BLOCK", 31)
     a = np.arange(1, 101, dtype=np.float32)
     b = a.copy()
     b[::3] = np.nextafter(b[::3], np.float32(np.inf))
     b[50] = np.nextafter(np.nextafter(b[50], np.float32(0)), np.float32(0))
     found = distance(a.reshape(10, 10), b.reshape(10, 10), max_ulp=1)
     assert (found.elements, found.differing, found.beyond, found.max_ulp) == (100, 35, 1, 2)
+    assert found.at_ulp is not None
+    assert found.at_ulp.index == (5, 0)
 
 
 def test_complex_numbers_count_as_two_parts() -> None:
@@ -162,3 +165,42 @@ def test_bfloat16_values_are_compared_in_their_own_steps() -> None:
     a = np.asarray([1.0], ml_dtypes.bfloat16)
     b = np.asarray([1.0078125], ml_dtypes.bfloat16)
     assert distance(a, b).max_ulp == 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_float_is_compared_as_one_by_one(dtype: str) -> None:
+    """Against the definitions, element by element, on random bits."""
+    kind = DTYPES[dtype]
+    rng = np.random.default_rng(8)
+    a, b = (
+        np.frombuffer(rng.integers(0, 256, 300 * kind.itemsize, dtype=np.uint8).tobytes(), kind) for _ in "ab"
+    )
+    found = distance(a, b)
+    with np.errstate(all="ignore"):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        nan = np.isnan(x) | np.isnan(y)
+        gap = np.abs(x - y)[~nan]
+    differs = np.asarray([p.tobytes() != q.tobytes() for p, q in zip(a, b, strict=True)])
+    assert found.differing == int(differs.sum())
+    assert found.nan == int((nan & differs).sum())
+    assert found.max_abs == gap.max()
+    singles = [distance(a[k : k + 1], b[k : k + 1]) for k in range(a.size)]
+    assert found.max_ulp == max(one.max_ulp for one in singles)
+    assert found.max_rel == max(one.max_rel for one in singles)
+    with np.errstate(over="ignore"):
+        assert found.squares == pytest.approx(float((gap * gap).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [name for name in FLOATS if DTYPES[name].itemsize == 1])
+def test_numbers_of_one_byte_floats_follow_their_values(dtype: str) -> None:
+    values = array(dtype, *range(256))
+    wide = values.astype(np.float64)
+    for k in range(0, 256, 7):
+        for other in range(0, 256, 11):
+            if not (np.isnan(wide[k]) or np.isnan(wide[other])):
+                between = np.unique(
+                    wide[(wide > min(wide[k], wide[other])) & (wide <= max(wide[k], wide[other]))]
+                )
+                ulp = distance(values[k : k + 1], values[other : other + 1]).max_ulp
+                # Two zeros of a type count as two.
+                assert ulp - between.size in (0, 1)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from bridge.cli_inspect import inspect as inspect_command
 from bridge.formats.base import Box
 from bridge.inspect import inspect
 from tests.bridge.decoder_trees import dcp_arrays
@@ -66,3 +72,43 @@ def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
     monkeypatch.setattr(OrbaxReader, "read", None)
     assert inspect(tmp_path / "a").bytes == 24
+
+
+def test_the_manifest_and_the_number_of_chunks_are_told(tmp_path: Path) -> None:
+    from bridge.formats import create_checkpoint
+
+    with create_checkpoint(tmp_path / "runs/3/default", "orbax") as writer:
+        writer.add_tensor(("w",), (5, 3), np.dtype(np.float32), chunk_shape=(2, 3))
+        for box in writer.chunks("w"):
+            writer.write("w", box, np.zeros(box.sizes, np.float32))
+    summary = inspect(tmp_path / "runs")
+    assert (summary.manifest, summary.chunks) == (True, 3)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert inspect(tmp_path / "a").manifest is False
+
+    app = typer.Typer()
+    app.command()(inspect_command)
+    result = CliRunner().invoke(app, [str(tmp_path / "runs")])
+    assert "orbax, 1 tensors in 3 chunks, 60 B, with its manifest" in result.stdout
+    document = json.loads(CliRunner().invoke(app, [str(tmp_path / "runs"), "--json"]).stdout)
+    assert (document["manifest"], document["num_chunks"]) == (True, 3)
+
+
+def test_safetensors_are_inspected_as_a_file_and_as_a_directory(tmp_path: Path) -> None:
+    arrays = {"model.w": np.ones((4, 2), np.float32), "model.v": np.zeros(3, np.int64)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        summary = inspect(path)
+        assert summary.format == "safetensors"
+        assert {t.name: (t.shape, t.dtype) for t in summary.tensors} == {
+            name: (array.shape, array.dtype) for name, array in arrays.items()
+        }
+
+
+def test_five_thousand_tensors_are_listed_in_time(tmp_path: Path) -> None:
+    state = {"model": {f"layers.{i}.w": torch.full((4, 4), float(i)) for i in range(5000)}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    inspect(tmp_path / "a")
+    started = time.process_time()
+    assert len(inspect(tmp_path / "a").tensors) == 5000
+    assert time.process_time() - started < 1.0

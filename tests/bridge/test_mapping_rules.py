@@ -142,13 +142,15 @@ def test_a_bad_mapping_file_is_named_with_its_mistake(content: str, message: str
 
 
 def test_families_ship_with_the_package_and_load() -> None:
-    assert family_names() == ["decoder", "decoder_stacked"]
+    assert {"decoder", "decoder_stacked", "gemma2", "gpt2", "mixtral", "qwen2", "qwen3"} <= set(
+        family_names()
+    )
     for name in family_names():
         assert load_mapping(name).name == name
 
 
 def test_an_unknown_family_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(MappingError, match="families decoder, decoder_stacked, got 'decodr'"):
+    with pytest.raises(MappingError, match=r"families decoder, decoder_stacked, .*, got 'decodr'"):
         load_mapping("decodr")
     with pytest.raises(MappingError, match="cannot read the mapping file"):
         load_mapping(tmp_path / "none.toml")

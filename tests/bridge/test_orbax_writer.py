@@ -174,7 +174,16 @@ def test_objects_come_back_with_their_types_and_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [deep(65), {"__bytes__": "AA=="}, {1: 2}, np.float64(1), np.zeros(2), object(), {"__tuple__": [1]}, [1, {2}]],
+    [
+        deep(65),
+        {"__bytes__": "AA=="},
+        {1: 2},
+        np.float64(1),
+        np.zeros(2),
+        object(),
+        {"__tuple__": [1]},
+        [1, {2}],
+    ],
     ids=lambda value: repr(value)[:20],
 )
 def test_an_object_that_json_would_change_is_refused(tmp_path: Path, value: object) -> None:

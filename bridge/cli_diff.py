@@ -1,0 +1,124 @@
+"""`twinshard diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_options import (
+    SHOWN,
+    AxisOption,
+    JsonOption,
+    MappingOption,
+    axis_sizes,
+    progress_console,
+    some,
+    user_errors,
+)
+from bridge.cli_output import byte_progress, print_json, print_line, print_table
+from bridge.ulp import LARGEST_ULP
+
+if TYPE_CHECKING:
+    from bridge.diff import DiffReport
+
+_WORST = 5
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
+    mapping: MappingOption = None,
+    axis: AxisOption = None,
+    max_ulp: Annotated[
+        int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
+    ] = 0,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Or allowed relative difference.")] = 0.0,
+    rounded: Annotated[
+        bool,
+        typer.Option(
+            "--rounded", help="Compare different dtypes, too: is the narrower exactly the other one, rounded?"
+        ),
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Threads, some 100 MiB of memory each.")] = 1,
+    all_: Annotated[bool, typer.Option("--all", help="List every tensor, equal ones too.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor.
+
+    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol;
+    NaNs pass against the same NaN only, integers must be equal. The error of a tensor is the norm of the difference
+    over the norm of A.
+
+    \b
+    Example:
+      twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
+      twinshard diff runs/torch/step_40 small --rounded
+    """
+    from bridge.diff import diff as run
+    from bridge.ulp import Tolerance
+
+    axes = axis_sizes(axis, mapping)
+    with user_errors(), byte_progress(progress_console(), "diff") as progress:
+        report = run(
+            a,
+            b,
+            mapping=mapping,
+            axes=axes,
+            tolerance=Tolerance(max_ulp, rtol),
+            rounded=rounded,
+            workers=workers,
+            progress=progress,
+        )
+    out = Console()
+    if json:
+        document = {"within": report.within, "max_ulp": report.max_ulp, "total": report.total, **vars(report)}
+        print_json(out, {**document, "offenders": [tensor.name for tensor in report.offenders]})
+    else:
+        _print(out, report, all_)
+    raise typer.Exit(0 if report.within else 1)
+
+
+def _print(out: Console, report: DiffReport, all_: bool) -> None:
+    offenders = report.offenders
+    equal = tuple(tensor for tensor in report.tensors if not tensor.difference.differing)
+    listed = (*offenders, *equal) if all_ else offenders[:SHOWN]
+    if listed:
+        rows = []
+        for tensor in listed:
+            d = tensor.difference
+            numbers = (str(d.max_ulp), f"{tensor.relative:.2e}", f"{d.max_rel:.2e}", f"{d.max_abs:.2e}")
+            counts = (f"{d.differing}/{d.elements}", str(d.nan), str(d.beyond))
+            rows.append((tensor.name, tensor.dtype, *numbers, *counts))
+        columns = ("tensor", "dtype", "max ULP", "error", "max rel", "max abs", "differ", "NaN", "beyond")
+        print_table(out, columns, rows, left=2)
+        if not all_ and len(rows) < len(offenders):
+            print_line(out, f"... and {len(offenders) - len(rows)} more (--all lists them)")
+    for tensor in offenders[:_WORST]:
+        place, larger = tensor.difference.at_ulp, tensor.difference.at_abs
+        if place is not None:
+            print_line(out, f"{tensor.name}{list(place.index)}: {place.a} in A, {place.b} in B (most ULP)")
+        if larger is not None and larger != place:
+            print_line(out, f"{tensor.name}{list(larger.index)}: {larger.a} in A, {larger.b} in B (largest)")
+    for title, names in (("only in A", report.missing), ("only in B", report.extra)):
+        if names:
+            print_line(out, f"{title}: {some(names)}")
+    for name, text in report.mismatched:
+        print_line(out, f"{name}: {text}")
+    for name, left, right in report.objects:
+        print_line(out, f"{name}: {left!r} in a, {right!r} in b")
+    for name, reason in report.unreadable:
+        print_line(out, f"{name} cannot be compared: {reason}")
+    total, tolerance = report.total, report.tolerance
+    rounded = sum(tensor.dtype_a != tensor.dtype_b for tensor in report.tensors)
+    found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
+    after = f" (of {rounded} after rounding)" if rounded else ""
+    verdict = "within" if report.within else "beyond"
+    rtol_text = f" or rtol {tolerance.rtol:g}" if tolerance.rtol else ""
+    print_line(
+        out,
+        f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
+        f"the tolerance of {tolerance.max_ulp} ULP{rtol_text}",
+    )

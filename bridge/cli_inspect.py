@@ -1,0 +1,111 @@
+"""`twinshard inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_options import JsonOption, user_errors
+from bridge.cli_output import human_bytes, print_json, print_line, print_table
+from bridge.formats.base import dtype_name
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="Checkpoint of any format; with --layout also a layout file."),
+    ],
+    layout: Annotated[bool, typer.Option("--layout", help="Draw who holds which rows, to scale.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List what a checkpoint holds.
+
+    Tensors with shape, dtype, size and number of stored chunks; totals by group; values that are not tensors; whether
+    it has a manifest, by which `twinshard verify` can tell that nothing changed.
+
+    With --layout, a drawing to scale instead: of a checkpoint, which chunk stores which rows; of a layout file, the
+    JSON that a planned layout writes, what every rank holds, with dots for padding.
+
+    \b
+    Example:
+      twinshard inspect runs/torch/step_40
+      twinshard inspect layout.json --layout --picture layout.png
+    """
+    from bridge.inspect import chunk_lines
+    from bridge.inspect import inspect as run
+    from bridge.layout_file import LayoutError
+
+    if picture is not None and not layout:
+        raise typer.BadParameter("expected --layout beside --picture")
+    out = Console()
+    with user_errors(LayoutError):
+        if layout and not path.is_dir() and path.suffix != ".safetensors":
+            _inspect_layout_file(out, path, picture, json)
+            return
+        summary = run(path)
+        if picture is not None:
+            from bridge.layout_picture import chunks_figure, save_picture
+
+            save_picture(chunks_figure(summary.tensors), picture)
+    if json:
+        tensors = [
+            {
+                "name": t.name,
+                "path": t.path,
+                "shape": t.shape,
+                "dtype": dtype_name(t.dtype),
+                "bytes": t.nbytes,
+                "chunks": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in t.chunks],
+            }
+            for t in summary.tensors
+        ]
+        print_json(
+            out, {**vars(summary), "bytes": summary.bytes, "num_chunks": summary.chunks, "tensors": tensors}
+        )
+        return
+    print_line(
+        out,
+        f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors in {summary.chunks} chunks, "
+        f"{human_bytes(summary.bytes)}, {'with its' if summary.manifest else 'no'} manifest",
+    )
+    if layout:
+        for line in chunk_lines(summary.tensors):
+            print_line(out, line)
+        return
+    rows = [
+        (t.name, dtype_name(t.dtype), str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+        for t in summary.tensors
+    ]
+    print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
+    totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
+    print_table(out, ("group", "tensors", "elements", "size"), totals)
+    for name, value in summary.objects.items():
+        print_line(out, f"{name} = {value!r}")
+    for name, reason in summary.unreadable.items():
+        print_line(out, f"{name} cannot be read: {reason}")
+
+
+def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
+    from bridge.layout_file import layout_lines, layout_numbers, read_layout
+
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected a layout file or checkpoint directory at {path}, found nothing there"
+        )
+    found = read_layout(path)
+    if picture is not None:
+        from bridge.layout_picture import layout_figure, save_picture
+
+        save_picture(layout_figure(found), picture)
+    if json:
+        print_json(out, {"path": path, **layout_numbers(found)})
+        return
+    for line in layout_lines(found):
+        print_line(out, line)

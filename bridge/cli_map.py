@@ -1,0 +1,63 @@
+"""`twinshard map`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_options import JsonOption, some, user_errors
+from bridge.cli_output import print_json, print_line
+
+
+def map_(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint of one model code.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of the other, of the same model.")],
+    values: Annotated[
+        bool,
+        typer.Option(
+            "--values", help="Compare some elements; settles doubts where the weights are the same."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the mapping there; default: print it.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Propose a mapping between two checkpoints, from names and shapes.
+
+    Rules are marked "# uncertain" with the reason wherever something else would have fitted as well, and weights that
+    no rule names are listed. The exit status is 1 when there are any: read the file before it is used.
+
+    \b
+    Example:
+      twinshard map runs/torch/step_40 runs/jax/step_40 --values --out mine.toml
+      twinshard convert runs/torch/step_40 new --mapping mine.toml
+    """
+    from bridge.propose import propose
+
+    with user_errors():
+        proposal = propose(a, b, values=values)
+        if out is not None:
+            with open(out, "x", encoding="utf-8") as file:
+                file.write(proposal.text)
+    console = Console()
+    if json:
+        rules = [{"a": rule.a, "b": rule.b, "doubts": rule.doubts} for rule in proposal.rules]
+        document = {"a": proposal.a, "b": proposal.b, "certain": proposal.certain, "rules": rules}
+        left = {"left_a": proposal.left_a, "left_b": proposal.left_b, "text": proposal.text}
+        print_json(console, {**document, **left})
+    elif out is None:
+        print_line(console, proposal.text.rstrip("\n"))
+    notes = Console(stderr=True)
+    uncertain = [rule.a[0].partition(" : ")[0] for rule in proposal.rules if rule.doubts]
+    if uncertain:
+        count = f"{len(uncertain)} of {len(proposal.rules)} rules"
+        hint = "" if values else "; --values settles them where both hold the same weights"
+        print_line(notes, f"uncertain, {count}: {some(uncertain)}{hint}")
+    for name, left_over in (("A", proposal.left_a), ("B", proposal.left_b)):
+        if left_over:
+            print_line(notes, f"only in {name}: {some(left_over)}")
+    raise typer.Exit(0 if proposal.certain else 1)

@@ -1,0 +1,75 @@
+"""`twinshard verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.cli_options import SHOWN, JsonOption, progress_console, user_errors
+from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from bridge.verify import VerifyReport
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint of any format.")],
+    finite: Annotated[
+        bool, typer.Option("--finite", help="NaNs and infinities are problems, not just counted.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads, 64 MiB of memory each; default: one per core, at most 4."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Read a whole checkpoint and say whether it is what was written.
+
+    Structure, completeness of chunks, and checksums: those of the manifest that convert writes, where there is one,
+    and those that the format has itself. The exit status is 1 when a problem is found, 2 when the checkpoint cannot
+    be opened at all.
+
+    \b
+    Example:
+      twinshard verify runs/jax/step_40
+      twinshard verify runs/jax/step_40 --finite --json
+    """
+    from bridge.verify import verify as run
+
+    with user_errors(), byte_progress(progress_console(), "verify") as progress:
+        report = run(path, finite=finite, workers=workers, progress=progress)
+    out = Console()
+    if json:
+        print_json(out, {"good": report.good, **vars(report)})
+    else:
+        _print(out, report)
+    raise typer.Exit(0 if report.good else 1 if report.opened else 2)
+
+
+def _print(out: Console, report: VerifyReport) -> None:
+    for problem in report.problems:
+        print_line(out, f"{problem.where}: {problem.text}")
+    if not report.opened:
+        return
+    if report.not_finite:
+        rows = [(t.name, str(t.nan), str(t.infinite)) for t in report.not_finite[:SHOWN]]
+        print_table(out, ("tensor", "NaN", "infinite"), rows)
+        if len(report.not_finite) > SHOWN:
+            print_line(out, f"... and {len(report.not_finite) - SHOWN} more tensors with NaNs or infinities")
+    if report.protected is None:
+        checked = "read; it has no manifest, and whether its format has checksums is not known"
+    elif report.protected == report.bytes:
+        checked = "all of them protected by a checksum"
+    else:
+        checked = f"{human_bytes(report.protected)} of them protected by a checksum, the rest by none"
+    manifest = "with its manifest" if report.manifest else "no manifest"
+    print_line(
+        out,
+        f"{report.path}: {report.format}, {manifest}; {report.tensors} tensors in {report.chunks} chunks, "
+        f"{report.objects} objects, {human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
+    )
+    count = len(report.problems)
+    print_line(out, f"{count} problem{'s' if count > 1 else ''} found" if count else "no problem found")

@@ -1,0 +1,303 @@
+"""A proposal for a mapping between two checkpoints, from their names and shapes, and, if asked, from their values.
+
+    families    layers.0.wq.weight, layers.1.wq.weight, ...  ->  layers.{i}.wq.weight
+    fits        which family can hold the elements of which, and in what order of axes (`propose_axes.py`)
+    names       of those that fit, the pair whose names have most in common (`propose_names.py`)
+
+Wherever something else would have fitted as well, the rule carries a doubt that says what. Comparing values settles
+doubts where both checkpoints hold the same weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bridge.formats import open_checkpoint
+from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.propose_axes import Fit, fits, fused_fits
+from bridge.propose_names import FUSED_WORDS, Family, families, similarity
+from bridge.propose_text import Namer, ProposedRule, render, writable
+from bridge.propose_values import Evidence
+from bridge.selection import STATE_ROOTS, WEIGHT_ROOTS
+
+_SHOWN = 3
+_MAX_LEFT = 24
+_MAX_PAIRS = 20_000
+_ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A mapping as TOML text, and what there is to look at before it is used.
+
+    left_a, left_b: weights that no rule names. doubts: of all rules together; 0 with nothing left is a mapping that
+    was found without guessing.
+    """
+
+    a: Path
+    b: Path
+    text: str
+    rules: tuple[ProposedRule, ...]
+    left_a: tuple[str, ...]
+    left_b: tuple[str, ...]
+
+    @property
+    def doubts(self) -> int:
+        return sum(len(rule.doubts) for rule in self.rules)
+
+    @property
+    def certain(self) -> bool:
+        """Whether it may be used as it is."""
+        return not (self.doubts or self.left_a or self.left_b)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    fit: Fit
+    doubts: tuple[str, ...]
+
+
+def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: bool = False) -> Proposal:
+    """Propose rules that pair the weights of two checkpoints of any formats. Optimizer state follows its weights.
+
+    values: compare a few elements of each candidate. Raises FileNotFoundError, or CheckpointError when one is damaged.
+    """
+    with open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
+        left, right = _weights(reader_a), _weights(reader_b)
+        # What no rule can name must not come into the file.
+        usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
+        matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
+        choices = matcher.run()
+        used_a = {entry.family.path for choice in choices for entry in choice.fit.a}
+        used_b = {entry.family.path for choice in choices for entry in choice.fit.b}
+        namer = Namer(left + right)
+        rules = [ProposedRule.of(choice.fit, choice.doubts, namer) for choice in choices]
+        order = {family.path: number for number, family in enumerate(left)}
+        rules.sort(key=lambda rule: order[rule.fit.a[0].family.path])
+        left_a = tuple(family.path for family in left if family.path not in used_a)
+        left_b = tuple(family.path for family in right if family.path not in used_b)
+        text = render(reader_a, reader_b, rules, left_a, left_b, namer)
+        return Proposal(Path(a), Path(b), text, tuple(rules), left_a, left_b)
+
+
+def _weights(reader: CheckpointReader) -> list[Family]:
+    """The families of a checkpoint's weights, named without the tree's root."""
+    infos = list(reader.tensors.values())
+    # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
+    nested = reader.format == "orbax" and any(len(info.path) > 1 for info in infos)
+    separator = "/" if nested else "."
+    named = {separator.join(map(str, info.path)): info for info in infos}
+    roots = {name.split(separator)[0] for name in named}
+    for root in sorted(roots & WEIGHT_ROOTS):
+        # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models have weights beside `model` too.
+        if roots - {root} <= STATE_ROOTS:
+            named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
+            return families(_below(named, root + separator), separator)
+    weights = {n: info for n, info in named.items() if n.split(separator)[0] not in STATE_ROOTS}
+    return families(weights, separator)
+
+
+def _below(named: dict[str, TensorInfo], prefix: str) -> dict[str, TensorInfo]:
+    return {name.removeprefix(prefix): info for name, info in named.items()}
+
+
+class _Matcher:
+    """Pairs the families of two sides, the most alike first."""
+
+    def __init__(self, a: Sequence[Family], b: Sequence[Family], evidence: Evidence | None) -> None:
+        self._free_a, self._free_b = ({family.path: family for family in side} for side in (a, b))
+        self._a, self._b = tuple(a), tuple(b)
+        self._evidence = evidence
+        self._fits: dict[tuple[str, str], list[Fit]] = {}
+        self._partners_of_a: dict[str, list[Family]] = {}
+        self._partners_of_b: dict[str, list[Family]] = {}
+        for x, y in _comparable(a, b):
+            if found := fits(x, y):
+                self._fits[x.path, y.path] = found
+                self._partners_of_a.setdefault(x.path, []).append(y)
+                self._partners_of_b.setdefault(y.path, []).append(x)
+        self._turning = self._usual_turns()
+
+    def run(self) -> list[_Choice]:
+        """Every pair there is; no family is in two."""
+        choices = self._fused_by_name()
+        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
+        ranked = [(by_path[0][path_a], by_path[1][path_b]) for path_a, path_b in self._fits]
+        ranked.sort(key=lambda pair: (not self._agree(*pair), -similarity(pair[0].words, pair[1].words)))
+        for x, y in ranked:
+            if x.path not in self._free_a or y.path not in self._free_b:
+                continue
+            likeness, rivals = similarity(x.words, y.words), self._rivals(x, y)
+            agreed = self._agree(x, y)
+            if not likeness and rivals and not agreed:
+                continue
+            fit, doubts = self._settle(self._fits[x.path, y.path])
+            if rivals:
+                doubts.append(f"by name only: {_some(rivals)} would fit as well")
+            elif not likeness and not agreed:
+                doubts.append("by shape only: the names have nothing in common")
+            choices.append(self._take(fit, doubts))
+        return choices + self._fused_by_shape()
+
+    def _take(self, fit: Fit, doubts: Sequence[str]) -> _Choice:
+        for entry in fit.a:
+            del self._free_a[entry.family.path]
+        for entry in fit.b:
+            del self._free_b[entry.family.path]
+        return _Choice(fit, tuple(doubts))
+
+    def _agree(self, x: Family, y: Family) -> bool:
+        """Whether values say that these two belong together."""
+        return self._evidence is not None and any(map(self._evidence.agrees, self._fits[x.path, y.path]))
+
+    def _rivals(self, x: Family, y: Family) -> list[str]:
+        """What else could stand on either side of this pair; not what values speak against."""
+        on_b = [other for other in self._partners_of_a.get(x.path, ()) if other is not y]
+        on_a = [other for other in self._partners_of_b.get(y.path, ()) if other is not x]
+        if self._agree(x, y):
+            on_b = [other for other in on_b if self._agree(x, other)]
+            on_a = [other for other in on_a if self._agree(other, y)]
+        return [family.path for family in on_b or on_a]
+
+    def _settle(self, candidates: Sequence[Fit]) -> tuple[Fit, list[str]]:
+        """The most usual of several ways to store one family as another, and what is doubtful about it."""
+        doubts = []
+        agreed = False
+        if self._evidence is not None:
+            verdicts = [self._evidence.verdict(fit) for fit in candidates]
+            agreed = "agree" in verdicts
+            if agreed:
+                candidates = [
+                    f for f, verdict in zip(candidates, verdicts, strict=True) if verdict == "agree"
+                ]
+            elif "same" in verdicts:
+                doubts.append("the elements looked at are all the same, which settles nothing")
+            else:
+                doubts.append("the elements looked at differ")
+        best = min(candidates, key=lambda fit: (self._unusual(fit), candidates.index(fit)))
+        others = [fit for fit in candidates if fit is not best]
+        if others:
+            namer = Namer([*self._a, *self._b])
+            doubts.append(f"also fits {_some([ProposedRule.of(fit, (), namer).short for fit in others])}")
+        words = best.a[0].family.words | best.b[0].family.words
+        if words & {"query", "key"} and "norm" not in words and not agreed:
+            doubts.append(_ROTARY)
+        return best, doubts
+
+    def _unusual(self, fit: Fit) -> bool:
+        leaves = fit.a[0].family.leaf, fit.b[0].family.leaf
+        usual = self._turning.get(leaves, "kernel" in leaves and leaves[0] != leaves[1])
+        return bool(fit.turned) != usual
+
+    def _usual_turns(self) -> dict[tuple[str, str], bool]:
+        """For each two kinds of tensors, whether their axes are turned where shapes leave no choice."""
+        votes: dict[tuple[str, str], Counter[bool]] = {}
+        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
+        for (path_a, path_b), found in self._fits.items():
+            x, y = by_path[0][path_a], by_path[1][path_b]
+            if (
+                similarity(x.words, y.words) > 0.5
+                and len(found) == 1
+                and len(x.shape) > 1
+                and len(y.shape) > 1
+            ):
+                votes.setdefault((x.leaf, y.leaf), Counter())[bool(found[0].turned)] += 1
+        return {leaves: count.most_common(1)[0][0] for leaves, count in votes.items()}
+
+    def _fused_by_name(self) -> list[_Choice]:
+        """Families named as several parts, such as `w13` or `qkv_proj`, with the families named as one of them."""
+        choices = []
+        for turned, (wholes, parts) in enumerate(
+            ((self._a, self._b), (self._b, self._a)),
+        ):
+            for whole in wholes:
+                for names in FUSED_WORDS:
+                    if not whole.words.issuperset(names):
+                        continue
+                    chosen = [
+                        _most_alike(
+                            whole, name, [p for p in parts if name in p.words and not _plural(p, names)]
+                        )
+                        for name in names
+                    ]
+                    if None in chosen or whole.path not in (self._free_b if turned else self._free_a):
+                        continue
+                    known = [part for part in chosen if part is not None]
+                    # Values may say that the parts are in another order than the names.
+                    orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
+                    found = [fit for order in orders for fit in _fused(whole, order, bool(turned))]
+                    if found:
+                        choices.append(self._take_fused(found))
+                        break
+        return choices
+
+    def _take_fused(self, found: list[Fit], *, by_name: bool = True) -> _Choice:
+        fit, doubts = self._settle(found)
+        entries = fit.b if len(fit.b) > 1 else fit.a
+        shapes = [entry.family.shape for entry in entries]
+        if len(set(shapes)) < len(shapes) and not (self._evidence is not None and self._evidence.agrees(fit)):
+            doubts.append(
+                "parts of one shape: their order is taken from " + ("names" if by_name else "the checkpoint")
+            )
+        return self._take(fit, doubts)
+
+    def _fused_by_shape(self) -> list[_Choice]:
+        """Of what is left, families that only as the concatenation of two or three others have a counterpart."""
+        choices: list[_Choice] = []
+        for turned in (False, True):
+            wholes, parts = (self._free_b, self._free_a) if turned else (self._free_a, self._free_b)
+            if len(parts) > _MAX_LEFT:
+                continue
+            for whole in list(wholes.values()):
+                several = [
+                    found
+                    for count in (2, 3)
+                    for chosen in itertools.combinations(parts.values(), count)
+                    if (found := _fused(whole, chosen, turned))
+                ]
+                if len(several) == 1:
+                    choice = self._take_fused(several[0], by_name=False)
+                    doubts = ("by shape only", *choice.doubts)
+                    choices.append(replace(choice, doubts=doubts))
+        return choices
+
+
+def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:
+    found = fused_fits(whole, parts) if len({part.path for part in parts}) == len(parts) else []
+    return [fit.swapped() for fit in found] if swapped else found
+
+
+def _plural(family: Family, names: Sequence[str]) -> bool:
+    return len(family.words.intersection(names)) > 1
+
+
+def _most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
+    others = {word for words in FUSED_WORDS for word in words}
+    wanted = (whole.words - others) | {name}
+    return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
+
+
+def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
+    """Pairs with equally many elements; where those are too many to be tried, only the ones with the same words."""
+    sizes: dict[int, tuple[list[Family], list[Family]]] = {}
+    for side, several in enumerate((a, b)):
+        for family in several:
+            sizes.setdefault(family.info.numel * len(family.members), ([], []))[side].append(family)
+    for left, right in sizes.values():
+        if len(left) * len(right) <= _MAX_PAIRS:
+            yield from itertools.product(left, right)
+        else:
+            by_words: dict[frozenset[str], list[Family]] = {}
+            for y in right:
+                by_words.setdefault(y.words, []).append(y)
+            yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more

@@ -1,0 +1,217 @@
+"""Ways in which tensors of one shape can hold the elements of tensors of another, found from the shapes alone.
+
+    [320, 331] and [331, 8, 40]              (h d) m  =  m h d
+    24 times [320, 331] and [24, 331, 320]   n m      =  {i} m n
+    [1766, 331] and twice [331, 883]         (gate + up) m  =  m gate  and  m up
+
+Axes of one shape are merged in the order in which they are stored; that other orders would have fitted, too, is not
+considered. Everything else that fits is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from bridge.propose_names import INDEX_NAMES, Family
+
+Product = tuple[str, ...]
+Dim = tuple[Product, ...]
+"""One axis of a tensor: parts that follow each other, each a product of elementary axes, the slowest first."""
+
+_MAX_RANK = 6
+_MAX_FITS = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A family and its axes, None when both sides store the same. ``path`` has the indices as the rule names them."""
+
+    family: Family
+    path: str
+    dims: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Families of ``a`` that hold the elements of families of ``b``; one of the two is a single family.
+
+    sizes: of each elementary axis, path indices included. turned: pairs of axes that stand in the other order in ``b``.
+    """
+
+    a: tuple[Entry, ...]
+    b: tuple[Entry, ...]
+    sizes: Mapping[str, int] = field(hash=False)
+    turned: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing moves inside the tensors, so that no axis expressions are needed."""
+        if len(self.a) > 1 or len(self.b) > 1:
+            return False
+        left, right = self.a[0], self.b[0]
+        return left.dims == right.dims and all(len(dim[0]) == 1 or not dim[0] for dim in left.dims)
+
+    def swapped(self) -> Fit:
+        return replace(self, a=self.b, b=self.a)
+
+
+def fits(a: Family, b: Family) -> list[Fit]:
+    """Every way in which two families can hold the same elements; at most 64."""
+    if len(a.numbers) < len(b.numbers):
+        return [fit.swapped() for fit in fits(b, a)]
+    return list(itertools.islice(_fits(a, b), _MAX_FITS))
+
+
+def fused_fits(whole: Family, parts: Sequence[Family]) -> list[Fit]:
+    """Every way in which ``whole`` can be the concatenation of ``parts``, in this order, along one axis; at most 64."""
+    return list(itertools.islice(_fused_fits(whole, parts), _MAX_FITS))
+
+
+def _fits(a: Family, b: Family) -> Iterator[Fit]:
+    if not a.complete or not b.complete:
+        return
+    for renamed, stacked in _pair_indices(a, b):
+        free = list(range(len(b.shape)))
+        for places in itertools.permutations(free, len(stacked)):
+            counts = [len(a.numbers[INDEX_NAMES.index(name)]) for name in stacked]
+            if any(b.shape[place] != count for place, count in zip(places, counts, strict=True)):
+                continue
+            rest = [axis for axis in free if axis not in places]
+            for left, right, sizes in align(a.shape, [b.shape[axis] for axis in rest]):
+                dims: dict[int, Dim] = dict(zip(rest, right, strict=True))
+                dims |= {place: ((name,),) for place, name in zip(places, stacked, strict=True)}
+                sizes |= {name: len(numbers) for name, numbers in zip(INDEX_NAMES, a.numbers, strict=False)}
+                yield Fit(
+                    (Entry(a, a.path, left),),
+                    (Entry(b, _renamed(b.path, renamed), tuple(dims[axis] for axis in free)),),
+                    sizes,
+                    _turns(left, right),
+                )
+
+
+def _fused_fits(whole: Family, parts: Sequence[Family]) -> Iterator[Fit]:
+    for axis in range(len(whole.shape)):
+        others = math.prod(whole.shape[:axis] + whole.shape[axis + 1 :])
+        for stacking in _part_fits(whole, parts, axis, others):
+            # The axes beside the fused one are the same in all parts.
+            first = stacking[0]
+            beside = first.a[0].dims[:axis] + first.a[0].dims[axis + 1 :]
+            names = [_match_axes(first, fit, axis) for fit in stacking]
+            if any(name is None for name in names):
+                continue
+            sizes = dict(first.sizes)
+            fused: list[Product] = []
+            entries = []
+            for number, (fit, name) in enumerate(zip(stacking, names, strict=True)):
+                assert name is not None
+                own = {x: f"{x}p{number}" for x in fit.a[0].dims[axis][0]}
+                table = {**name, **own}
+                fused.append(tuple(own[x] for x in fit.a[0].dims[axis][0]))
+                sizes |= {table.get(x, x): n for x, n in fit.sizes.items()}
+                entry = fit.b[0]
+                entries.append(replace(entry, dims=tuple(_rename_dim(dim, table) for dim in entry.dims)))
+            used = {x for entry in entries for dim in entry.dims for part in dim for x in part}
+            used |= set(INDEX_NAMES)
+            dims = (*beside[:axis], tuple(fused), *beside[axis:])
+            yield Fit(
+                (replace(first.a[0], family=whole, dims=dims),),
+                tuple(entries),
+                {x: n for x, n in sizes.items() if x in used},
+                sum(fit.turned for fit in stacking),
+            )
+
+
+def _part_fits(whole: Family, parts: Sequence[Family], axis: int, others: int) -> Iterator[tuple[Fit, ...]]:
+    """For each part, how it can be a slab of ``whole`` along ``axis``; all choices together."""
+    slabs = []
+    total = 0
+    for part in parts:
+        elements = math.prod(part.shape) * len(part.members)
+        size, rest = divmod(elements, max(others, 1) * len(whole.members))
+        total += size
+        if rest or not size:
+            return
+        shape = (*whole.shape[:axis], size, *whole.shape[axis + 1 :])
+        slabs.append([fit for fit in _fits_of_shape(whole, shape, part) if fit.a[0].dims[axis][0]])
+    if total == whole.shape[axis]:
+        yield from itertools.product(*slabs)
+
+
+def _fits_of_shape(whole: Family, shape: tuple[int, ...], part: Family) -> list[Fit]:
+    members = {numbers: replace(info, shape=shape, chunks=()) for numbers, info in whole.members.items()}
+    slab = replace(whole, members=members)
+    if len(slab.numbers) < len(part.numbers):
+        return []
+    return list(itertools.islice(_fits(slab, part), _MAX_FITS))
+
+
+def _match_axes(first: Fit, fit: Fit, axis: int) -> dict[str, str] | None:
+    """The axes of another part beside the fused one, by their names in the first; None if they are cut otherwise."""
+    table: dict[str, str] = {}
+    for number, (own, other) in enumerate(zip(fit.a[0].dims, first.a[0].dims, strict=True)):
+        if number == axis:
+            continue
+        if len(own[0]) != len(other[0]):
+            return None
+        for x, y in zip(own[0], other[0], strict=True):
+            if fit.sizes[x] != first.sizes[y]:
+                return None
+            table[x] = y
+    return table
+
+
+def _rename_dim(dim: Dim, table: Mapping[str, str]) -> Dim:
+    return tuple(tuple(table.get(x, x) for x in part) for part in dim)
+
+
+def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+    """How b's indices can be called by the names of a's, and which of a's are left over: those are axes of b."""
+    names_a, names_b = INDEX_NAMES[: len(a.numbers)], INDEX_NAMES[: len(b.numbers)]
+    for chosen in itertools.permutations(range(len(names_a)), len(names_b)):
+        if any(a.numbers[k] != b.numbers[n] for n, k in enumerate(chosen)):
+            continue
+        left = [k for k in range(len(names_a)) if k not in chosen]
+        if any(a.numbers[k] != tuple(range(len(a.numbers[k]))) for k in left):
+            continue
+        yield (
+            {name: names_a[k] for name, k in zip(names_b, chosen, strict=True)},
+            tuple(names_a[k] for k in left),
+        )
+
+
+def align(
+    a: Sequence[int], b: Sequence[int]
+) -> Iterator[tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]]:
+    """Ways to merge axes of the longer shape, in their order, into those of the other, wherever they stand there.
+
+    Yields the axes of ``a``, those of ``b`` and the size of each elementary axis; those of size 1 have no name.
+    """
+    if len(a) > len(b):
+        yield from ((left, right, sizes) for right, left, sizes in align(b, a))
+        return
+    if len(b) > _MAX_RANK or math.prod(a) != math.prod(b):
+        return
+    names = {axis: f"x{axis}" for axis, size in enumerate(b) if size != 1}
+    sizes = {names[axis]: b[axis] for axis in names}
+    for owners in itertools.product(range(len(a)), repeat=len(names)):
+        groups: list[Product] = [()] * len(a)
+        for axis, owner in zip(names, owners, strict=True):
+            groups[owner] += (names[axis],)
+        if all(math.prod(sizes[x] for x in group) == n for group, n in zip(groups, a, strict=True)):
+            right = tuple(((names[axis],),) if axis in names else ((),) for axis in range(len(b)))
+            yield tuple((group,) for group in groups), right, dict(sizes)
+
+
+def _turns(a: Sequence[Dim], b: Sequence[Dim]) -> int:
+    order = {x: number for number, dim in enumerate(a) for part in dim for x in part}
+    there = [order[x] for dim in b for part in dim for x in part if x in order]
+    return sum(left > right for left, right in itertools.combinations(there, 2))
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        path = path.replace(old, f"<{new[1:-1]}>")
+    return path.replace("<", "{").replace(">", "}")

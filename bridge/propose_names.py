@@ -1,0 +1,187 @@
+"""What the names of tensors have in common across model code: families by layer number, and words with one meaning.
+
+model.layers.7.self_attn.q_proj.weight   family model.layers.{i}.self_attn.q_proj.weight
+                                         words  attention query weight
+layers/7/attention/query/kernel          family layers/{i}/attention/query/kernel
+                                         words  attention query weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.formats.base import TensorInfo
+
+INDEX_NAMES = ("{i}", "{j}", "{k}", "{l}")
+
+_LAYER = frozenset({"layer", "layers", "h", "block", "blocks", "encoderblock", "resblocks"})
+_LIGHT = 0.2
+
+# Where one of these is the gate projection, what is called `gate` chooses experts.
+_OTHER_GATES = frozenset({"w1", "gate_proj", "wi_0", "gate_up_proj"})
+
+# Component of a path, in lower case -> its words. What is not here is cut at "_" and where case changes.
+_WORDS: Mapping[str, str] = {
+    word: meaning
+    for words, meaning in (
+        ("wq q q_proj query query_proj to_q q_lin q_a_proj", "query"),
+        ("wk k k_proj key key_proj to_k k_lin", "key"),
+        ("wv v v_proj value value_proj to_v v_lin", "value"),
+        ("wqkv qkv qkv_proj c_attn query_key_value in_proj", "query key value"),
+        ("kv kv_proj wkv", "key value"),
+        ("wo o o_proj out out_proj to_out attn_vec_einsum", "out"),
+        ("w1 gate gate_proj wi_0 gating w_gate", "gate"),
+        ("w3 up up_proj wi_1 w_up", "up"),
+        ("w13 gate_up gate_up_proj gating_einsum wi", "gate up"),
+        ("w2 down down_proj fc2 fc_out w_down", "down"),
+        ("c_fc fc1 fc_in", "up"),
+        ("self_attn attn self_attention attention selfattention mixer", "attention"),
+        ("mlp feed_forward feedforward ffn ff mlpblock", "mlp"),
+        ("moe block_sparse_moe moeblock sparse_moe", "mlp experts"),
+        ("router gate_router", "router"),
+        ("expert experts", "experts"),
+        ("embed embed_tokens tok_embeddings wte token_embedder word_embeddings embedder", "embed"),
+        ("wpe positions position_embeddings position_embedder pos_embed pos_embedding", "position"),
+        ("lm_head output head logits_dense logits unembed", "head"),
+        ("ln_f final_norm decoder_norm final_layernorm final_layer_norm", "final norm"),
+        (
+            "attention_norm input_layernorm pre_self_attention_layer_norm pre_self_attention_norm "
+            "pre_attention_norm pre_attn_norm ln_1 ln1",
+            "attention norm",
+        ),
+        (
+            "mlp_norm ffn_norm post_attention_layernorm post_self_attention_layer_norm "
+            "pre_feedforward_layernorm pre_mlp_norm pre_ffw_norm ln_2 ln2",
+            "mlp norm",
+        ),
+        (
+            "post_attention_norm post_attn_norm post_self_attention_norm attention_output_norm",
+            "attention post norm",
+        ),
+        ("post_feedforward_layernorm post_ffw_norm post_mlp_norm mlp_output_norm", "mlp post norm"),
+        ("q_norm query_norm", "query norm"),
+        ("k_norm key_norm", "key norm"),
+        ("layernorm layer_norm rmsnorm ln norm", "norm"),
+        ("weight kernel scale embedding w gamma", "weight"),
+        ("bias b beta", "bias"),
+        ("model params decoder transformer module base_model layer layers h block blocks", ""),
+    )
+    for word in words.split()
+}
+FUSED_WORDS = (("query", "key", "value"), ("gate", "up"), ("key", "value"))
+"""Parts that are often stored as one tensor, in the usual order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Tensors of one shape and dtype whose names differ in numbers only: ``path`` has INDEX_NAMES for them.
+
+    members: name of each tensor without the tree's root, by its numbers. words: see the module's docstring.
+    """
+
+    path: str
+    members: Mapping[tuple[int, ...], TensorInfo]
+    words: frozenset[str]
+    leaf: str
+
+    @property
+    def info(self) -> TensorInfo:
+        """Any of the tensors."""
+        return next(iter(self.members.values()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """For each index the numbers that occur, sorted."""
+        columns = zip(*self.members, strict=True)
+        return tuple(tuple(sorted(set(column))) for column in columns)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every combination of numbers occurs."""
+        count = 1
+        for numbers in self.numbers:
+            count *= len(numbers)
+        return count == len(self.members)
+
+
+def families(weights: Mapping[str, TensorInfo], separator: str) -> list[Family]:
+    """Group tensors, given by name without the tree's root, in the order in which they come."""
+    grouped: dict[tuple[tuple[str, ...], tuple[int, ...], np.dtype], dict[tuple[int, ...], TensorInfo]] = {}
+    present = {part for name in weights for part in name.split(separator)}
+    for name, info in weights.items():
+        pattern, numbers = _pattern(name.split(separator))
+        key = (pattern, info.shape, info.dtype)
+        grouped.setdefault(key, {})[numbers] = info
+    shapes = Counter(pattern for pattern, _, _ in grouped)
+    found = []
+    for (pattern, _, _), members in grouped.items():
+        if shapes[pattern] > 1:
+            # Numbers with shapes of their own are no family: each tensor stands for itself.
+            for numbers, info in members.items():
+                parts = _filled(pattern, numbers)
+                found.append(Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1]))
+        else:
+            words = _words_of(pattern, present)
+            found.append(Family(separator.join(pattern), members, words, pattern[-1]))
+    return found
+
+
+def similarity(a: frozenset[str], b: frozenset[str]) -> float:
+    """How much two names share, from 0 to 1; what nearly every name has counts little."""
+    both, either = _weigh(a & b), _weigh(a | b)
+    return both / either if either and both > _LIGHT else 0.0
+
+
+def _weigh(words: Iterable[str]) -> float:
+    return sum(_LIGHT if word in ("weight", "bias") else 1.0 for word in words)
+
+
+def _pattern(parts: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    pattern: list[str] = []
+    numbers: list[int] = []
+    for part in parts:
+        match = re.fullmatch(r"(?:([A-Za-z]+)_)?(0|[1-9][0-9]{0,8})", part)
+        stem = match and match[1]
+        # wi_0 and wi_1 are two matrices, layers_0 and layers_1 two layers.
+        if match and len(numbers) < len(INDEX_NAMES) and (stem is None or stem.lower() in _LAYER):
+            pattern.append(f"{stem}_{INDEX_NAMES[len(numbers)]}" if stem else INDEX_NAMES[len(numbers)])
+            numbers.append(int(match[2]))
+        else:
+            pattern.append(part)
+    return tuple(pattern), tuple(numbers)
+
+
+def _filled(pattern: Sequence[str], numbers: Sequence[int]) -> tuple[str, ...]:
+    values = dict(zip(INDEX_NAMES, map(str, numbers), strict=False))
+    return tuple(re.sub(r"\{\w\}", lambda match: values[match.group()], part) for part in pattern)
+
+
+def _words_of(parts: Sequence[str], present: Set[str]) -> frozenset[str]:
+    words: list[str] = []
+    inside = False
+    for part in parts:
+        plain = re.sub(r"_?\{\w\}$", "", part).lower()
+        inside = inside or part in INDEX_NAMES or part != re.sub(r"_?\{\w\}$", "", part)
+        if plain == "post_attention_layernorm" and "pre_feedforward_layernorm" in present:
+            words += ["attention", "post", "norm"]
+        elif plain == "gate" and present & _OTHER_GATES:
+            words.append("router")
+        elif plain in ("wo", "c_proj"):
+            words.append("down" if "mlp" in words else "out")
+        elif plain in _WORDS:
+            words += _WORDS[plain].split()
+        else:
+            for piece in re.findall(r"[a-z]+|[0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", part).lower()):
+                words += _WORDS.get(piece, piece).split()
+    if not inside and "norm" in words and not {"attention", "mlp", "embed"} & set(words):
+        words.append("final")
+    return frozenset(word for word in words if word not in ("i", "j", "k", "l") or len(word) > 1)

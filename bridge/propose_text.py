@@ -1,0 +1,182 @@
+"""A proposed mapping as TOML: axes with readable names, doubts as comments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from bridge.formats.base import CheckpointReader
+from bridge.propose_axes import Dim, Entry, Fit
+from bridge.propose_names import INDEX_NAMES, Family
+
+_LETTERS = "nfpqstuvwxyz"
+
+
+class Namer:
+    """Names for elementary axes: the same letter for the same size, where one rule does not need it twice.
+
+    m is the most frequent size; in a merged axis the last is d, d2, ... by size, the others h, g, ...
+    """
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        sizes = Counter(n for family in families for n in family.shape if n > 1)
+        self._model = sizes.most_common(1)[0][0] if sizes else 0
+        self._inner: dict[int, str] = {}
+        self.given: dict[str, int | str] = {}
+
+    def names(self, fit: Fit) -> dict[str, str]:
+        """A name for each axis of a fit."""
+        names: dict[str, str] = {}
+        fused = fit.a[0].dims if len(fit.b) > 1 else fit.b[0].dims if len(fit.a) > 1 else ()
+        parts = fit.b if len(fit.b) > 1 else fit.a
+        for dim in (dim for dim in fused if len(dim) > 1):
+            for part, entry in zip(dim, parts, strict=True):
+                word = self._word(entry.family)
+                for x, name in zip(part, self._product(part, fit.sizes, word), strict=True):
+                    names[x] = name
+        for dim in (dim for entry in (*fit.a, *fit.b) for dim in entry.dims):
+            for part in dim:
+                if len(part) > 1 and not any(x in names for x in part):
+                    names |= dict(zip(part, self._product(part, fit.sizes, "h"), strict=True))
+        free = iter([letter for letter in _LETTERS if letter not in names.values()])
+        for x in fit.sizes:
+            if x in names or x in INDEX_NAMES:
+                continue
+            is_model = fit.sizes[x] == self._model and "m" not in names.values()
+            names[x] = "m" if is_model else next(free)
+        return names
+
+    def give(self, fit: Fit, names: Mapping[str, str]) -> None:
+        """Note the sizes that the shapes of one side leave open, for the table of axes."""
+        for dim in (dim for entry in (*fit.a, *fit.b) for dim in entry.dims):
+            if len(dim) > 1:
+                first = dim[0]
+                for part in dim[1:]:
+                    same = len(part) == len(first) == 1 and fit.sizes[part[0]] == fit.sizes[first[0]]
+                    for x in part:
+                        self.given[names[x]] = names[first[0]] if same else fit.sizes[x]
+                for x in first[1:]:
+                    self.given[names[x]] = fit.sizes[x]
+            elif dim and len(dim[0]) > 1:
+                for x in dim[0][1:]:
+                    self.given[names[x]] = fit.sizes[x]
+
+    def _product(self, part: Sequence[str], sizes: Mapping[str, int], first: str) -> list[str]:
+        if len(part) == 1:
+            return [first]
+        middle = [f"{first}{number}" for number in range(2, len(part))]
+        return [first, *middle, self._inner_name(sizes[part[-1]])]
+
+    def _inner_name(self, size: int) -> str:
+        if size not in self._inner:
+            self._inner[size] = f"d{len(self._inner) + 1}" if self._inner else "d"
+        return self._inner[size]
+
+    @staticmethod
+    def _word(family: Family) -> str:
+        for word in ("query", "key", "value", "gate", "up"):
+            if word in family.words:
+                return word
+        parts = [part for part in _identifiers(family.path) if part not in ("weight", "kernel", "bias")]
+        return parts[-1] if parts else "part"
+
+
+@dataclass(frozen=True)
+class ProposedRule:
+    """One rule as it is written: the entries of either side, and what is doubtful about it."""
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    doubts: tuple[str, ...]
+    fit: Fit = field(repr=False, compare=False)
+    names: Mapping[str, str] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, fit: Fit, doubts: Sequence[str], namer: Namer) -> Self:
+        """The rule of a fit."""
+        names = namer.names(fit)
+        sides = [
+            tuple(entry.path if fit.plain else entry_text(entry, names) for entry in side)
+            for side in (fit.a, fit.b)
+        ]
+        return cls(sides[0], sides[1], tuple(doubts), fit, names)
+
+    @property
+    def short(self) -> str:
+        """The axes alone."""
+        return " = ".join(" & ".join(_axes_text(text) for text in side) for side in (self.a, self.b))
+
+
+def render(
+    a: CheckpointReader,
+    b: CheckpointReader,
+    rules: Sequence[ProposedRule],
+    left_a: Sequence[str],
+    left_b: Sequence[str],
+    namer: Namer,
+) -> str:
+    """The mapping file."""
+    for rule in rules:
+        namer.give(rule.fit, rule.names)
+    keys = conventions(a.format, b.format)
+    doubtful = sum(bool(rule.doubts) for rule in rules)
+    lines = [
+        f"# Proposed by `twinshard map`. {keys[0]} = {_comment(str(a.path))}, {keys[1]} = {_comment(str(b.path))}",
+        f"# {len(rules)} rules, {doubtful} of them uncertain; {len(left_a)} and {len(left_b)} weights are in none.",
+    ]
+    for key, left in zip(keys, (left_a, left_b), strict=True):
+        lines += [f"# unmatched in {key}: {_comment(path)}" for path in left]
+    lines += ["", 'name = "proposed"']
+    if keys != ("torch", "jax") and keys != ("jax", "torch"):
+        lines += [line for key in keys for line in ("", f"[convention.{key}]")]
+    if namer.given:
+        lines += ["", "[axes]"]
+        lines += [f"{axis} = {json.dumps(size)}" for axis, size in namer.given.items()]
+    for rule in rules:
+        lines += ["", "[[rule]]", *(f"# uncertain: {_comment(doubt)}" for doubt in rule.doubts)]
+        for key, side in zip(keys, (rule.a, rule.b), strict=True):
+            texts = [json.dumps(text, ensure_ascii=False) for text in side]
+            value = texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+            lines.append(f"{key} = {value}")
+    return "\n".join(lines) + "\n"
+
+
+def writable(path: str) -> bool:
+    """Whether a rule can name this: a path without spaces, braces other than those of indices, colons and the like."""
+    plain = re.sub(r"\{[ijkl]\}", "0", path)
+    return plain.isprintable() and not re.search(r"[\s{}:]", plain)
+
+
+def conventions(a: str, b: str) -> tuple[str, str]:
+    """What the two sides of the rules are called, by the formats of the checkpoints."""
+    usual = {"dcp": "torch", "orbax": "jax", "safetensors": "hf"}
+    return ("a", "b") if a == b else (usual.get(a, "a"), usual.get(b, "b"))
+
+
+def _comment(text: str) -> str:
+    """Names may hold any character, and a comment ends with its line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def entry_text(entry: Entry, names: Mapping[str, str]) -> str:
+    """An entry of a rule with its axes."""
+    return f"{entry.path} : {' '.join(_dim(dim, names) for dim in entry.dims)}".strip()
+
+
+def _dim(dim: Dim, names: Mapping[str, str]) -> str:
+    parts = [" ".join(names.get(x, x) for x in part) or "1" for part in dim]
+    text = " + ".join(parts)
+    return f"({text})" if len(parts) > 1 or " " in text else text
+
+
+def _axes_text(text: str) -> str:
+    path, _, axes = text.partition(" : ")
+    return axes or path
+
+
+def _identifiers(path: str) -> list[str]:
+    return re.findall(r"[A-Za-z]\w*", path)

@@ -1,0 +1,97 @@
+"""Whether two checkpoints hold the same elements where a fit says so: a few of them are looked at."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from bridge.diff import common_dtype
+from bridge.formats.base import Box, CheckpointReader
+from bridge.mapping.expression import Expression
+from bridge.propose_axes import Entry, Fit
+from bridge.propose_names import INDEX_NAMES, Family
+from bridge.propose_text import Namer, entry_text
+
+_SAMPLES = 24
+
+Verdict = Literal["agree", "differ", "same"]
+
+
+class Evidence:
+    """Compares single elements of two open checkpoints; each is read once."""
+
+    def __init__(self, a: CheckpointReader, b: CheckpointReader) -> None:
+        self._readers = (a, b)
+        self._read: dict[tuple[int, str, tuple[int, ...]], np.ndarray] = {}
+        self._known: dict[int, tuple[Fit, Verdict]] = {}
+
+    def agrees(self, fit: Fit) -> bool:
+        """Whether elements at random places agree and are not all the same, which would tell nothing."""
+        return self.verdict(fit) == "agree"
+
+    def verdict(self, fit: Fit) -> Verdict:
+        """What elements at random places tell; "same" when they agree, but all have one value."""
+        if id(fit) not in self._known:
+            self._known[id(fit)] = (fit, self._compare(fit))
+        return self._known[id(fit)][1]
+
+    def _compare(self, fit: Fit) -> Verdict:
+        names = Namer(()).names(fit)
+        sizes = {names.get(x, x): n for x, n in fit.sizes.items()}
+        left, right = (_blocks(entries, names, sizes) for entries in (fit.a, fit.b))
+        rng = random.Random(0)
+        seen = set()
+        for axes in sorted(left, key=sorted):
+            for _ in range(_SAMPLES):
+                place = {
+                    x: rng.choice((0, sizes[x] - 1)) if x in INDEX_NAMES else rng.randrange(sizes[x])
+                    for x in axes
+                }
+                x, y = self._element(0, *left[axes], place), self._element(1, *right[axes], place)
+                dtype = common_dtype(x.dtype, y.dtype)
+                if dtype is None:
+                    return "differ"
+                with np.errstate(all="ignore"):
+                    x, y = x.astype(dtype), y.astype(dtype)
+                if x.tobytes() != y.tobytes():
+                    return "differ"
+                seen.add(x.tobytes())
+        return "agree" if len(seen) > 1 else "same"
+
+    def _element(
+        self,
+        side: int,
+        entry: Entry,
+        block: Sequence[tuple[int, Mapping[str, int]]],
+        place: Mapping[str, int],
+    ) -> np.ndarray:
+        index = tuple(start + sum(step * place[x] for x, step in terms.items()) for start, terms in block)
+        names = re.findall(r"\{\w\}", entry.path)
+        numbers = _numbers(entry.family, names, place)
+        key = (side, entry.family.members[numbers].name, index)
+        if key not in self._read:
+            box = Box(index, (1,) * len(index))
+            self._read[key] = self._readers[side].read(key[1], box)
+        return self._read[key]
+
+
+def _numbers(family: Family, names: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(numbers[place[name]] for name, numbers in zip(names, family.numbers, strict=True))
+
+
+def _blocks(
+    entries: Sequence[Entry], names: Mapping[str, str], sizes: Mapping[str, int]
+) -> dict[frozenset[str], tuple[Entry, list[tuple[int, dict[str, int]]]]]:
+    """For each set of elementary axes, the tensor that holds them and, per tensor axis, where: as the mapping does."""
+    found = {}
+    for entry in entries:
+        expression = Expression.parse(entry_text(entry, names).partition(" : ")[2])
+        indices = frozenset(re.findall(r"\{\w\}", entry.path))
+        for alternative in expression.alternatives(sizes):
+            block = [(affine.offset, dict(affine.terms)) for affine in alternative]
+            found[indices.union(*(terms for _, terms in block))] = (entry, block)
+    return found

@@ -1,0 +1,375 @@
+"""Verification of a checkpoint: is everything there, and is it what was written?
+
+    structure      metadata parses; names, shapes, dtypes and files are those of the manifest
+    completeness   every chunk is stored, once, inside its file
+    checksums      of the manifest, if there is one, and those that the format itself has
+    finiteness     NaNs and infinities are counted
+
+All problems are collected, not only the first. Memory stays at a few regions of 32 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import google_crc32c
+import numpy as np
+
+from bridge.engine import default_workers
+from bridge.finite import count_not_finite
+from bridge.formats import open_checkpoint
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
+from bridge.formats.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestTensor,
+    array_checksum,
+    manifest_path,
+    object_checksum,
+    read_manifest,
+    rest_checksum,
+)
+from bridge.inspect import manifest_home
+from bridge.memory import large_buffers_returned
+from bridge.ordered import ordered
+from bridge.regions import REGION_BYTES, Progress, group_boxes, split_box
+
+_FILE_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and where: the name of a file, a tensor or an object."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A tensor with elements that are no numbers or infinite; the parts of complex ones count as two."""
+
+    name: str
+    nan: int
+    infinite: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found. ``bytes`` are those of the tensors' elements.
+
+    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest.
+    manifest: whether there is one. protected: bytes that a checksum, of the manifest or of the format, speaks for; None
+    where the format does not say.
+    """
+
+    path: Path
+    format: str
+    opened: bool
+    manifest: bool
+    tensors: int
+    chunks: int
+    objects: int
+    bytes: int
+    protected: int | None
+    problems: tuple[Problem, ...]
+    not_finite: tuple[NotFinite, ...]
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether no problem was found."""
+        return self.opened and not self.problems
+
+
+@runtime_checkable
+class _SaysWhatIsChecked(Protocol):
+    def checksummed(self, name: str) -> bool:
+        """Whether every stored chunk of a tensor has a checksum that reading verifies."""
+
+
+@runtime_checkable
+class _SaysWhereDataIs(Protocol):
+    def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    finite: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Verify a checkpoint of any format, or a directory of steps with exactly one.
+
+    finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
+    most 4. Raises FileNotFoundError if nothing is there, ValueError for workers < 1.
+    """
+    started = time.perf_counter()
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")
+    problems: list[Problem] = []
+    home = manifest_home(place)
+    try:
+        manifest = read_manifest(home)
+    except CheckpointError as error:
+        manifest = None
+        problems.append(Problem(manifest_path(home).name, str(error)))
+    if manifest is not None:
+        problems += _file_problems(home, manifest)
+    try:
+        reader = open_checkpoint(place)
+    except (CheckpointError, OSError) as error:
+        problems.append(Problem(str(place), f"cannot be opened: {error}"))
+        seconds = time.perf_counter() - started
+        found = manifest.format if manifest else ""
+        return VerifyReport(
+            place, found, False, manifest is not None, 0, 0, 0, 0, None, tuple(problems), (), seconds
+        )
+    with large_buffers_returned(), reader:
+        if manifest is not None:
+            problems += _structure_problems(reader, manifest)
+            problems += _rest_problems(reader, home, manifest)
+        problems += _object_problems(reader, manifest)
+        check = _Check(reader, manifest)
+        tensors = check.run(default_workers() if workers is None else workers, progress)
+        problems += [problem for found in tensors for problem in found.problems]
+        not_finite = tuple(
+            NotFinite(found.name, found.nan, found.infinite)
+            for found in tensors
+            if found.nan or found.infinite
+        )
+        if finite:
+            problems += [
+                Problem(
+                    found.name,
+                    f"expected finite elements, found {found.nan} NaN and {found.infinite} infinite",
+                )
+                for found in not_finite
+            ]
+        return VerifyReport(
+            place,
+            reader.format,
+            True,
+            manifest is not None,
+            len(tensors),
+            sum(len(info.chunks) for info in reader.tensors.values()),
+            len(reader.objects),
+            sum(info.nbytes for info in reader.tensors.values()),
+            check.protected(),
+            tuple(problems),
+            not_finite,
+            time.perf_counter() - started,
+        )
+
+
+def _file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
+    root = home if home.is_dir() else home.parent
+    for name, expected in manifest.files.items():
+        path = root / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            yield Problem(
+                name, "expected a file of the checkpoint in the manifest, got a path that leads elsewhere"
+            )
+            continue
+        try:
+            if not path.is_file():
+                yield Problem(name, "the manifest lists this file, but it is missing")
+            elif (size := path.stat().st_size) != expected.size:
+                yield Problem(name, f"expected {expected.size} bytes, got {size}")
+            elif expected.crc is not None and (crc := _file_crc(path)) != expected.crc:
+                yield Problem(name, f"damaged: expected CRC-32C {expected.crc:08x}, got {crc:08x}")
+        except OSError as error:
+            yield Problem(name, f"cannot be read: {error}")
+
+
+def _file_crc(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(_FILE_BLOCK):
+            crc = google_crc32c.extend(crc, block)
+    return crc
+
+
+def _rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
+    """Of headers and the like in files whose data the chunks' checksums speak for."""
+    listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
+    if not listed or not isinstance(reader, _SaysWhereDataIs):
+        return
+    root = home if home.is_dir() else home.parent
+    try:
+        ranges = reader.data_ranges()
+        for name, expected in listed.items():
+            if (crc := rest_checksum(root / name, ranges.get(name, ()))) != expected:
+                yield Problem(
+                    name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                )
+    except (CheckpointError, OSError) as error:
+        yield Problem(manifest.format, str(error))
+
+
+def _structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator[Problem]:
+    if reader.format != manifest.format:
+        yield Problem(
+            MANIFEST_FILE, f"expected format {manifest.format}, as in the manifest, got {reader.format}"
+        )
+    for kind, listed, found in (
+        ("tensor", manifest.tensors.keys(), reader.tensors.keys()),
+        ("object", manifest.objects.keys(), reader.objects.keys()),
+    ):
+        for name in listed:
+            if name not in found:
+                yield Problem(name, f"the manifest lists this {kind}, but it is missing")
+        for name in found:
+            if name not in listed:
+                yield Problem(name, f"expected no {kind} of this name: the manifest does not list it")
+
+
+def _object_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:
+    for name in reader.objects:
+        try:
+            value = reader.objects[name]
+        except CheckpointError as error:
+            yield Problem(name, str(error))
+            continue
+        expected = manifest.objects.get(name) if manifest else None
+        if expected is not None and (crc := object_checksum(value)) != expected:
+            yield Problem(
+                name, f"the value is damaged: expected CRC-32C {expected:08x}, got {crc:08x} of {value!r:.80}"
+            )
+
+
+@dataclass
+class _Found:
+    """What was found in one tensor, or in one region of it."""
+
+    name: str
+    problems: list[Problem] = field(default_factory=list)
+    nan: int = 0
+    infinite: int = 0
+
+    def add(self, other: _Found) -> None:
+        self.problems += other.problems
+        self.nan += other.nan
+        self.infinite += other.infinite
+
+
+class _Check:
+    """The tensors of an open checkpoint, compared with its manifest, if any."""
+
+    def __init__(self, reader: CheckpointReader, manifest: Manifest | None) -> None:
+        self._reader = reader
+        self._listed: dict[str, ManifestTensor] = {}
+        self._found = {name: _Found(name) for name in reader.tensors}
+        for name, entry in (manifest.tensors if manifest else {}).items():
+            if name in reader.tensors:
+                problems = list(_entry_problems(reader.tensors[name], entry))
+                self._found[name].problems += problems
+                if not problems:
+                    self._listed[name] = entry
+
+    def protected(self) -> int | None:
+        """Bytes of elements that a checksum speaks for."""
+        infos = self._reader.tensors
+        if isinstance(self._reader, _SaysWhatIsChecked):
+            checked = self._reader.checksummed
+            return sum(i.nbytes for n, i in infos.items() if n in self._listed or checked(n))
+        return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
+
+    def run(self, workers: int, progress: Progress | None) -> list[_Found]:
+        """Read everything."""
+        total, done = sum(info.nbytes for info in self._reader.tensors.values()), 0
+        for size, found in ordered(lambda work: work(), self._work(), workers):
+            self._found[found.name].add(found)
+            done += size
+            if progress is not None:
+                progress(done, total, found.name)
+        return list(self._found.values())
+
+    def _work(self) -> Iterator[partial[tuple[int, _Found]]]:
+        for name, info in self._reader.tensors.items():
+            if name in self._listed:
+                chunks = self._listed[name].chunks
+                # Few large reads rather than many small ones; each chunk has a checksum of its own.
+                for joint, members in group_boxes(chunks, info.dtype.itemsize):
+                    yield partial(self._region, info, joint, {box: chunks[box] for box in members})
+            else:
+                for joint, members in group_boxes(info.chunks, info.dtype.itemsize):
+                    yield partial(self._region, info, joint, dict.fromkeys(members))
+
+    def _region(self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None]) -> tuple[int, _Found]:
+        """Some chunks that fill a box together."""
+        found = _Found(info.name)
+        size = joint.numel * info.dtype.itemsize
+        if len(crcs) == 1 or size > REGION_BYTES:
+            for chunk, crc in crcs.items():
+                found.add(self._chunk(info, chunk, crc))
+            return size, found
+        try:
+            array = self._reader.read(info.name, joint)
+        except CheckpointError:
+            # Which of them is it?
+            for chunk, crc in crcs.items():
+                found.add(self._chunk(info, chunk, crc))
+            return size, found
+        found.nan, found.infinite = count_not_finite(array)
+        for chunk, crc in crcs.items():
+            if crc is not None:
+                found.problems += _crc_problem(info, chunk, crc, array_checksum(array[chunk.slices(joint)]))
+        return size, found
+
+    def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found:
+        found, crc = _Found(info.name), 0
+        # Cut along the slowest axes: the pieces follow each other in the chunk.
+        for piece in split_box(chunk, info.dtype.itemsize):
+            try:
+                array = self._reader.read(info.name, piece)
+            except CheckpointError as error:
+                found.problems.append(Problem(info.name, str(error)))
+                return found
+            nan, infinite = count_not_finite(array)
+            found.nan += nan
+            found.infinite += infinite
+            if expected is not None:
+                crc = _extended(crc, array)
+        if expected is not None:
+            found.problems += _crc_problem(info, chunk, expected, crc)
+        return found
+
+
+def _entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]:
+    if entry.dtype != info.dtype.name or entry.shape != info.shape:
+        text = f"expected {entry.dtype} {list(entry.shape)}, as in the manifest, got {info.dtype} {list(info.shape)}"
+        return [Problem(info.name, text)]
+    try:
+        check_coverage(info.shape, entry.chunks, f"chunks in the manifest of tensor {info.name!r}")
+    except CheckpointError as error:
+        return [Problem(info.name, str(error))]
+    return []
+
+
+def _crc_problem(info: TensorInfo, chunk: Box, expected: int, found: int) -> list[Problem]:
+    if found == expected:
+        return []
+    return [
+        Problem(
+            info.name,
+            f"the chunk at {chunk.offsets}, sizes {chunk.sizes}, is damaged: expected CRC-32C {expected:08x}, got "
+            f"{found:08x}",
+        )
+    ]
+
+
+def _extended(crc: int, array: np.ndarray) -> int:
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    # The C extension takes read-only buffers.
+    flat.flags.writeable = False
+    return int(google_crc32c.extend(crc, flat))

@@ -1,0 +1,95 @@
+"""A causal language model that computes what Hugging Face's classes compute from the same weights.
+
+``CausalLMConfig.from_hf`` reads a ``config.json`` of Llama, Qwen 2 and 3, Mixtral, Gemma 2 or GPT-2. Parameter paths
+are those of ``Decoder`` wherever the part is the same, and further ones where a family has more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_impl.models.causal_lm_config import CausalLMConfig
+from jax_impl.models.causal_lm_layers import Block, Norm, rotary_tables, softcap
+from jax_impl.models.decoder import Kernel
+from jax_impl.stack import scan_layers, stack_layers
+
+
+class Table(nnx.Module):
+    """Vectors looked up by number: ``embedding [rows, d_model]``."""
+
+    def __init__(self, rows: int, config: CausalLMConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        values = jax.random.normal(rngs.params(), (rows, config.d_model), dtype)
+        self.embedding = nnx.Param(config.init_std * values)
+
+    def __call__(self, numbers: jax.Array) -> jax.Array:
+        return self.embedding[...][numbers]
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("btd,vd->btv", x, self.embedding[...], precision=jax.lax.Precision.HIGHEST)
+
+
+class CausalLM(nnx.Module):
+    """``tokens`` int ``[B, T]`` -> logits ``[B, T, vocab_size]`` in the dtype of the parameters.
+
+    Rows start at position 0, and every token sees those before it; rows of unequal length are padded on the right.
+    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: layers are one stack,
+    which is scanned; the parameters are the same, with a leading axis. Raises ``ValueError`` for a stack of layers
+    with different windows, and in a call for more tokens than there are learned positions.
+
+    Paths: ``embed/embedding``, ``positions/embedding`` if positions are learned, ``layers/{i}/...``, ``norm/scale``,
+    ``lm_head/kernel`` unless tied. In a layer: ``attention_norm``, ``attention/{query,key,value,out}/kernel``,
+    ``mlp_norm``, ``mlp/{gate,up,down}/kernel``, and where the config has them ``.../bias``,
+    ``attention/{query_norm,key_norm}``, ``attention_output_norm``, ``mlp_output_norm``, ``mlp/router/kernel``. Kernels
+    are ``[in, out]``, with heads as ``[d_model, heads, head_dim]`` and ``[heads, head_dim, d_model]``; those of experts
+    have a leading axis of experts.
+    """
+
+    def __init__(
+        self,
+        config: CausalLMConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.float32,
+        stacked: bool = False,
+    ) -> None:
+        if stacked and len(set(config.windows)) > 1:
+            raise ValueError(
+                f"CausalLM: expected layers with equal windows for a stack, got {config.windows}; use stacked=False"
+            )
+        self.config = config
+        self.stacked = stacked
+        self.embed = Table(config.vocab_size, config, rngs=rngs, dtype=dtype)
+        learned = config.max_length
+        self.positions = None if learned is None else Table(learned, config, rngs=rngs, dtype=dtype)
+        layers = [Block(config, i, rngs=rngs, dtype=dtype) for i in range(config.n_layers)]
+        self.layers: Any = stack_layers(layers) if stacked else nnx.List(layers)
+        self.norm = Norm(config, config.d_model, dtype=dtype)
+        if not config.tied:
+            shape = (config.d_model, config.vocab_size)
+            self.lm_head = Kernel("btd,dv->btv", shape, rngs=rngs, dtype=dtype, std=config.init_std)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        length = tokens.shape[1]
+        x = self.embed(tokens)
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        if self.positions is not None:
+            # An index beyond the table would silently read its last row.
+            if length > (config.max_length or 0):
+                raise ValueError(
+                    f"CausalLM: expected at most {config.max_length} tokens in a row, got {length}"
+                )
+            x = x + self.positions(jnp.arange(length))
+        tables = None if config.rotary is None else rotary_tables(length, config.rotary, config.head_dim)
+        if self.stacked:
+            x = scan_layers(self.layers, x, tables)
+        else:
+            for layer in self.layers:
+                x = layer(x, tables)
+        x = self.norm(x)
+        logits = self.embed.attend(x) if config.tied else self.lm_head(x)
+        return softcap(logits, config.logit_cap)

@@ -1,0 +1,140 @@
+"""What a causal language model is made of: sizes, and which of the known variations each part has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jax_impl.models.causal_lm_hf import keywords_from_hf
+
+NORMS = ("rms", "rms_one_plus", "layer")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: angle ``position * theta ** (-2 i / head_dim)`` for pair ``i`` of the two halves of a head.
+
+    ``factor`` above 1 stretches the low frequencies as Llama 3.1 does: wavelengths longer than
+    ``original_length / low_frequency_factor`` by the factor, those shorter than
+    ``original_length / high_frequency_factor`` not at all, and those between by a share. Raises ``ValueError``.
+    """
+
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(
+                    f"Rotary.{field.name}: expected a value > 0, got {getattr(self, field.name)}"
+                )
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"Rotary.high_frequency_factor: expected more than low_frequency_factor = "
+                f"{self.low_frequency_factor}, got {self.high_frequency_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class CausalLMConfig:
+    """Sizes and variations of a ``CausalLM``. Raises ``ValueError`` for what does not fit together.
+
+    ``norm``: ``"rms"``; ``"rms_one_plus"``, whose scale is stored minus one (Gemma); ``"layer"``, with bias (GPT-2).
+    ``output_norms``: a norm on the output of each attention and MLP too. ``query_key_norms``: on each head.
+    ``gated``: ``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``. ``activation``: one of ``"silu"``,
+    ``"gelu"``, ``"gelu_tanh"``. ``n_experts`` of 1: an ordinary MLP; more: each token goes through the
+    ``experts_per_token`` with the largest router probabilities, weighted by these, which are scaled to sum to one.
+    ``rotary``: ``None`` means learned positions, ``max_length`` of them. ``windows``: for each layer, how many
+    positions its tokens see, their own included, or ``None`` for all; ``()`` is all for every layer.
+    ``attention_scale``: factor of the scores, ``None`` for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``:
+    ``cap * tanh(x / cap)`` of scores and logits. ``embedding_scale``: factor of the token vectors. ``tied``: the
+    output kernel is the embedding. ``init_std``: standard deviation of fresh kernels and embeddings.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    output_norms: bool = False
+    query_key_norms: bool = False
+    gated: bool = True
+    activation: str = "silu"
+    n_experts: int = 1
+    experts_per_token: int = 1
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rotary: Rotary | None = Rotary()
+    max_length: int | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    tied: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "d_ff",
+            "n_experts",
+        )
+        for name in sizes:
+            self._require(name, getattr(self, name) >= 1, "a value >= 1")
+        self._require(
+            "n_heads", self.n_heads % self.n_kv_heads == 0, f"a multiple of n_kv_heads = {self.n_kv_heads}"
+        )
+        self._require("norm", self.norm in NORMS, f"one of {list(NORMS)}")
+        self._require("activation", self.activation in ACTIVATIONS, f"one of {list(ACTIVATIONS)}")
+        self._require(
+            "experts_per_token",
+            1 <= self.experts_per_token <= self.n_experts,
+            f"from 1 to n_experts = {self.n_experts}",
+        )
+        if self.n_experts > 1:
+            self._require("gated", self.gated, "True with experts")
+            self._require("mlp_bias", not self.mlp_bias, "False with experts")
+        if self.rotary is None:
+            self._require("max_length", (self.max_length or 0) >= 1, "a value >= 1, for learned positions")
+        else:
+            self._require("head_dim", self.head_dim % 2 == 0, "an even size (rotary pairs)")
+            self._require(
+                "max_length", self.max_length is None, "None, since rotary positions have no last one"
+            )
+        self._require("windows", len(self.windows) in (0, self.n_layers), f"none or {self.n_layers} of them")
+        self._require("windows", all(w is None or w >= 1 for w in self.windows), "values >= 1 or None")
+        for name in ("attention_scale", "attention_cap", "logit_cap"):
+            value = getattr(self, name)
+            self._require(name, value is None or value > 0, "None or a value > 0")
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"CausalLMConfig.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> CausalLMConfig:
+        """The config of the model that a Hugging Face ``config.json`` describes: ``from_hf(json.load(file))``.
+
+        Model types: llama, qwen2, qwen3, mixtral, gemma2, gpt2; files of transformers 4 and 5. Raises ``ValueError``
+        that names the key, what was expected and what was found, for anything that would change the logits and is
+        not built here, also for keys it does not know. Dropout rates and the router's loss are left out.
+        """
+        keywords = keywords_from_hf(config)
+        rotary = keywords.pop("rotary")
+        return cls(**keywords, rotary=None if rotary is None else Rotary(**rotary))

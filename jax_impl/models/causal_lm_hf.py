@@ -1,0 +1,264 @@
+"""Hugging Face's ``config.json`` read key by key; what is not understood is refused, never skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Keys that say nothing about the logits of a forward pass without dropout.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "max_position_embeddings",
+        "n_ctx",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_REQUIRED: Any = object()
+
+
+class _Keys:
+    """Hands out the values of a config, checked, and knows at the end which were not asked for."""
+
+    def __init__(self, config: Mapping[str, Any], at: str = "config.json") -> None:
+        self._config = config
+        self._at = at
+        self._left = {key for key, value in config.items() if value is not None and value is not False}
+
+    def fail(self, key: str, expected: str, got: Any) -> ValueError:
+        return ValueError(f"{self._at}: {key!r}: expected {expected}, got {got!r}")
+
+    def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """The value of ``key``, which is ``default`` where it is missing or null."""
+        self._left.discard(key)
+        value = self._config.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise self.fail(key, f"{kind.__name__}", None)
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.fail(key, kind.__name__, value)
+        return value
+
+    def must_be(self, key: str, expected: Any, default: Any = None) -> None:
+        found = self.take(key, type(expected), expected if default is None else default)
+        if found != expected:
+            raise self.fail(key, f"{expected!r} (the only one supported)", found)
+
+    def activation(self, key: str, default: str) -> str:
+        found = self.take(key, str, default)
+        if found not in _ACTIVATIONS:
+            raise self.fail(key, f"one of {sorted(_ACTIVATIONS)}", found)
+        return _ACTIVATIONS[found]
+
+    def finish(self) -> None:
+        unknown = sorted(self._left - _WITHOUT_EFFECT)
+        if unknown:
+            found = ", ".join(f"{key!r}: {self._config[key]!r}" for key in unknown)
+            raise ValueError(
+                f"{self._at}: expected keys whose meaning is known, got {found}. If they do not change the model, "
+                "leave them out of the dictionary"
+            )
+
+
+def _rotary(keys: _Keys, theta: float) -> dict[str, Any]:
+    """Keywords of ``Rotary``: transformers 5 has one dictionary, transformers 4 a number and a dictionary."""
+    theta = keys.take("rope_theta", float, theta)
+    given = keys.take("rope_parameters", dict, {}) | keys.take("rope_scaling", dict, {})
+    rope = _Keys(given, "config.json: rope_parameters")
+    kind = rope.take("type", str, "default")
+    kind = rope.take("rope_type", str, kind)
+    result: dict[str, Any] = {"theta": rope.take("rope_theta", float, theta)}
+    if kind == "llama3":
+        result["factor"] = rope.take("factor", float)
+        result["low_frequency_factor"] = rope.take("low_freq_factor", float)
+        result["high_frequency_factor"] = rope.take("high_freq_factor", float)
+        length = keys.take("max_position_embeddings", int, 8192)
+        result["original_length"] = rope.take("original_max_position_embeddings", int, length)
+    elif kind != "default":
+        raise rope.fail("rope_type", "'default' or 'llama3'", kind)
+    rope.must_be("partial_rotary_factor", 1.0)
+    rope.finish()
+    keys.must_be("partial_rotary_factor", 1.0)
+    return result
+
+
+def _windows(keys: _Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Each layer's window; ``default(i)`` says whether layer ``i`` has one where ``layer_types`` is missing."""
+    size = keys.take("sliding_window", int, None)
+    kinds = keys.take("layer_types", list, None)
+    if kinds is None:
+        kinds = ["sliding_attention" if size and default(i) else "full_attention" for i in range(n_layers)]
+    if len(kinds) != n_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise keys.fail("layer_types", f"{n_layers} times 'sliding_attention' or 'full_attention'", kinds)
+    if size is None and "sliding_attention" in kinds:
+        raise keys.fail("sliding_window", "int, since a layer has sliding attention", None)
+    windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _common(keys: _Keys, *, theta: float = 10000.0, tied: bool = False) -> dict[str, Any]:
+    """What the Llama-like families have in common; missing keys have the values of transformers' classes."""
+    d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
+    return {
+        "vocab_size": keys.take("vocab_size", int),
+        "d_model": d_model,
+        "n_layers": keys.take("num_hidden_layers", int),
+        "n_heads": n_heads,
+        "n_kv_heads": keys.take("num_key_value_heads", int, n_heads),
+        "head_dim": keys.take("head_dim", int, d_model // n_heads if n_heads > 0 else 0),
+        "d_ff": keys.take("intermediate_size", int),
+        "norm_eps": keys.take("rms_norm_eps", float),
+        "rotary": _rotary(keys, theta),
+        "tied": keys.take("tie_word_embeddings", bool, tied),
+        "init_std": keys.take("initializer_range", float, 0.02),
+    }
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    bias = keys.take("attention_bias", bool, False)
+    return _common(keys) | {
+        "activation": keys.activation("hidden_act", "silu"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": keys.take("mlp_bias", bool, False),
+    }
+
+
+def _qwen(keys: _Keys) -> dict[str, Any]:
+    result = _common(keys) | {"activation": keys.activation("hidden_act", "silu")}
+    used = keys.take("use_sliding_window", bool, False)
+    first = keys.take("max_window_layers", int, 28)
+    windows = _windows(keys, result["n_layers"], lambda i: used and i >= first)
+    return result | {"windows": windows if used else ()}
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    return _qwen(keys) | {"qkv_bias": True}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    bias = keys.take("attention_bias", bool, False)
+    keys.take("head_dim", int)  # the class has 128 whatever the other sizes: not to be guessed from them
+    return _qwen(keys) | {"qkv_bias": bias, "out_bias": bias, "query_key_norms": True}
+
+
+def _mixtral(keys: _Keys) -> dict[str, Any]:
+    result = _common(keys, theta=1e6)
+    window = keys.take("sliding_window", int, None)
+    return result | {
+        "activation": keys.activation("hidden_act", "silu"),
+        "n_experts": keys.take("num_local_experts", int),
+        "experts_per_token": keys.take("num_experts_per_tok", int),
+        "windows": () if window is None else (window,) * result["n_layers"],
+    }
+
+
+def _gemma2(keys: _Keys) -> dict[str, Any]:
+    result = _common(keys, tied=True)
+    keys.take("head_dim", int)  # the class has 256 whatever the other sizes: not to be guessed from them
+    keys.take("hidden_act", str, "")  # older files have both; transformers reads the other one
+    bias = keys.take("attention_bias", bool, False)
+    keys.must_be("use_bidirectional_attention", False)
+    return result | {
+        "norm": "rms_one_plus",
+        "output_norms": True,
+        "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _windows(keys, result["n_layers"], lambda i: i % 2 == 0),
+        "attention_scale": keys.take("query_pre_attn_scalar", float) ** -0.5,
+        "attention_cap": keys.take("attn_logit_softcapping", float, None),
+        "logit_cap": keys.take("final_logit_softcapping", float, None),
+        "embedding_scale": result["d_model"] ** 0.5,
+    }
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    d_model, n_heads = keys.take("n_embd", int), keys.take("n_head", int)
+    if n_heads < 1 or d_model % n_heads:
+        raise keys.fail("n_head", f"a divisor of n_embd = {d_model}", n_heads)
+    keys.must_be("scale_attn_weights", True)
+    keys.must_be("scale_attn_by_inverse_layer_idx", False)
+    keys.must_be("add_cross_attention", False)
+    return {
+        "vocab_size": keys.take("vocab_size", int),
+        "d_model": d_model,
+        "n_layers": keys.take("n_layer", int),
+        "n_heads": n_heads,
+        "n_kv_heads": n_heads,
+        "head_dim": d_model // n_heads,
+        "d_ff": keys.take("n_inner", int, 4 * d_model),
+        "norm": "layer",
+        "norm_eps": keys.take("layer_norm_epsilon", float),
+        "gated": False,
+        "activation": keys.activation("activation_function", "gelu_new"),
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "rotary": None,
+        "max_length": keys.take("n_positions", int),
+        "tied": keys.take("tie_word_embeddings", bool, True),
+        "init_std": keys.take("initializer_range", float, 0.02),
+    }
+
+
+_FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "gemma2": _gemma2,
+    "gpt2": _gpt2,
+}
+
+
+def keywords_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``CausalLMConfig``, ``rotary`` as those of ``Rotary`` or ``None``; see ``CausalLMConfig.from_hf``."""
+    keys = _Keys(config)
+    kind = keys.take("model_type", str)
+    if kind not in _FAMILIES:
+        raise keys.fail("model_type", f"one of {sorted(_FAMILIES)}", kind)
+    keywords = _FAMILIES[kind](keys)
+    keys.finish()
+    return keywords

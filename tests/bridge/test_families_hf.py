@@ -1,0 +1,122 @@
+"""Shipped families against Hugging Face's classes: real models, trained, through the bridge into JAX and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from bridge.convert import convert
+from jax_impl.models import next_token_loss
+from tests.bridge.family_checkpoints import (
+    HYPERPARAMETERS,
+    config_json,
+    dcp_tensors,
+    flat,
+    head_dim,
+    load_dcp,
+    moments,
+    orbax_tree,
+    same_bits,
+    save_dcp,
+    train_step,
+    trained,
+)
+from tests.bridge.family_models import flax_model, flax_weights, hf_logits, tokens
+
+JAX_HYPERPARAMETERS = {
+    "learning_rate": HYPERPARAMETERS["lr"],
+    "b1": HYPERPARAMETERS["betas"][0],
+    "b2": HYPERPARAMETERS["betas"][1],
+    "eps": HYPERPARAMETERS["eps"],
+    "weight_decay": HYPERPARAMETERS["weight_decay"],
+}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"tie_word_embeddings": False}),
+    ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+    ("mixtral", {"tie_word_embeddings": False}),
+    ("gemma2", {"tie_word_embeddings": False}),
+    ("gpt2", {"tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_a_trained_model_becomes_flax_and_comes_back_bit_for_bit(tmp_path: Path, family, changes) -> None:
+    model, optimizer = trained(family, **changes)
+    save_dcp(tmp_path / "dcp", model, optimizer)
+    axes = {"d": head_dim(model)}
+    convert(tmp_path / "dcp", tmp_path / "orbax", mapping=family, axes=axes)
+    tree = orbax_tree(tmp_path / "orbax")
+    weights = dict(flat(tree["params"]))
+    same_bits(weights, flax_weights(model))
+    adam = tree["opt_state"]
+    same_bits(dict(flat(adam["mu"])), moments(model, optimizer, "exp_avg"))
+    same_bits(dict(flat(adam["nu"])), moments(model, optimizer, "exp_avg_sq"))
+    assert int(adam["count"]) == 2
+    expected = hf_logits(model, tokens())
+    logits = np.asarray(flax_model(config_json(model), weights)(jnp.asarray(tokens())))
+    assert np.abs(logits - expected).max() < 2e-5 * expected.std()
+    convert(tmp_path / "orbax", tmp_path / "back", mapping=family, axes=axes)
+    same_bits(dcp_tensors(tmp_path / "back"), dcp_tensors(tmp_path / "dcp"))
+    again = trained(family, steps=1, seed=1, **changes)
+    load_dcp(tmp_path / "back", *again)
+    assert [train_step(*again, seed) for seed in (2, 3)] == [
+        train_step(model, optimizer, seed) for seed in (2, 3)
+    ]
+
+
+def _batch(seed: int) -> np.ndarray:
+    """The rows of `train_step`."""
+    return tokens(2, 20, seed=seed)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_training_goes_on_in_jax_and_then_in_torch_with_equal_losses(tmp_path: Path, family) -> None:
+    model, optimizer = trained(family, tie_word_embeddings=False)
+    save_dcp(tmp_path / "dcp", model, optimizer)
+    axes = {"d": head_dim(model)}
+    convert(tmp_path / "dcp", tmp_path / "orbax", mapping=family, axes=axes)
+    expected = [train_step(model, optimizer, seed) for seed in range(2, 5)]
+
+    tree = orbax_tree(tmp_path / "orbax")
+    flax = flax_model(config_json(model), dict(flat(tree["params"])))
+    graphdef, fresh = nnx.split(flax)
+    adam = optax.adamw(**JAX_HYPERPARAMETERS)
+    empty = adam.init(nnx.to_pure_dict(fresh))
+    stored = tree["opt_state"]
+    numbered = [nnx.restore_int_paths(each) for each in (tree["params"], stored["mu"], stored["nu"])]
+    weights, mu, nu = (jax.tree.map(jnp.asarray, each) for each in numbered)
+    state: Any = (empty[0]._replace(count=jnp.asarray(stored["count"]), mu=mu, nu=nu), *empty[1:])
+
+    @jax.jit
+    def step(weights: Any, state: Any, rows: jax.Array) -> tuple[jax.Array, Any, Any]:
+        def loss(weights: Any) -> jax.Array:
+            module = nnx.merge(graphdef, weights)
+            return next_token_loss(module(rows[:, :-1]), rows[:, 1:])
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        updates, state = adam.update(gradients, state, weights)
+        return value, optax.apply_updates(weights, updates), state
+
+    losses = []
+    for seed in (2, 3):
+        value, weights, state = step(weights, state, _batch(seed))
+        losses.append(float(value))
+    assert losses == pytest.approx(expected[:2], rel=1e-5)
+
+    tree = {"params": weights, "opt_state": {"mu": state[0].mu, "nu": state[0].nu, "count": state[0].count}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "trained", jax.tree.map(jnp.asarray, tree))
+    convert(tmp_path / "trained", tmp_path / "back", mapping=family, axes=axes)
+    again = trained(family, steps=1, seed=1, tie_word_embeddings=False)
+    # The tree that JAX saved has no torch hyperparameters.
+    load_dcp(tmp_path / "back", *again, partial=True)
+    assert train_step(*again, 4) == pytest.approx(expected[2], rel=1e-5)

@@ -1,0 +1,84 @@
+"""What proposals are made of: axes aligned by shape, tensors grouped and compared by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.formats import create_checkpoint
+from bridge.propose import propose
+from bridge.propose_axes import align
+from bridge.propose_names import families, similarity
+from tests.bridge.memory_reader import MemoryReader
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_an_alignment_is_a_rearrangement_of_the_elements(shape: list[int], rng: object) -> None:
+    """Every alignment of a shape with a permuted, merged one has the right sizes, and the true one is among them."""
+    import random
+
+    assert isinstance(rng, random.Random)
+    order = list(range(len(shape)))
+    rng.shuffle(order)
+    cut = rng.randrange(1, len(shape) + 1)
+    groups = [sorted(order[:cut]), sorted(order[cut:])] if cut < len(shape) else [sorted(order)]
+    merged = [int(np.prod([shape[axis] for axis in group])) for group in groups]
+    found = list(align(merged, shape))
+    names = {axis: f"x{axis}" for axis, size in enumerate(shape) if size != 1}
+    truth = tuple(((tuple(names[axis] for axis in group if axis in names)),) for group in groups)
+    assert truth in [left for left, _, _ in found]
+    for left, right, sizes in found:
+        assert [int(np.prod([sizes[x] for x in dim[0]])) for dim in left] == merged
+        assert [int(np.prod([sizes[x] for x in dim[0]])) for dim in right] == shape
+
+
+def test_families_are_formed_by_layer_but_not_by_matrix() -> None:
+    names = [f"layers/layers_{i}/mlp/wi_{k}/kernel" for i in range(3) for k in range(2)]
+    infos = MemoryReader("orbax", {name: np.zeros((2, 3)) for name in names}).tensors
+    assert [family.path for family in families(infos, "/")] == [
+        "layers/layers_{i}/mlp/wi_0/kernel",
+        "layers/layers_{i}/mlp/wi_1/kernel",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "jax_name"),
+    [
+        ("layers.0.self_attn.q_proj.weight", "layers/0/attention/query/kernel"),
+        ("layers.0.attention.wo.weight", "layers/0/self_attention/out/kernel"),
+        ("layers.0.feed_forward.w2.weight", "layers/0/mlp/wo/kernel"),
+        ("layers.0.feed_forward.w3.weight", "layers/0/mlp/wi_1/kernel"),
+        ("h.0.mlp.c_proj.weight", "h/0/mlp/down/kernel"),
+        ("h.0.attn.c_proj.weight", "h/0/attn/out/kernel"),
+        ("tok_embeddings.weight", "token_embedder/embedding"),
+        ("output.weight", "decoder/logits_dense/kernel"),
+        ("layers.0.post_attention_layernorm.weight", "decoder/layers/0/post_self_attention_layer_norm/scale"),
+        ("norm.weight", "decoder/decoder_norm/scale"),
+    ],
+)
+def test_names_of_one_thing_are_the_same_words(torch_name: str, jax_name: str) -> None:
+    words = []
+    for format, name, separator in (("dcp", torch_name, "."), ("orbax", jax_name, "/")):
+        infos = MemoryReader(format, {name: np.zeros(2)}).tensors
+        words.append(families(infos, separator)[0].words)
+    assert similarity(*words) == 1.0
+
+
+def test_thousands_of_tensors_of_one_shape_are_matched_by_name(tmp_path: Path) -> None:
+    for format, name in (("dcp", "model.w{}x.weight"), ("orbax", "params/w{}x/kernel")):
+        with create_checkpoint(tmp_path / format, format) as writer:
+            for k in range(2000):
+                path = (
+                    tuple(name.format(k).split("/")) if format == "orbax" else ("model", name.format(k)[6:])
+                )
+                stored = writer.add_tensor(path, (2,), np.dtype(np.float32)).name
+                for box in writer.chunks(stored):
+                    writer.write(stored, box, np.ones(2, np.float32))
+    proposal = propose(tmp_path / "dcp", tmp_path / "orbax")
+    assert len(proposal.rules) == 2000
+    assert all(rule.a[0].split(".")[0] == rule.b[0].split("/")[0] for rule in proposal.rules)

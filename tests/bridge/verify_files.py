@@ -1,0 +1,75 @@
+"""Checkpoints to be damaged: what is in them, where each byte is, and how to change one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.base import DTYPES
+from bridge.verify import VerifyReport
+from tests.bridge.bits import random_bits
+
+FORMATS = ("dcp", "orbax", "safetensors")
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Tensors of several dtypes, one larger than what Orbax keeps inside its index."""
+    dtypes = ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")
+    small = {f"w.{name}": random_bits((3, 2), DTYPES[name], seed) for seed, name in enumerate(dtypes)}
+    return {**small, "w.large": random_bits((37, 11), np.dtype(np.float32), 9), "w.empty": np.zeros((0, 4))}
+
+
+def write(
+    path: Path, format: str, tensors: dict[str, np.ndarray], chunk: tuple[int, int] | None = None
+) -> None:
+    with create_checkpoint(path, format) as writer:
+        names = {
+            name: writer.add_tensor(tuple(name.split(".")), array.shape, array.dtype, chunk).name
+            for name, array in tensors.items()
+        }
+        writer.add_object(("run", "note"), "by hand")
+        writer.add_object(("run", "betas"), (0.9, 0.95))
+        for name, array in tensors.items():
+            for box in writer.chunks(names[name]):
+                writer.write(names[name], box, array[box.slices()])
+
+
+def contents(path: Path) -> dict[str, object]:
+    with open_checkpoint(path) as reader:
+        found: dict[str, object] = {
+            name: (info.dtype, info.shape, info.path, reader.read(name).tobytes())
+            for name, info in reader.tensors.items()
+        }
+        return found | {
+            name: (repr(reader.objects[name]), reader.object_paths[name]) for name in reader.objects
+        }
+
+
+def places(path: Path, tensors: dict[str, np.ndarray]) -> Iterator[tuple[Path, int]]:
+    """Where every byte of these tensors is stored."""
+    files = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    for name, array in tensors.items():
+        with open_checkpoint(path) as reader:
+            (stored,) = (info for n, info in reader.tensors.items() if n.replace("/", ".") == name)
+        for chunk in stored.chunks:
+            data = np.ascontiguousarray(array[chunk.slices()]).tobytes()
+            found = [(f, at) for f, content in files.items() if (at := content.find(data)) >= 0]
+            assert len(found) == 1, f"{name}: its bytes are in {len(found)} places"
+            yield from ((found[0][0], found[0][1] + k) for k in range(len(data)))
+
+
+def flipped(file: Path, position: int, rng: random.Random) -> Callable[[], None]:
+    """Change a byte; returns how to change it back."""
+    original = file.read_bytes()
+    changed = bytearray(original)
+    changed[position] ^= rng.randrange(1, 256)
+    file.write_bytes(changed)
+    return lambda: file.write_bytes(original) and None
+
+
+def where(report: VerifyReport) -> set[str]:
+    return {problem.where for problem in report.problems}
