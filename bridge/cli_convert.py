@@ -12,6 +12,8 @@ from rich.console import Console
 
 from bridge.cli_options import (
     AxisOption,
+    FromOption,
+    IntoOption,
     JsonOption,
     MappingOption,
     axis_sizes,
@@ -41,6 +43,8 @@ def convert(
         typer.Option("--to", help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
     mapping: MappingOption = None,
+    into: IntoOption = None,
+    from_: FromOption = None,
     axis: AxisOption = None,
     select: Annotated[
         list[str] | None,
@@ -100,7 +104,7 @@ def convert(
     axes = axis_sizes(axis, mapping)
     out = Console()
     if dry_run:
-        options = ConvertOptions(to, mapping, axes, selection, cast or ())
+        options = ConvertOptions(to, mapping, into, from_, axes, selection, cast or ())
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
@@ -113,6 +117,8 @@ def convert(
             dst,
             to=to,
             mapping=mapping,
+            into=into,
+            from_=from_,
             axes=axes,
             selection=selection,
             casts=cast or (),

@@ -21,6 +21,14 @@ MappingOption = Annotated[
     str | None,
     typer.Option("--mapping", metavar="NAME|FILE", help="A shipped family (decoder, ...) or a TOML file."),
 ]
+IntoOption = Annotated[
+    str | None,
+    typer.Option("--into", metavar="NAME", help="Convention of the mapping to translate to, if several fit."),
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option("--from", metavar="NAME", help="Convention of the mapping that SRC has, if several fit."),
+]
 AxisOption = Annotated[
     list[str] | None,
     typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),

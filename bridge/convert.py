@@ -8,7 +8,6 @@ to. Nothing is cast unless it is asked for by name: every bit arrives.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import shutil
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import bridge
 from bridge.casts import Output, apply_casts, parse_casts
@@ -28,7 +26,6 @@ from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWri
 from bridge.formats.working import Attempt
 from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
-from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
 from bridge.regions import Progress
 from bridge.selection import SelectedReader, Selection
@@ -39,12 +36,15 @@ class ConvertOptions:
     """What a conversion does beside reading and writing.
 
     to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax. mapping: a shipped family's
-    name, a TOML file or a table; without one names pass through as tree paths. axes: sizes for the mapping's axes, over
-    its own table. selection: which part of the source. casts: dtypes by patterns of names in the destination.
+    name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
+    mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
+    selection: which part of the source. casts: dtypes by patterns of names in the destination.
     """
 
     to: str | None = None
     mapping: str | os.PathLike[str] | MappingTable | None = None
+    into: str | None = None
+    from_: str | None = None
     axes: Mapping[str, int] | None = None
     selection: Selection = field(default_factory=Selection)
     casts: Sequence[str] = ()
@@ -112,6 +112,8 @@ def convert(
     *,
     to: str | None = None,
     mapping: str | os.PathLike[str] | MappingTable | None = None,
+    into: str | None = None,
+    from_: str | None = None,
     axes: Mapping[str, int] | None = None,
     selection: Selection | None = None,
     casts: Sequence[str] = (),
@@ -122,17 +124,17 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``.
 
-    to, mapping, axes, selection, casts: see `ConvertOptions`. replace: ``dst`` may be a checkpoint, which is kept until
-    the new one is complete. resume: go on where an earlier attempt of the same conversion was killed, and, if this one
-    fails, keep what it has written to be resumed. workers: threads, default by cores; memory grows with it, about
-    64 MiB each.
+    to, mapping, into, from_, axes, selection, casts: see `ConvertOptions`. replace: ``dst`` may be a checkpoint, which
+    is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was killed,
+    and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory grows
+    with it, about 64 MiB each.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1). After any
     error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
-    options = ConvertOptions(to, mapping, axes, selection or Selection(), casts)
+    options = ConvertOptions(to, mapping, into, from_, axes, selection or Selection(), casts)
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
@@ -185,17 +187,17 @@ def planned(
             left_out = selected.left_out
             if table is not None:
                 # A part of a model does not have what the rules of the whole require.
-                rules = tuple(dataclasses.replace(rule, optional=True) for rule in table.rules)
-                table = dataclasses.replace(table, rules=rules)
+                table = table.part()
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
-        plan = make_plan(reader, cast(Format, target), table)
+        plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         yield (
             Conversion(
                 Path(source),
                 reader.format,
                 target,
                 apply_casts(plan.tensors.values(), casts),
-                {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()},
+                {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
+                | dict(plan.notes),
                 (*left_out, *plan.dropped),
             ),
             reader,

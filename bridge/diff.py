@@ -11,16 +11,17 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import ml_dtypes
 import numpy as np
 
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.mapping.conventions import Convention
+from bridge.mapping.errors import MappingError
+from bridge.mapping.found import find
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
-from bridge.mapping.trees import Format
 from bridge.memory import large_buffers_returned
 from bridge.ordered import ordered
 from bridge.regions import Progress, group_boxes, split_box
@@ -113,7 +114,8 @@ def diff(
     tolerance = tolerance or Tolerance()
     table = mapping_table(mapping, axes)
     with large_buffers_returned(), open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
-        plan = make_plan(reader_a, cast(Format, reader_b.format), table)
+        into = _convention_of(reader_b, table) if table is not None else None
+        plan = make_plan(reader_a, reader_b.format, table, into=into)
         infos = reader_b.tensors
         common = [name for name in infos if name in plan.tensors]
         mismatched = {
@@ -161,6 +163,15 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
 def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     w, n = ml_dtypes.finfo(wide), ml_dtypes.finfo(narrow)
     return bool(w.nmant >= n.nmant and w.maxexp >= n.maxexp and w.minexp <= n.minexp)
+
+
+def _convention_of(reader: CheckpointReader, table: MappingTable) -> Convention | None:
+    """The naming convention of a checkpoint, and at which places it has its tensors; None if that cannot be told."""
+    try:
+        found = find(reader.tensors.values(), table, None, str(reader.path))
+    except MappingError:
+        return None
+    return found.convention if found.sections["weights"] else None
 
 
 def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:

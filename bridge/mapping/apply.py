@@ -19,7 +19,7 @@ from bridge.formats.base import TensorInfo
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Affine, Alternative, Undetermined
 from bridge.mapping.relation import Block, TensorView, identity
-from bridge.mapping.rules import Entry, Rule, Side
+from bridge.mapping.rules import HALF, PAIR, Entry, Rule
 
 Values = Mapping[str, int]
 
@@ -37,15 +37,15 @@ class Axes:
 
 
 def apply_rule(
-    rule: Rule, source: Side, tensors: Mapping[str, TensorInfo], axes: Axes
+    rule: Rule, source: str, target: str, tensors: Mapping[str, TensorInfo], axes: Axes
 ) -> Iterator[tuple[str, TensorView]]:
-    """The target tensors, by weight name, that ``rule`` makes of the source ``tensors`` (also by weight name).
+    """The tensors of convention ``target``, by weight name, that ``rule`` makes of those of ``source``.
 
     Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict the expressions, or
     an axis size stays open.
     """
     inputs = rule.entries(source)
-    outputs = rule.entries("jax" if source == "torch" else "torch")
+    outputs = rule.entries(target)
     from_path, to_path = inputs[0].path.indices, outputs[0].path.indices
     shared = [index for index in from_path if index in to_path]
     gathered = [index for index in from_path if index not in to_path]
@@ -151,6 +151,7 @@ class _Instance:
             except Undetermined as error:
                 axis = error.axes[0]
                 name = axis if axis.startswith("{") else self.axes.alias.get(axis, axis)
+                name = name.removesuffix(PAIR).removesuffix(HALF)
                 absent = f" ({self.axes.absent[name]})" if name in self.axes.absent else ""
                 raise self._error(
                     f"the size of axis {axis} does not follow from the shapes{absent}; give it in the mapping's [axes] "

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 
 from bridge.mapping.errors import MappingError
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<index>\{[A-Za-z_]\w*\})|(?P<punctuation>[()+1]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<name>[A-Za-z_]\w*(?:\.\w+)?)|(?P<index>\{[A-Za-z_]\w*\})|(?P<punctuation>[()+1]))"
+)
 
 
 @dataclass(frozen=True)

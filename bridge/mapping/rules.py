@@ -1,9 +1,13 @@
-"""The mapping table: TOML rules that pair the tensors of a torch model with those of a jax model.
+"""The mapping table: TOML rules that pair the tensors of two or more naming conventions.
 
 A mapping file::
 
-    name = "decoder"
+    name = "llama"
     drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
+
+    [convention.hf]                               # conventions, if they are not just torch and jax
+    format = "safetensors"                        # the format it usually lives in
+    weights = "{w}"                               # where its tensors are, if not in the usual places
 
     [axes]                                        # sizes that the shapes alone do not settle
     d = "train/model/head_dim"                    # the value of a scalar integer tensor of the source
@@ -11,17 +15,24 @@ A mapping file::
     up = "gate"                                   # the size of another axis
 
     [[rule]]
-    torch = "layers.{i}.attention.wq.weight : (h d) m"
-    jax = "layers/{i}/attention/query/kernel : m h d"
+    hf = "model.layers.{i}.self_attn.q_proj.weight : (h d) m"
+    torchtitan = "layers.{i}.attention.wq.weight : (h interleaved(d)) m"
+    flax = "layers/{i}/attention/query/kernel : m h d"
 
     [[rule]]
-    torch = "lm_head.weight : v m"
-    jax = "lm_head/kernel : m v"
+    hf = "lm_head.weight : v m"
+    flax = "lm_head/kernel : m v"
     optional = true                               # a model without it is fine
 
-Each side is one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to several.
-``{i}`` in a path stands for a number; used as an axis on the other side it stacks. Without expressions the tensor
-is the same on both sides. Rules name weights; optimizer entries follow them (`trees.py`).
+Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
+several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
+tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`).
+
+``interleaved(d)``: rotary positions turn pairs of elements of ``d``. Hugging Face and flax keep the first elements of
+all pairs before the second ones (two halves), Meta and torchtitan keep each pair together::
+
+    d = 6     d                0 1 2 | 3 4 5        pair p, element e of it, at  3 e + p
+              interleaved(d)   0 3 | 1 4 | 2 5                                   2 p + e
 """
 
 from __future__ import annotations
@@ -29,17 +40,20 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, cast
 
+from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Expression
 
-Side = Literal["torch", "jax"]
+HALF, PAIR = ".half", ".pair"
+"""What a rotary axis consists of: the two elements of a pair, and its pairs."""
 
+_ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -63,6 +77,11 @@ class PathPattern:
         )
         object.__setattr__(self, "indices", indices)
         object.__setattr__(self, "_regex", re.compile(regex))
+
+    @property
+    def regex(self) -> str:
+        """A regular expression for the names, without groups."""
+        return re.sub(r"\(\?P<\w+>", "(?:", self._regex.pattern)
 
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers at the indices, or None when ``name`` has another form."""
@@ -94,65 +113,75 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of a torch model and the tensors of a jax model that hold the same elements.
+    """Tensors of several conventions that hold the same elements, by the name of the convention.
 
-    Raises MappingError when the two sides do not name the same axes, part by part.
+    Raises MappingError when the sides do not name the same axes, part by part.
     """
 
-    torch: tuple[Entry, ...]
-    jax: tuple[Entry, ...]
+    sides: Mapping[str, tuple[Entry, ...]]
     optional: bool = False
 
     def __post_init__(self) -> None:
-        entries = (*self.torch, *self.jax)
+        entries = [entry for side in self.sides.values() for entry in side]
+        if len(self.sides) < 2:
+            raise MappingError(f"expected entries of two conventions or more in rule {self}")
         if any(entry.expression is None for entry in entries):
-            if len(entries) != 2 or any(entry.expression is not None for entry in entries):
+            if len(entries) != len(self.sides) or any(entry.expression is not None for entry in entries):
                 raise MappingError(f"expected axis expressions on every entry or on none in rule {self}")
-            if set(self.torch[0].path.indices) != set(self.jax[0].path.indices):
+            if len({frozenset(entry.path.indices) for entry in entries}) != 1:
                 raise MappingError(
                     f"expected the same path indices on both sides of rule {self} without expressions"
                 )
         for entry in entries:
             if entry.expression and entry.expression.axes() & set(entry.path.indices):
                 raise MappingError(f"expected {{i}} either in the path or as an axis in rule {self}")
-        for side in (self.torch, self.jax):
+        for side in self.sides.values():
             if len({frozenset(entry.path.indices) for entry in side}) != 1:
                 raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
-        sides = [[axes for entry in side for axes in entry.axis_sets()] for side in (self.torch, self.jax)]
-        for parts in sides:
-            if len(parts) != len(set(parts)):
+        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self.sides.items()}
+        for sets in parts.values():
+            if len(sets) != len(set(sets)):
                 raise MappingError(
                     f"expected every part of a concatenation to name its own axis in rule {self}"
                 )
-        if set(sides[0]) != set(sides[1]):
-            left, right = (
-                ", ".join(sorted(" ".join(sorted(axes)) for axes in set(one) - set(other)))
-                for one, other in (sides, sides[::-1])
-            )
-            raise MappingError(
-                f"expected the same axes on both sides of rule {self}; only torch has {left or 'none'}; "
-                f"only jax has {right or 'none'}"
-            )
+        (first, expected), *others = parts.items()
+        for name, sets in others:
+            if set(sets) != set(expected):
+                only, lacking = (
+                    ", ".join(sorted(" ".join(sorted(axes)) for axes in one))
+                    for one in (set(expected) - set(sets), set(sets) - set(expected))
+                )
+                raise MappingError(
+                    f"expected the same axes on both sides of rule {self}; only {first} has {only or 'none'}; "
+                    f"only {name} has {lacking or 'none'}"
+                )
 
     def __str__(self) -> str:
-        return f"{_texts(self.torch)} <-> {_texts(self.jax)}"
+        return " <-> ".join(map(_texts, self.sides.values()))
 
-    def entries(self, side: Side) -> tuple[Entry, ...]:
-        return self.torch if side == "torch" else self.jax
+    def entries(self, convention: str) -> tuple[Entry, ...]:
+        """Those of a convention; none if it has no such tensor."""
+        return self.sides.get(convention, ())
 
 
 @dataclass(frozen=True)
 class MappingTable:
-    """A validated mapping table."""
+    """A validated mapping table. ``conventions``: by name, those that the rules speak of."""
 
     name: str
     rules: tuple[Rule, ...]
     axes: Mapping[str, int | str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        entries = [entry for rule in self.rules for entry in (*rule.torch, *rule.jax)]
+        if not self.conventions:
+            names = dict.fromkeys(name for rule in self.rules for name in rule.sides)
+            found = {name: _convention(name, {}, self.rules) for name in names}
+            object.__setattr__(self, "conventions", found)
+        entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
         known = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+        known |= {axis.partition(".")[0] for axis in known}
         unknown = sorted(
             set(self.axes) - known - {value for value in self.axes.values() if isinstance(value, str)}
         )
@@ -168,7 +197,26 @@ class MappingTable:
 
     def with_axes(self, axes: Mapping[str, int]) -> MappingTable:
         """The same table with some axis sizes given."""
-        return MappingTable(self.name, self.rules, {**self.axes, **axes}, self.drop)
+        return replace(self, axes={**self.axes, **axes})
+
+    def part(self) -> MappingTable:
+        """The same for a part of a model: no rule requires its tensors."""
+        return replace(self, rules=tuple(replace(rule, optional=True) for rule in self.rules))
+
+    def rotary_axes(self) -> tuple[str, ...]:
+        """The axes that some rule interleaves."""
+        entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
+        axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+        return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
+
+
+def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Convention:
+    """A convention from its table; a tree if any of its paths has a "/" in it."""
+    paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
+    tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
+    places = {section: place for section, place in data.items() if section != "format"}
+    usual = "orbax" if tree else "dcp"
+    return Convention(name, "/" if tree else ".", data.get("format", usual), cast(Any, places))
 
 
 def _texts(entries: Sequence[Entry]) -> str:
@@ -234,7 +282,7 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         table = tomllib.loads(content)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
-    _only_keys(table, {"name", "description", "drop", "axes", "rule"}, f"mapping {origin}")
+    _only_keys(table, {"name", "description", "drop", "axes", "rule", "convention"}, f"mapping {origin}")
     rules = table.get("rule", [])
     if not isinstance(rules, list) or not rules:
         raise MappingError(f"expected [[rule]] tables in mapping {origin}, got none")
@@ -249,31 +297,61 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
             )
     if not isinstance(axes, dict):
         raise MappingError(f"expected a table [axes] in mapping {origin}, got {axes!r}")
-    parsed = tuple(_parse_rule(rule, number, origin) for number, rule in enumerate(rules, 1))
-    return MappingTable(str(table.get("name", Path(origin).stem)), parsed, axes, tuple(drop))
+    given = table.get("convention", {"torch": {}, "jax": {}})
+    if not isinstance(given, dict) or not all(_is_text_table(data) for data in given.values()):
+        raise MappingError(
+            f"expected tables [convention.NAME] of texts in mapping {origin}, got {given!r:.200}"
+        )
+    parsed = tuple(_parse_rule(rule, tuple(given), number, origin) for number, rule in enumerate(rules, 1))
+    try:
+        conventions = {name: _convention(name, data, parsed) for name, data in given.items()}
+        return MappingTable(str(table.get("name", Path(origin).stem)), parsed, axes, tuple(drop), conventions)
+    except MappingError as error:
+        raise MappingError(f"mapping {origin}: {error}") from error
 
 
-def _parse_rule(rule: object, number: int, origin: str) -> Rule:
+def _is_text_table(data: object) -> bool:
+    return isinstance(data, dict) and all(isinstance(value, str) for value in data.values())
+
+
+def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: str) -> Rule:
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):
         raise MappingError(f"expected a table for {where}, got {rule!r}")
-    _only_keys(rule, {"torch", "jax", "optional"}, where)
-    sides = []
-    for side in ("torch", "jax"):
-        value = rule.get(side)
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise MappingError(f"expected a text or a list of texts for {side} in {where}, got {value!r}")
-        sides.append(texts)
+    _only_keys(rule, {*conventions, "optional"}, where)
+    texts: dict[str, list[str]] = {}
+    for name in conventions:
+        value = rule.get(name)
+        if value is None and len(conventions) > 2:
+            continue
+        entries = [value] if isinstance(value, str) else value
+        if not isinstance(entries, list) or not entries or not all(isinstance(text, str) for text in entries):
+            raise MappingError(f"expected a text or a list of texts for {name} in {where}, got {value!r}")
+        texts[name] = entries
     if not isinstance(rule.get("optional", False), bool):
         raise MappingError(f"expected true or false for optional in {where}, got {rule['optional']!r}")
     try:
-        torch, jax = (tuple(Entry.parse(text) for text in cast(list[str], texts)) for texts in sides)
-        return Rule(torch, jax, rule.get("optional", False))
+        rotary = {
+            m.group(1) for entries in texts.values() for text in entries for m in _ROTARY.finditer(text)
+        }
+        sides = {
+            name: tuple(Entry.parse(_spelled_out(text, rotary)) for text in entries)
+            for name, entries in texts.items()
+        }
+        return Rule(sides, rule.get("optional", False))
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
         raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
+
+
+def _spelled_out(text: str, rotary: Iterable[str]) -> str:
+    """An entry with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
+    path, colon, expression = text.partition(":")
+    for axis in rotary:
+        expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
+        expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)
+    return path + colon + expression
 
 
 def _only_keys(table: Mapping[str, object], allowed: set[str], where: str) -> None:

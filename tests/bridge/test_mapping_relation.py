@@ -20,13 +20,14 @@ from tests.bridge.memory_reader import MemoryReader
 
 
 def views(rule: Rule, source: str, reader: MemoryReader, sizes: dict[str, int]) -> dict[str, TensorView]:
-    side = "torch" if source == "torch" else "jax"
-    return dict(apply_rule(rule, side, reader.tensors, Axes(sizes, {}, {})))
+    target = "jax" if source == "torch" else "torch"
+    return dict(apply_rule(rule, source, target, reader.tensors, Axes(sizes, {}, {})))
 
 
 def rule(torch: str | list[str], jax: str | list[str]) -> Rule:
     sides = [[side] if isinstance(side, str) else side for side in (torch, jax)]
-    return Rule(*(tuple(Entry.parse(text) for text in side) for side in sides))
+    torch_side, jax_side = (tuple(Entry.parse(text) for text in side) for side in sides)
+    return Rule({"torch": torch_side, "jax": jax_side})
 
 
 @st.composite
