@@ -18,7 +18,6 @@ from bridge import regions
 from bridge.convert import convert
 from bridge.diff import diff
 from bridge.formats.base import Box, check_coverage
-from bridge.mapping import MappingError
 from bridge.ulp import Difference, Tolerance
 from tests.bridge.dcp_files import stock_save
 from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
@@ -148,10 +147,14 @@ def test_formats_compare_by_paths_without_a_mapping(tmp_path: Path) -> None:
     assert [t.name for t in report.tensors] == ["x/y", "z"]
 
 
-def test_a_mapping_between_two_of_one_format_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a", "dcp", dcp_arrays(), {})
-    with pytest.raises(MappingError, match="leave the mapping out"):
-        diff(tmp_path / "a", tmp_path / "a", mapping="decoder")
+def test_two_checkpoints_of_one_convention_are_compared_through_a_mapping_too(tmp_path: Path) -> None:
+    arrays = dcp_arrays()
+    write(tmp_path / "a", "dcp", arrays, {})
+    changed = arrays | {"model.norm.weight": arrays["model.norm.weight"] + 1}
+    write(tmp_path / "b", "dcp", changed, {})
+    report = diff(tmp_path / "a", tmp_path / "b", mapping="decoder")
+    assert [t.name for t in report.tensors if t.difference.differing] == ["model.norm.weight"]
+    assert len(report.tensors) == len(arrays)
 
 
 def test_tensors_larger_than_a_region_are_compared_to_the_last_element(

@@ -142,8 +142,8 @@ def test_the_shipped_family_of_our_decoder_is_found_again(tmp_path: Path, family
     for proposal in (by_name, by_value):
         table = parse_mapping(proposal.text, "proposed")
         shipped = load_mapping(family)
-        assert {tuple(e.path.text for e in (*r.torch, *r.jax)) for r in table.rules} == {
-            tuple(e.path.text for e in (*r.torch, *r.jax)) for r in shipped.rules
+        assert {tuple(e.path.text for e in (*r.sides["torch"], *r.sides["jax"])) for r in table.rules} == {
+            tuple(e.path.text for e in (*r.sides["torch"], *r.sides["jax"])) for r in shipped.rules
         }
         convert(a, tmp_path / f"{proposal.certain}", mapping=table)
         assert_same(tensors(tmp_path / f"{proposal.certain}"), tensors(b))
@@ -345,7 +345,7 @@ def test_quotes_in_names_are_kept(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", "dcp", {'model.say"hi"\\': np.arange(4.0)})
     b = saved(tmp_path / "b", "orbax", {'params/say"hi"\\': np.arange(4.0)})
     (rule,) = parse_mapping(propose(a, b).text, "proposed").rules
-    assert (rule.torch[0].path.text, rule.jax[0].path.text) == ('say"hi"\\', 'say"hi"\\')
+    assert (rule.sides["torch"][0].path.text, rule.sides["jax"][0].path.text) == ('say"hi"\\', 'say"hi"\\')
 
 
 def call(*arguments: object) -> Result:
