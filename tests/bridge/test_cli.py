@@ -92,7 +92,10 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
         (("inspect", "empty"), "found an empty directory"),
         (("inspect", "file"), "found a file"),
         (("diff", "dcp", "none"), "error: expected a checkpoint at none"),
-        (("convert", "dcp", "new", "--to", "dcp", "--mapping", "decoder"), "leave the mapping out to keep the names"),
+        (
+            ("convert", "dcp", "new", "--to", "dcp", "--mapping", "decoder"),
+            "leave the mapping out to keep the names",
+        ),
         (("relay", "none.toml"), "error: relay file none.toml: expected a TOML file"),
     ],
 )
