@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from bridge.cli import app
 from bridge.convert import ConvertOptions, convert, planned
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.journal import Journal
 from bridge.formats.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
 from bridge.selection import Selection
 from tests.bridge.bits import random_bits, same_bits
@@ -263,3 +265,29 @@ def test_checksums_tell_values_apart() -> None:
     array = random_bits((4, 6), F32, 1)
     assert array_checksum(array.T) == array_checksum(array.T.copy())
     assert array_checksum(array.T) != array_checksum(array)
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_a_chunk_is_noted_only_when_it_is_on_disk(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """A power cut may lose what was written and not synced; the journal must not speak of it."""
+    events: list[str] = []
+    monkeypatch.setattr("bridge.formats.data_file.SYNC_BYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
+    monkeypatch.setattr(Journal, "record", lambda self, entries: events.extend("noted" for _ in entries))
+    monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))
+    convert(source, tmp_path / "out", to=format, workers=1)
+    assert events.count("noted") == len(ARRAYS)
+    for place, event in enumerate(events):
+        if event == "noted":
+            before = [e for e in events[:place] if e != "noted"]
+            assert before[-1] == "synced"
+
+
+def counted(operation: Callable[..., int], events: list[str]) -> Callable[..., int]:
+    def call(*args: object) -> int:
+        events.append("written")
+        return operation(*args)
+
+    return call

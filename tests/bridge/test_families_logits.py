@@ -1,11 +1,12 @@
 """Llama in four forms, moved by the bridge from one to the next, computes the same logits in each.
 
-Hugging Face's class, torchtitan's model, our flax model, a MaxText tree. The rotary layouts are index arithmetic: a
-head is ``(r f)``, two halves of ``f`` frequencies, in transformers and flax, and ``(f r)``, pairs, in the other two.
+Hugging Face's class, torchtitan's model, our flax model, a MaxText tree.
 """
 
 from __future__ import annotations
 
+import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,73 +31,15 @@ from tests.bridge.llama_forms import TorchtitanLlama, maxtext_logits
 
 TOLERANCE = 2e-5  # of the standard deviation of the logits
 
-# Path and axes of every tensor in each form; {i} and the axes mean the same in all of them.
-FORMS: dict[str, list[str]] = {
-    "hf": [
-        "model.embed_tokens.weight : v m",
-        "model.layers.{i}.input_layernorm.weight : m",
-        "model.layers.{i}.self_attn.q_proj.weight : (h r f) m",
-        "model.layers.{i}.self_attn.k_proj.weight : (h r f) m",
-        "model.layers.{i}.self_attn.v_proj.weight : (h r f) m",
-        "model.layers.{i}.self_attn.o_proj.weight : m (h r f)",
-        "model.layers.{i}.post_attention_layernorm.weight : m",
-        "model.layers.{i}.mlp.gate_proj.weight : n m",
-        "model.layers.{i}.mlp.up_proj.weight : n m",
-        "model.layers.{i}.mlp.down_proj.weight : m n",
-        "model.norm.weight : m",
-        "lm_head.weight : v m",
-    ],
-    "torchtitan": [
-        "tok_embeddings.weight : v m",
-        "layers.{i}.attention_norm.weight : m",
-        "layers.{i}.attention.wq.weight : (h f r) m",
-        "layers.{i}.attention.wk.weight : (h f r) m",
-        "layers.{i}.attention.wv.weight : (h r f) m",
-        "layers.{i}.attention.wo.weight : m (h r f)",
-        "layers.{i}.ffn_norm.weight : m",
-        "layers.{i}.feed_forward.w1.weight : n m",
-        "layers.{i}.feed_forward.w3.weight : n m",
-        "layers.{i}.feed_forward.w2.weight : m n",
-        "norm.weight : m",
-        "output.weight : v m",
-    ],
-    "flax": [
-        "embed/embedding : v m",
-        "layers/{i}/attention_norm/scale : m",
-        "layers/{i}/attention/query/kernel : m h (r f)",
-        "layers/{i}/attention/key/kernel : m h (r f)",
-        "layers/{i}/attention/value/kernel : m h (r f)",
-        "layers/{i}/attention/out/kernel : h (r f) m",
-        "layers/{i}/mlp_norm/scale : m",
-        "layers/{i}/mlp/gate/kernel : m n",
-        "layers/{i}/mlp/up/kernel : m n",
-        "layers/{i}/mlp/down/kernel : n m",
-        "norm/scale : m",
-        "lm_head/kernel : m v",
-    ],
-    "maxtext": [
-        "token_embedder/embedding : v m",
-        "decoder/layers/pre_self_attention_layer_norm/scale : m {i}",
-        "decoder/layers/self_attention/query/kernel : m {i} h (f r)",
-        "decoder/layers/self_attention/key/kernel : m {i} h (f r)",
-        "decoder/layers/self_attention/value/kernel : m {i} h (r f)",
-        "decoder/layers/self_attention/out/kernel : h {i} (r f) m",
-        "decoder/layers/post_self_attention_layer_norm/scale : m {i}",
-        "decoder/layers/mlp/wi_0/kernel : m {i} n",
-        "decoder/layers/mlp/wi_1/kernel : m {i} n",
-        "decoder/layers/mlp/wo/kernel : n {i} m",
-        "decoder/decoder_norm/scale : m",
-        "decoder/logits_dense/kernel : m v",
-    ],
-}
 
-
-def table(torch_form: str, jax_form: str, head_dim: int) -> MappingTable:
-    """The mapping between two forms."""
-    pairs = zip(FORMS[torch_form], FORMS[jax_form], strict=True)
-    rules = [f'[[rule]]\ntorch = "{one}"\njax = "{other}"' for one, other in pairs]
-    axes = f'name = "llama"\n[axes]\nr = 2\nf = {head_dim // 2}'
-    return parse_mapping("\n".join([axes, *rules]), f"{torch_form} and {jax_form}")
+def family(model: torch.nn.Module, old: str = "", new: str = "") -> MappingTable:
+    """The shipped family; with ``old`` and ``new`` swapped, so that every tensor is still matched once."""
+    text = (files("bridge") / "families" / "llama.toml").read_text()
+    assert old in text
+    assert new in text
+    if old:
+        text = text.replace(old, "\0").replace(new, old).replace("\0", new)
+    return parse_mapping(text, "llama").with_axes({"d": model.config.head_dim})
 
 
 @pytest.fixture(scope="module")
@@ -115,59 +58,65 @@ def error(found: Any, model: torch.nn.Module) -> float:
 
 def test_hf_to_flax_to_torchtitan_and_back(original, tmp_path: Path) -> None:
     model, hf = original
-    head_dim = model.config.head_dim
-    convert(hf, tmp_path / "flax", mapping=table("hf", "flax", head_dim))
+    convert(hf, tmp_path / "flax", mapping=family(model), into="flax")
     weights = dict(flat(orbax_tree(tmp_path / "flax")["params"]))
     same_bits(weights, flax_weights(model))
     assert error(flax_model(config_json(model), weights)(tokens()), model) < TOLERANCE
 
-    convert(tmp_path / "flax", tmp_path / "titan", mapping=table("torchtitan", "flax", head_dim))
+    convert(tmp_path / "flax", tmp_path / "titan", mapping=family(model), into="torchtitan")
     titan = TorchtitanLlama(model.config)
-    state = {"model": titan.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "titan", no_dist=True)
+    dcp.load(titan.state_dict(), checkpoint_id=tmp_path / "titan", no_dist=True)
     with torch.no_grad():
         assert error(titan(torch.from_numpy(tokens()).long()), model) < TOLERANCE
 
-    convert(tmp_path / "titan", tmp_path / "flax2", mapping=table("torchtitan", "flax", head_dim))
-    convert(tmp_path / "flax2", tmp_path / "hf2", mapping=table("hf", "flax", head_dim))
+    # From one PyTorch model to another there is no way round by JAX.
+    convert(tmp_path / "titan", tmp_path / "hf2", to="dcp", mapping=family(model), into="hf")
     same_bits(dcp_tensors(tmp_path / "hf2"), dcp_tensors(hf))
 
 
 def test_hf_to_maxtext_and_back(original, tmp_path: Path) -> None:
     model, hf = original
-    mapping = table("hf", "maxtext", model.config.head_dim)
-    convert(hf, tmp_path / "maxtext", mapping=mapping)
-    params = orbax_tree(tmp_path / "maxtext")["params"]
+    convert(hf, tmp_path / "maxtext", mapping=family(model), into="maxtext")
+    params = orbax_tree(tmp_path / "maxtext")["params"]["params"]
     query = params["decoder"]["layers"]["self_attention"]["query"]
     query["kernel"] = np.asarray(query["kernel"]) / np.sqrt(np.float32(model.config.head_dim))
     assert error(maxtext_logits(params, model.config, tokens()), model) < TOLERANCE
-    convert(tmp_path / "maxtext", tmp_path / "hf2", mapping=mapping)
+    convert(tmp_path / "maxtext", tmp_path / "hf2", mapping=family(model), into="hf")
     same_bits(dcp_tensors(tmp_path / "hf2"), dcp_tensors(hf))
+
+
+def test_files_of_save_pretrained_to_flax(original, tmp_path: Path) -> None:
+    model, _ = original
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "flax", mapping=family(model), into="flax")
+    weights = dict(flat(orbax_tree(tmp_path / "flax")["params"]))
+    assert error(flax_model(config_json(model), weights)(tokens()), model) < TOLERANCE
+    convert(tmp_path / "flax", tmp_path / "back", to="safetensors", mapping=family(model), into="hf")
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(tmp_path / "hf" / name, tmp_path / "back" / name)
+    again = type(model).from_pretrained(tmp_path / "back")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("attention.wq.weight : (h f r) m", "attention.wq.weight : (h r f) m"),
-        ("attention.wk.weight : (h f r) m", "attention.wk.weight : (h r f) m"),
+        ("attention.wq.weight : (h interleaved(d)) m", "attention.wq.weight : (h d) m"),
+        ("attention.wk.weight", "attention.wv.weight"),
         ("feed_forward.w1.weight", "feed_forward.w3.weight"),
         ("attention_norm.weight", "ffn_norm.weight"),
     ],
 )
-def test_a_wrong_rule_shows_in_the_logits(original, tmp_path: Path, monkeypatch, old: str, new: str) -> None:
+def test_a_wrong_rule_shows_in_the_logits(original, tmp_path: Path, old: str, new: str) -> None:
     model, hf = original
-    # Swapped, so that every tensor is still matched once.
-    swapped = {old: new, new: old}
-    changed = [
-        next((text.replace(one, other) for one, other in swapped.items() if one in text), text)
-        for text in FORMS["torchtitan"]
-    ]
-    assert changed != FORMS["torchtitan"]
-    monkeypatch.setitem(FORMS, "torchtitan", changed)
-    head_dim = model.config.head_dim
-    convert(hf, tmp_path / "flax", mapping=table("hf", "flax", head_dim))
-    convert(tmp_path / "flax", tmp_path / "titan", mapping=table("torchtitan", "flax", head_dim))
+    if "interleaved" in old:
+        mapping = parse_mapping(
+            (files("bridge") / "families" / "llama.toml").read_text().replace(old, new), "llama"
+        ).with_axes({"d": model.config.head_dim})
+    else:
+        mapping = family(model, old, new)
+    convert(hf, tmp_path / "titan", to="dcp", mapping=mapping, into="torchtitan")
     titan = TorchtitanLlama(model.config)
-    dcp.load({"model": titan.state_dict()}, checkpoint_id=tmp_path / "titan", no_dist=True)
+    dcp.load(titan.state_dict(), checkpoint_id=tmp_path / "titan", no_dist=True)
     with torch.no_grad():
         assert error(titan(torch.from_numpy(tokens()).long()), model) > 0.1
