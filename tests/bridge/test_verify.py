@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 import torch
 import typer
 from safetensors.numpy import save_file
@@ -23,6 +24,7 @@ from bridge import regions
 from bridge.cli_verify import verify as verify_command
 from bridge.convert import convert
 from bridge.finite import count_not_finite
+from bridge.formats import create_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.manifest import MANIFEST_FILE
@@ -318,3 +320,18 @@ def test_the_command_reports_and_exits_by_what_it_found(copy: Callable[[str], Pa
     assert "run/note: expected no object of this name" in bad.stdout
     assert "1 problem found" in bad.stdout
     assert call(tmp_path / "none").exit_code == 2
+
+
+def test_a_chunk_rewritten_with_right_checksums_is_noticed_by_the_manifest(tmp_path: Path) -> None:
+    """tensorstore writes a chunk as valid as the one before: only the manifest tells that it is another."""
+    array = np.random.default_rng(5).standard_normal((8, 6)).astype(np.float32)
+    with create_checkpoint(tmp_path / "c", "orbax") as writer:
+        writer.add_tensor(("w",), array.shape, array.dtype, (2, 6))
+        for box in writer.chunks("w"):
+            writer.write("w", box, array[box.slices()])
+    kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path / 'c'}/", "path": "w/"}
+    stored = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+    stored[5, 3].write(np.float32(7)).result()
+    report = verify(tmp_path / "c")
+    assert any("chunk at (4, 0)" in problem.text for problem in report.problems)
+    assert not any("chunk at (2, 0)" in problem.text for problem in report.problems)
