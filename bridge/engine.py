@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+import numpy as np
+
 from bridge.casts import Output
 from bridge.formats.base import Box, CheckpointReader, CheckpointWriter
 from bridge.regions import Progress, group_boxes
@@ -114,14 +116,19 @@ class Copier:
                 raise
 
     def _copy_region(self, region: Region) -> None:
-        loan = region.tensor.lend(self._reader, region.box)
-        array = loan.array if loan is not None else region.tensor.read(self._reader, region.box)
+        array: np.ndarray | None = None
         for chunk in region.chunks:
+            loans = [] if array is not None else region.tensor.lend(self._reader, chunk)
+            if loans:
+                self._writer.write(region.stored_name, chunk, [loan.array for loan in loans])
+                for loan in loans:
+                    loan.give_back()
+                continue
+            if array is None:
+                array = region.tensor.read(self._reader, region.box)
             part = array if chunk == region.box else array[chunk.slices(region.box)]
             self._writer.write(region.stored_name, chunk, part)
-        if loan is not None:
-            loan.give_back()
         with self._lock:
-            self._done += array.nbytes
+            self._done += region.box.numel * region.tensor.dtype.itemsize
             if self._progress is not None:
                 self._progress(self._done, self._total, region.tensor.name)

@@ -229,6 +229,10 @@ class Loan:
     give_back: Callable[[], None]
 
 
+Elements: TypeAlias = np.ndarray | Sequence[np.ndarray]
+"""The elements of a box: as an array, or as parts that follow each other in row-major order."""
+
+
 class CheckpointReader(Protocol):
     """A checkpoint opened for reading. Opening reads metadata only; the files are never written to."""
 
@@ -313,8 +317,10 @@ class CheckpointWriter(Protocol):
     def stored(self, name: str) -> frozenset[Box]:
         """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""
 
-    def write(self, name: str, box: Box, array: np.ndarray) -> None:
+    def write(self, name: str, box: Box, array: Elements) -> None:
         """Store one of `chunks(name)`; `array` has the box's sizes and the tensor's dtype, in any memory order.
+
+        It may be in parts, whose elements one after the other are those of the box in row-major order.
 
         CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from bridge.formats.working import ChunkRecord
@@ -34,6 +35,12 @@ class DataFile:
         while view:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
+
+    def write_parts(self, offset: int, parts: Iterable[bytes | memoryview]) -> None:
+        """Fill a reserved place with parts that follow each other."""
+        for part in parts:
+            self.write(offset, part)
+            offset += len(part)
 
     def sync(self) -> None:
         """Bring to disk what is written."""

@@ -15,9 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.atomic import CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    Elements,
+    TensorInfo,
+    TreePath,
+    dtype_name,
+    grid_of_chunks,
+)
 from bridge.formats.data_file import DataFiles
-from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
 from bridge.formats.dcp_pickle import is_unicode
@@ -102,20 +109,20 @@ class DcpWriter(CommitOrAbort):
         """Those of `chunks(name)` that a resumed attempt has written already."""
         return self._record.stored(name)
 
-    def write(self, name: str, box: Box, array: np.ndarray) -> None:
-        """Store one of `chunks(name)`: `array` has the box's sizes and the tensor's dtype, in any memory order.
+    def write(self, name: str, box: Box, array: Elements) -> None:
+        """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
 
         KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
         """
         self._require_open()
-        number = self._record.begin(name, box, array)
-        extent = self._extents[name][number]
-        data = raw_bytes(array)
-        before, after = tensor_archive(array.dtype, box.sizes, extent.offset, zlib.crc32(data.data))
-        self._data.write(extent.offset, before)
-        self._data.write(extent.offset + len(before), data.data)
-        self._data.write(extent.offset + extent.length - len(after), after)
-        self._record.end(name, number, array_checksum(data))
+        number, parts = self._record.begin(name, box, array)
+        extent, crc = self._extents[name][number], 0
+        for part in parts:
+            crc = zlib.crc32(part.data, crc)
+        dtype = self._record.infos[name].dtype
+        before, after = tensor_archive(dtype, box.sizes, extent.offset, crc)
+        self._data.write_parts(extent.offset, [before, *(part.data for part in parts), after])
+        self._record.end(name, number, array_checksum(*parts))
         self._files.wrote(extent.length)
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:

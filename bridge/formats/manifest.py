@@ -81,12 +81,15 @@ def manifest_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.manifest.json")
 
 
-def array_checksum(array: np.ndarray) -> int:
-    """CRC-32C of an array's elements in row-major order; copies it only if they do not lie so already."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    # The C extension takes read-only buffers.
-    flat.flags.writeable = False
-    return int(google_crc32c.value(flat)) if flat.size else 0
+def array_checksum(*parts: np.ndarray) -> int:
+    """CRC-32C of the elements of arrays, each in row-major order; copies one only if they do not lie so already."""
+    crc = 0
+    for part in parts:
+        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        # The C extension takes read-only buffers.
+        flat.flags.writeable = False
+        crc = int(google_crc32c.extend(crc, flat)) if flat.size else crc
+    return crc
 
 
 def object_checksum(value: object) -> int:

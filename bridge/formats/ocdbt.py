@@ -62,15 +62,15 @@ class OcdbtWriter:
             self._inline[key] = value
         else:
             self.reserve(key, len(value))
-            self.write(key, 0, value)
+            self.write(key, [value])
 
     def reserve(self, key: str, length: int) -> None:
         """Room in the data file for a value of so many bytes."""
         self._places[key] = self._file.reserve(length, _ALIGNMENT), length
 
-    def write(self, key: str, start: int, data: bytes | memoryview) -> None:
-        """Fill a part of a reserved place from its byte `start` on."""
-        self._file.write(self._places[key][0] + start, data)
+    def write(self, key: str, parts: Iterable[bytes | memoryview], start: int = 0) -> None:
+        """Fill a reserved place, from its byte `start` on, with parts that follow each other."""
+        self._file.write_parts(self._places[key][0] + start, parts)
 
     def wrote(self, length: int) -> None:
         """Count so many bytes as written; see `DataFiles.wrote`."""

@@ -26,6 +26,7 @@ import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.dcp_archive import as_integers, raw_bytes
+from bridge.formats.manifest import array_checksum
 from bridge.formats.ocdbt import OcdbtWriter
 from bridge.formats.orbax_store import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.working import ChunkRecord
@@ -59,21 +60,19 @@ class ChunkStore:
             for key in layout.stored_keys():
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
 
-    def write(self, layout: ArrayLayout, box: Box, values: np.ndarray) -> int:
-        """Store one chunk; the CRC-32C of its elements. `values` may be changed afterwards."""
+    def write(self, layout: ArrayLayout, box: Box, parts: list[np.ndarray]) -> int:
+        """Store one chunk, given as bytes in parts; the CRC-32C of its elements. They may be changed afterwards."""
         key = layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
         if not self._complete:
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
-        data = raw_bytes(values)
-        crc = crc_stored = _crc32c(data)
+        crc = crc_stored = array_checksum(*parts)
         if box.sizes != layout.chunk:
-            data = raw_bytes(_padded(values, layout))
-            crc_stored = _crc32c(data)
-        numbers = _NUMBERS.pack(0, data.nbytes + _CRC.size)
+            parts = [_padded(parts, box, layout)]
+            crc_stored = array_checksum(*parts)
+        numbers = _NUMBERS.pack(0, layout.chunk_bytes + _CRC.size)
         trailer = _CRC.pack(crc_stored) + numbers + _CRC.pack(google_crc32c.value(numbers))
-        self._store.write(key, 0, data.data)
-        self._store.write(key, data.nbytes, trailer)
+        self._store.write(key, [*(part.data for part in parts), trailer])
         return crc
 
     def wrote(self, layout: ArrayLayout) -> None:
@@ -114,13 +113,9 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
         transaction.commit_async().result()
 
 
-def _padded(values: np.ndarray, layout: ArrayLayout) -> np.ndarray:
-    """A chunk at an upper end of the array, filled up with zeros: chunks are stored in full."""
+def _padded(parts: list[np.ndarray], box: Box, layout: ArrayLayout) -> np.ndarray:
+    """The bytes of a chunk at an upper end of the array, filled up with zeros: chunks are stored in full."""
     whole = np.zeros(layout.chunk, layout.dtype)
-    as_integers(whole)[tuple(map(slice, values.shape))] = as_integers(values)
-    return whole
-
-
-def _crc32c(data: np.ndarray) -> int:
-    data.flags.writeable = False
-    return int(google_crc32c.value(data))
+    values = np.concatenate(parts).view(layout.dtype).reshape(box.sizes)
+    as_integers(whole)[tuple(map(slice, box.sizes))] = as_integers(values)
+    return raw_bytes(whole)

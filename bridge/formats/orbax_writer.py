@@ -35,7 +35,15 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.atomic import CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    Elements,
+    TensorInfo,
+    TreePath,
+    dtype_name,
+    grid_of_chunks,
+)
 from bridge.formats.journal import JOURNAL_FILE, Journal
 from bridge.formats.manifest import (
     MANIFEST_FILE,
@@ -128,13 +136,14 @@ class OrbaxPart:
         """Those of `chunks(name)` that a resumed attempt has written already."""
         return self._record.stored(name)
 
-    def write(self, name: str, box: Box, array: np.ndarray) -> None:
+    def write(self, name: str, box: Box, array: Elements) -> None:
         """Store one chunk; see `CheckpointWriter.write`. The array may be changed afterwards."""
         self._require_open()
-        number, layout = self._record.begin(name, box, array), self._layouts[name]
+        number, parts = self._record.begin(name, box, array)
+        layout = self._layouts[name]
         try:
             with explain(f"{self.path}: tensor {name!r}: cannot write {box}"):
-                crc = self._store.write(layout, box, array)
+                crc = self._store.write(layout, box, parts)
                 self._record.end(name, number, crc)
                 self._store.wrote(layout)
         except BaseException:

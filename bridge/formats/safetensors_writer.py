@@ -21,9 +21,8 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.atomic import CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, grid_of_chunks
+from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.data_file import DataFile, DataFiles
-from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.dcp_writer import default_chunk_shape
 from bridge.formats.manifest import (
@@ -125,20 +124,19 @@ class SafetensorsWriter(CommitOrAbort):
         """Those of `chunks(name)` that a resumed attempt has written already."""
         return self._record.stored(name)
 
-    def write(self, name: str, box: Box, array: np.ndarray) -> None:
-        """Store one of `chunks(name)`: `array` has the box's sizes and the tensor's dtype, in any memory order.
+    def write(self, name: str, box: Box, array: Elements) -> None:
+        """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
 
         KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
         """
         self._require_open()
-        number = self._record.begin(name, box, array)
-        shape, place = self._record.infos[name].shape, self._laid_out()[name]
+        number, parts = self._record.begin(name, box, array)
+        info, place = self._record.infos[name], self._laid_out()[name]
         # A chunk is a run of whole rows, or of a part of one: it has one place.
-        first = sum(o * math.prod(shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
-        data = raw_bytes(array)
-        place.file.write(place.offset + first * array.dtype.itemsize, data.data)
-        self._record.end(name, number, array_checksum(data))
-        self._files.wrote(data.nbytes)
+        first = sum(o * math.prod(info.shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
+        place.file.write_parts(place.offset + first * info.dtype.itemsize, [part.data for part in parts])
+        self._record.end(name, number, array_checksum(*parts))
+        self._files.wrote(box.numel * info.dtype.itemsize)
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Keep None, bool, int, float, str, bytes, or a list, tuple or dict of these (keys str, int, bool, None).

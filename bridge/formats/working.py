@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_name
+from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, dtype_name
+from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
 from bridge.formats.manifest import ManifestTensor
 
@@ -110,14 +111,19 @@ class ChunkRecord:
         crcs = self._crcs[name]
         return frozenset(box for box, number in self._numbers[name].items() if number in crcs)
 
-    def begin(self, name: str, box: Box, array: np.ndarray) -> int:
-        """The number of a chunk about to be written. CheckpointError unless it is one, of this dtype, for once."""
+    def begin(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
+        """The number of a chunk about to be written, and its bytes, in parts.
+
+        CheckpointError unless it is one, of this dtype, for once.
+        """
         info, number = self.infos[name], self._numbers[name].get(box)
         what = f"{self.path}: tensor {name!r}"
-        if array.shape != box.sizes or array.dtype != info.dtype:
+        parts = [array] if isinstance(array, np.ndarray) else list(array)
+        fits = array.shape == box.sizes if isinstance(array, np.ndarray) else _size(parts) == box.numel
+        if not fits or any(part.dtype != info.dtype for part in parts):
             raise CheckpointError(
                 f"{what}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, got "
-                f"{array.dtype.name} of shape {array.shape}"
+                + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
             )
         if number is None:
             raise CheckpointError(
@@ -127,7 +133,7 @@ class ChunkRecord:
             if number in self._crcs[name] or (name, number) in self._writing:
                 raise CheckpointError(f"{what}: expected every box to be written once, got {box} again")
             self._writing.add((name, number))
-        return number
+        return number, [raw_bytes(part) for part in parts]
 
     def end(self, name: str, number: int, crc: int) -> None:
         """The chunk is written, if perhaps not synced yet; `crc`: the CRC-32C of its elements."""
@@ -171,3 +177,7 @@ class ChunkRecord:
             )
             for name, info in self.infos.items()
         }
+
+
+def _size(parts: Sequence[np.ndarray]) -> int:
+    return sum(part.size for part in parts)

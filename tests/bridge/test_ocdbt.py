@@ -73,10 +73,10 @@ def test_values_written_in_parts_and_in_any_order(tmp_path: Path) -> None:
     writer = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
     for key, length in (("b", 3000), ("a", 10), ("c", 1)):
         writer.reserve(key, length)
-    writer.write("c", 0, b"!")
-    writer.write("b", 1000, b"2" * 2000)
-    writer.write("a", 0, b"0123456789")
-    writer.write("b", 0, b"1" * 1000)
+    writer.write("c", [b"!"])
+    writer.write("b", [b"2" * 1500, b"2" * 500], 1000)
+    writer.write("a", [b"0123456789"])
+    writer.write("b", [b"1" * 1000])
     writer.finish()
     writer.close()
     assert all_of(stored(tmp_path / "s")) == {"a": b"0123456789", "b": b"1" * 1000 + b"2" * 2000, "c": b"!"}
@@ -166,12 +166,12 @@ def test_references_that_lead_out_of_the_store_are_refused(
 def test_a_resumed_store_writes_to_the_same_file(tmp_path: Path) -> None:
     first = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
     first.reserve("a", 2000)
-    first.write("a", 0, b"a" * 2000)
+    first.write("a", [b"a" * 2000])
     first.close()
     second = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
     second.reserve("a", 2000)
     second.reserve("b", 2000)
-    second.write("b", 0, b"b" * 2000)
+    second.write("b", [b"b" * 2000])
     second.finish()
     second.close()
     assert len(list((tmp_path / "s" / "d").iterdir())) == 1
