@@ -27,6 +27,7 @@ notebooks: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_convert
+	$(BIN)/python -m tests.bench.bench_small_tensors
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
 	$(BIN)/python -m tests.bench.bench_jax
