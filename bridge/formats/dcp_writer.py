@@ -27,7 +27,6 @@ from bridge.formats.base import (
 from bridge.formats.data_file import DataFiles
 from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
-from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.manifest import (
     MANIFEST_FILE,
@@ -39,13 +38,13 @@ from bridge.formats.manifest import (
     render_manifest,
     rest_checksum,
 )
-from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
+from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
 
 CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
 
 
-class DcpWriter(CommitOrAbort):
+class DcpWriter(RecordedChunks, CommitOrAbort):
     """A new DCP checkpoint at `path`; see `CheckpointWriter`. FileExistsError when `path` exists.
 
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
@@ -79,7 +78,7 @@ class DcpWriter(CommitOrAbort):
         CheckpointError for a repeated name, an empty path, or a dtype PyTorch lacks.
         """
         self._require_open()
-        name, tree_path = _name(path)
+        name, tree_path = flat_name(path)
         shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
         block = default_chunk_shape(shape, dtype) if chunk_shape is None else tuple(chunk_shape)
         if len(block) != len(shape) or any(n < 1 for n in block):
@@ -100,14 +99,6 @@ class DcpWriter(CommitOrAbort):
             self._extents[name] = tuple(extents)
             self._record.declare(info)
         return info
-
-    def chunks(self, name: str) -> tuple[Box, ...]:
-        """The boxes that `write` expects, in row-major order; none for a tensor without elements."""
-        return self._record.infos[name].chunks
-
-    def stored(self, name: str) -> frozenset[Box]:
-        """Those of `chunks(name)` that a resumed attempt has written already."""
-        return self._record.stored(name)
 
     def write(self, name: str, box: Box, array: Elements) -> None:
         """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
@@ -131,7 +122,7 @@ class DcpWriter(CommitOrAbort):
         CheckpointError for anything else (NumPy scalars included) and for a repeated name.
         """
         self._require_open()
-        name, tree_path = _name(path)
+        name, tree_path = flat_name(path)
         with self._lock:
             self._refuse_repeated(name)
             archive = value_archive(value, self._data.end, f"{self.path}: object {name!r}")
@@ -205,13 +196,3 @@ def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...
         block[axis] = max(1, CHUNK_BYTES // per_index)
         nbytes = per_index * block[axis]
     return tuple(block)
-
-
-def _name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
-    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
-    if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
-        raise CheckpointError(f"expected a name or a path of str and list positions, got {parts}")
-    name = ".".join(map(str, parts))
-    if not is_unicode(name):
-        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
-    return name, parts

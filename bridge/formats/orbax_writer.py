@@ -59,7 +59,7 @@ from bridge.formats.orbax_chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax_tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
-from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
+from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
@@ -69,7 +69,7 @@ _HANDLERS = {
 }
 
 
-class OrbaxPart:
+class OrbaxPart(RecordedChunks):
     """What one process writes of a checkpoint: tensors are declared by every process, each chunk is written by one.
 
     path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
@@ -127,14 +127,6 @@ class OrbaxPart:
             self._record.declare(info)
             self._store.declare(array)
         return info
-
-    def chunks(self, name: str) -> tuple[Box, ...]:
-        """The boxes that `write` expects. KeyError for an unknown name."""
-        return self._record.infos[name].chunks
-
-    def stored(self, name: str) -> frozenset[Box]:
-        """Those of `chunks(name)` that a resumed attempt has written already."""
-        return self._record.stored(name)
 
     def write(self, name: str, box: Box, array: Elements) -> None:
         """Store one chunk; see `CheckpointWriter.write`. The array may be changed afterwards."""

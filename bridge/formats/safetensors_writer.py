@@ -23,7 +23,6 @@ import numpy as np
 from bridge.formats.atomic import CommitOrAbort
 from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.data_file import DataFile, DataFiles
-from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.dcp_writer import default_chunk_shape
 from bridge.formats.manifest import (
     MANIFEST_FILE,
@@ -40,7 +39,7 @@ from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, encode_value, 
 from bridge.formats.safetensors_files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors_header import METADATA_KEY, dtype_code, format_header
 from bridge.formats.safetensors_reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
-from bridge.formats.working import Attempt, ChunkRecord, WorkingDirectory
+from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
@@ -54,7 +53,7 @@ class _Place:
     offset: int
 
 
-class SafetensorsWriter(CommitOrAbort):
+class SafetensorsWriter(RecordedChunks, CommitOrAbort):
     """A new safetensors checkpoint at `path`, a file or a directory; see `CheckpointWriter`.
 
     FileExistsError when `path` exists. shard_bytes: tensors of more bytes in all are spread over several files, unless
@@ -115,14 +114,6 @@ class SafetensorsWriter(CommitOrAbort):
             self._require_undecided(name)
             self._record.declare(info)
         return info
-
-    def chunks(self, name: str) -> tuple[Box, ...]:
-        """The boxes that `write` expects, in row-major order; none for a tensor without elements."""
-        return self._record.infos[name].chunks
-
-    def stored(self, name: str) -> frozenset[Box]:
-        """Those of `chunks(name)` that a resumed attempt has written already."""
-        return self._record.stored(name)
 
     def write(self, name: str, box: Box, array: Elements) -> None:
         """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
@@ -269,17 +260,13 @@ class SafetensorsWriter(CommitOrAbort):
 
     def _name(self, path: str | Sequence[str | int]) -> tuple[str, TreePath]:
         self._require_open()
-        parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
-        if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
-            raise CheckpointError(
-                f"{self.path}: expected a name or a path of str and list positions, got {parts}"
-            )
-        name = ".".join(map(str, parts))
-        if not is_unicode(name) or name == METADATA_KEY:
-            raise CheckpointError(
-                f"{self.path}: expected a name of Unicode characters other than {METADATA_KEY!r}, got {name!r}"
-            )
-        return name, parts
+        try:
+            name, tree_path = flat_name(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if name == METADATA_KEY:
+            raise CheckpointError(f"{self.path}: expected a name other than {METADATA_KEY!r}, got it")
+        return name, tree_path
 
     def _require_open(self) -> None:
         if self.ended:

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, dtype_name
+from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, dtype_name
 from bridge.formats.dcp_archive import raw_bytes
+from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
 from bridge.formats.manifest import ManifestTensor
 
@@ -181,3 +182,35 @@ class ChunkRecord:
 
 def _size(parts: Sequence[np.ndarray]) -> int:
     return sum(part.size for part in parts)
+
+
+class RecordedChunks:
+    """The chunks of a writer that keeps a record of them."""
+
+    path: Path
+    _record: ChunkRecord
+
+    def chunks(self, name: str) -> tuple[Box, ...]:
+        """The boxes that `write` expects, in row-major order; none for a tensor without elements.
+
+        KeyError for an unknown name.
+        """
+        return self._record.infos[name].chunks
+
+    def stored(self, name: str) -> frozenset[Box]:
+        """Those of `chunks(name)` that a resumed attempt has written already."""
+        return self._record.stored(name)
+
+
+def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
+    """The name of a tree path in formats whose names join it by ".", and the path.
+
+    CheckpointError for an empty path, keys that are neither text nor list positions, and text that is not Unicode.
+    """
+    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
+    if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
+        raise CheckpointError(f"expected a name or a path of str and list positions, got {parts}")
+    name = ".".join(map(str, parts))
+    if not is_unicode(name):
+        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    return name, parts

@@ -32,30 +32,11 @@ from bridge.verify import verify
 from tests.bridge.bits import random_bits
 from tests.bridge.dcp_files import stock_save
 from tests.bridge.orbax_helpers import stock_save as orbax_save
-from tests.bridge.verify_files import FORMATS, arrays, flipped, places, where, write
+from tests.bridge.verify_files import FORMATS, arrays, converted, copy, flipped, places, where, write
+
+__all__ = ["converted", "copy"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a format, written by `convert`; not to be changed."""
-    root = tmp_path_factory.mktemp("converted")
-    write(root / "source", "orbax", arrays(), (20, 11))
-    for format in FORMATS:
-        convert(root / "source", root / format, to=format)
-    return lambda format: root / format
-
-
-@pytest.fixture
-def copy(tmp_path: Path, converted: Callable[[str], Path]) -> Callable[[str], Path]:
-    """A copy that may be changed."""
-
-    def make(format: str) -> Path:
-        shutil.copytree(converted(format), tmp_path / format)
-        return tmp_path / format
-
-    return make
 
 
 def call(*arguments: object) -> Result:

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bridge.convert import convert
 from bridge.formats.dcp_reader import DcpReader
 from bridge.verify import verify
-from tests.bridge.verify_files import FORMATS, arrays, contents, flipped, places, where, write
+from tests.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places, where
 
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a format, written by `convert`; not to be changed."""
-    root = tmp_path_factory.mktemp("converted")
-    write(root / "source", "orbax", arrays(), (20, 11))
-    for format in FORMATS:
-        convert(root / "source", root / format, to=format)
-    return lambda format: root / format
-
-
-@pytest.fixture
-def copy(tmp_path: Path, converted: Callable[[str], Path]) -> Callable[[str], Path]:
-    """A copy that may be changed."""
-
-    def make(format: str) -> Path:
-        shutil.copytree(converted(format), tmp_path / format)
-        return tmp_path / format
-
-    return make
+__all__ = ["converted", "copy"]  # fixtures
 
 
 def test_every_flipped_byte_of_small_dcp_tensors_is_found_in_its_tensor(

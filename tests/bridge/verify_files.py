@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from bridge.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES
 from bridge.verify import VerifyReport
@@ -73,3 +76,24 @@ def flipped(file: Path, position: int, rng: random.Random) -> Callable[[], None]
 
 def where(report: VerifyReport) -> set[str]:
     return {problem.where for problem in report.problems}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of a format, written by `convert`; not to be changed."""
+    root = tmp_path_factory.mktemp("converted")
+    write(root / "source", "orbax", arrays(), (20, 11))
+    for format in FORMATS:
+        convert(root / "source", root / format, to=format)
+    return lambda format: root / format
+
+
+@pytest.fixture
+def copy(tmp_path: Path, converted: Callable[[str], Path]) -> Callable[[str], Path]:
+    """A copy that may be changed."""
+
+    def make(format: str) -> Path:
+        shutil.copytree(converted(format), tmp_path / format)
+        return tmp_path / format
+
+    return make
