@@ -59,14 +59,16 @@ def apply_rule(
     for key, members in sorted(groups.items()):
         at = dict(zip(shared, key, strict=True))
         counts = {index: 1 + max(values[index] for values in members) for index in gathered}
-        yield from _Instance(rule, inputs, outputs, at, counts, tensors, axes).outputs()
+        yield from _Instance(
+            rule.between(source, target), inputs, outputs, at, counts, tensors, axes
+        ).outputs()
 
 
 @dataclass(frozen=True)
 class _Instance:
     """A rule at fixed values ``at`` of the shared indices; ``counts`` are the sizes of the gathered ones."""
 
-    rule: Rule
+    rule: str
     inputs_: tuple[Entry, ...]
     outputs_: tuple[Entry, ...]
     at: Values
@@ -151,11 +153,11 @@ class _Instance:
             except Undetermined as error:
                 axis = error.axes[0]
                 name = axis if axis.startswith("{") else self.axes.alias.get(axis, axis)
-                name = name.removesuffix(PAIR).removesuffix(HALF)
+                name, shown = (text.removesuffix(PAIR).removesuffix(HALF) for text in (name, axis))
                 absent = f" ({self.axes.absent[name]})" if name in self.axes.absent else ""
                 raise self._error(
-                    f"the size of axis {axis} does not follow from the shapes{absent}; give it in the mapping's [axes] "
-                    f"table or on the command line as --axis {name}=SIZE"
+                    f"the size of axis {shown} does not follow from the shapes{absent}; give it in the mapping's "
+                    f"[axes] table or on the command line as --axis {name}=SIZE"
                 ) from error
             yield from zip(
                 entry.axis_sets(), ((entry, alternative) for alternative in alternatives), strict=True

@@ -101,9 +101,13 @@ class Entry:
     expression: Expression | None
 
     @staticmethod
-    def parse(text: str) -> Entry:
+    def parse(text: str, rotary: Iterable[str] = ()) -> Entry:
+        """``path : expression``, of whose axes some are ``rotary``."""
         path, colon, expression = text.partition(":")
-        return Entry(PathPattern(path.strip()), Expression.parse(expression) if colon else None)
+        if not colon:
+            return Entry(PathPattern(path.strip()), None)
+        parsed = Expression.parse(_spelled_out(expression, rotary))
+        return Entry(PathPattern(path.strip()), replace(parsed, text=expression.strip()))
 
     def axis_sets(self) -> tuple[frozenset[str], ...]:
         """For each alternative, the elementary axes together with the path's indices."""
@@ -158,6 +162,10 @@ class Rule:
 
     def __str__(self) -> str:
         return " <-> ".join(map(_texts, self.sides.values()))
+
+    def between(self, source: str, target: str) -> str:
+        """The rule as it concerns two conventions."""
+        return f"{_texts(self.entries(source))} <-> {_texts(self.entries(target))}"
 
     def entries(self, convention: str) -> tuple[Entry, ...]:
         """Those of a convention; none if it has no such tensor."""
@@ -335,8 +343,7 @@ def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: s
             m.group(1) for entries in texts.values() for text in entries for m in _ROTARY.finditer(text)
         }
         sides = {
-            name: tuple(Entry.parse(_spelled_out(text, rotary)) for text in entries)
-            for name, entries in texts.items()
+            name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in texts.items()
         }
         return Rule(sides, rule.get("optional", False))
     except MappingError as error:
@@ -345,13 +352,12 @@ def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: s
         raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
 
 
-def _spelled_out(text: str, rotary: Iterable[str]) -> str:
-    """An entry with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
-    path, colon, expression = text.partition(":")
+def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
+    """An expression with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
     for axis in rotary:
         expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
         expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)
-    return path + colon + expression
+    return expression
 
 
 def _only_keys(table: Mapping[str, object], allowed: set[str], where: str) -> None:
