@@ -64,7 +64,7 @@ class Output:
     def sources(self) -> tuple[str, ...]:
         """Names of the tensors that it is made of; none if its value follows from the plan."""
         content = self.planned.content
-        if not isinstance(content, TensorView):
+        if isinstance(content, np.ndarray):
             return ()
         return tuple(dict.fromkeys(block.source for block in content.blocks))
 

@@ -16,6 +16,7 @@ from bridge.cli_options import (
     IntoOption,
     JsonOption,
     MappingOption,
+    TiedOption,
     axis_sizes,
     progress_console,
     some,
@@ -46,6 +47,7 @@ def convert(
     into: IntoOption = None,
     from_: FromOption = None,
     axis: AxisOption = None,
+    tied: TiedOption = None,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,9 +104,12 @@ def convert(
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)
+    for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
+        if value is not None and mapping is None:
+            raise typer.BadParameter(f"expected --mapping beside {option}, as only a mapping knows its names")
     out = Console()
     if dry_run:
-        options = ConvertOptions(to, mapping, into, from_, axes, selection, cast or ())
+        options = ConvertOptions(to, mapping, into, from_, axes, selection, cast or (), tied)
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
@@ -122,6 +127,7 @@ def convert(
             axes=axes,
             selection=selection,
             casts=cast or (),
+            tied=tied,
             replace=replace,
             resume=resume,
             progress=progress,
@@ -154,6 +160,7 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
         ],
         "objects": {name: value for name, (_, value) in conversion.objects.items()},
         "left_out": conversion.left_out,
+        "inexact": conversion.inexact,
     }
 
 
@@ -177,6 +184,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: Path) -> None
         print_line(out, f"{name} = {value!r}")
     if conversion.left_out:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out)}")
+    if conversion.inexact:
+        print_line(out, f"calculated, with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
@@ -195,6 +204,8 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         f"{report.tensors} tensors, {report.objects} objects, "
         f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
     )
+    if report.inexact:
+        print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
     for name, count in report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite by the cast")
     if report.dropped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,12 @@ IntoOption = Annotated[
 FromOption = Annotated[
     str | None,
     typer.Option("--from", metavar="NAME", help="Convention of the mapping that SRC has, if several fit."),
+]
+TiedOption = Annotated[
+    Literal["once", "both"] | None,
+    typer.Option(
+        "--tied", help="A weight with two names is to be there once, or under both; default: as in SRC."
+    ),
 ]
 AxisOption = Annotated[
     list[str] | None,

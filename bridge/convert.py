@@ -25,7 +25,7 @@ from bridge.formats import FORMATS, create_checkpoint, detect_format, open_check
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.working import Attempt
 from bridge.mapping.plan import make_plan
-from bridge.mapping.rules import MappingTable, mapping_table
+from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.memory import large_buffers_returned
 from bridge.regions import Progress
 from bridge.selection import SelectedReader, Selection
@@ -38,7 +38,8 @@ class ConvertOptions:
     to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax. mapping: a shipped family's
     name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
-    selection: which part of the source. casts: dtypes by patterns of names in the destination.
+    selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
+    that has two names is to be there "once" or under "both"; default: as in the source.
     """
 
     to: str | None = None
@@ -48,10 +49,15 @@ class ConvertOptions:
     axes: Mapping[str, int] | None = None
     selection: Selection = field(default_factory=Selection)
     casts: Sequence[str] = ()
+    tied: Tied | None = None
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
             raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
+        if self.tied is not None and self.mapping is None:
+            raise ValueError(
+                f"expected a mapping, which knows the tied weights that are to be {self.tied}, got none"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Conversion:
     """A conversion that was planned: what the destination will hold.
 
     outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
-    left_out: names in the source that do not go along, dropped or not selected.
+    left_out: names in the source that do not go along, dropped or not selected. inexact: names in the destination of
+    tensors that the mapping calculates, with rounding.
     """
 
     source: Path
@@ -68,6 +75,7 @@ class Conversion:
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
     left_out: tuple[str, ...]
+    inexact: tuple[str, ...]
 
     @cached_property
     def nbytes(self) -> int:
@@ -90,7 +98,8 @@ class ConvertReport:
     """What a conversion wrote.
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
-    source that did not go along. overflowed: by name, how many finite elements a cast made infinite.
+    source that did not go along. overflowed: by name, how many finite elements a cast made infinite. inexact: names of
+    tensors that the mapping calculated, with rounding.
     """
 
     source: Path
@@ -103,6 +112,7 @@ class ConvertReport:
     resumed_bytes: int
     dropped: tuple[str, ...]
     overflowed: Mapping[str, int]
+    inexact: tuple[str, ...]
     seconds: float
 
 
@@ -117,6 +127,7 @@ def convert(
     axes: Mapping[str, int] | None = None,
     selection: Selection | None = None,
     casts: Sequence[str] = (),
+    tied: Tied | None = None,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -124,17 +135,17 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``.
 
-    to, mapping, into, from_, axes, selection, casts: see `ConvertOptions`. replace: ``dst`` may be a checkpoint, which
-    is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was killed,
-    and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory grows
-    with it, about 64 MiB each.
+    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
+    which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
+    killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
+    grows with it, about 64 MiB each.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1). After any
     error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
-    options = ConvertOptions(to, mapping, into, from_, axes, selection or Selection(), casts)
+    options = ConvertOptions(to, mapping, into, from_, axes, selection or Selection(), casts, tied)
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
@@ -165,6 +176,7 @@ def convert(
             resumed,
             conversion.left_out,
             {name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
+            conversion.inexact,
             time.perf_counter() - started,
         )
 
@@ -178,6 +190,8 @@ def planned(
     Raises what `convert` raises about source, mapping, selection and casts.
     """
     table = mapping_table(options.mapping, options.axes)
+    if table is not None:
+        table = table.with_tied(options.tied)
     casts = parse_casts(options.casts)
     with open_checkpoint(source) as whole:
         reader: CheckpointReader = whole
@@ -199,6 +213,7 @@ def planned(
                 {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
                 | dict(plan.notes),
                 (*left_out, *plan.dropped),
+                plan.inexact,
             ),
             reader,
         )

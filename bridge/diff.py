@@ -171,7 +171,7 @@ def _convention_of(reader: CheckpointReader, table: MappingTable) -> Convention 
         found = find(reader.tensors.values(), table, None, str(reader.path))
     except MappingError:
         return None
-    return found.convention if found.sections["weights"] else None
+    return found.convention if found.weights else None
 
 
 def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:

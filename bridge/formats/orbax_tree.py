@@ -97,9 +97,16 @@ def parse_tree(data: object, what: str) -> Tree:
 def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> Json:
     """The content of `_METADATA` for arrays stored as OCDBT and zarr3, all called NumPy arrays.
 
-    Called jax.Array, they would need sharding files, and restoring would depend on the topology.
+    Called jax.Array, they would need sharding files, and restoring would depend on the topology. None and empty
+    containers that are beside arrays, such as the parts of an optax chain that hold nothing, are leaves of the tree as
+    in stock Orbax, which compares structures when it restores.
     """
     paths = list(arrays)
+    roots = {path[0] for path in paths}
+    empty = {
+        path: kind for path, value in objects.items() if path[0] in roots and (kind := _empty_kind(value))
+    }
+    paths += empty
     children: defaultdict[TreePath, set[str | int]] = defaultdict(set)
     for path in paths:
         for depth in range(len(path)):
@@ -114,8 +121,12 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
         ]
         tree[str(tuple(map(str, path)))] = {
             "key_metadata": keys,
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+            "value_metadata": {
+                "value_type": empty.get(path, "np.ndarray"),
+                "skip_deserialize": path in empty,
+            },
         }
+    objects = {path: value for path, value in objects.items() if path not in empty}
     return {
         "tree_metadata": tree,
         "use_ocdbt": True,
@@ -123,6 +134,14 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": {"twinshard": _render_objects(objects)} if objects else None,
     }
+
+
+def _empty_kind(value: object) -> str | None:
+    """What stock Orbax calls a value that holds nothing; None for others."""
+    if value is None:
+        return "None"
+    names: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
+    return names.get(type(value)) if not value else None
 
 
 class Claims:

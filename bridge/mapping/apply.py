@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.formats.base import TensorInfo
+from bridge.mapping.entries import HALF, PAIR, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Affine, Alternative, Undetermined
+from bridge.mapping.operations import Change, ChangedView, change
 from bridge.mapping.relation import Block, TensorView, identity
-from bridge.mapping.rules import HALF, PAIR, Entry, Rule
 
 Values = Mapping[str, int]
+View = TensorView | ChangedView
 
 LARGEST_STACK = 1 << 20
 """A stack of empty layers may claim any number of them; one this large is a mistake."""
@@ -37,12 +39,18 @@ class Axes:
 
 
 def apply_rule(
-    rule: Rule, source: str, target: str, tensors: Mapping[str, TensorInfo], axes: Axes
-) -> Iterator[tuple[str, TensorView]]:
+    rule: Rule,
+    source: str,
+    target: str,
+    tensors: Mapping[str, TensorInfo],
+    axes: Axes,
+    power: int = 1,
+) -> Iterator[tuple[str, View]]:
     """The tensors of convention ``target``, by weight name, that ``rule`` makes of those of ``source``.
 
-    Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict the expressions, or
-    an axis size stays open.
+    power: how the tensors grow with the weights, for operations of the rule: 1 for the weights themselves, see
+    `operations.change`. Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict
+    the expressions, or an axis size stays open.
     """
     inputs = rule.entries(source)
     outputs = rule.entries(target)
@@ -60,7 +68,7 @@ def apply_rule(
         at = dict(zip(shared, key, strict=True))
         counts = {index: 1 + max(values[index] for values in members) for index in gathered}
         yield from _Instance(
-            rule.between(source, target), inputs, outputs, at, counts, tensors, axes
+            rule.between(source, target), inputs, outputs, at, counts, tensors, axes, power
         ).outputs()
 
 
@@ -75,8 +83,9 @@ class _Instance:
     counts: Values
     tensors: Mapping[str, TensorInfo]
     axes: Axes
+    power: int
 
-    def outputs(self) -> Iterator[tuple[str, TensorView]]:
+    def outputs(self) -> Iterator[tuple[str, View]]:
         infos = [self._infos(entry) for entry in self.inputs_]
         first = infos[0][0]
         for info in itertools.chain.from_iterable(infos):
@@ -85,7 +94,9 @@ class _Instance:
                     f"expected one dtype, got {first.dtype} in {first.name} and {info.dtype} in {info.name}"
                 )
         if self.inputs_[0].expression is None:
-            yield self.outputs_[0].path.format(self.at), identity(first.name, first.shape, first.dtype)
+            view = identity(first.name, first.shape, first.dtype)
+            changes = [self._change(self.inputs_[0], self.outputs_[0], self.axes.sizes)]
+            yield self.outputs_[0].path.format(self.at), self._changed(view, changes)
             return
         sizes = self._sizes(infos)
         parts = dict(self._parts(self.inputs_, sizes))
@@ -97,16 +108,33 @@ class _Instance:
                     f"expected at most {LARGEST_STACK} tensors in a stack, got {math.prod(own.values())}"
                 )
             for scattered in _grid(own):
-                blocks = [
-                    self._block(parts[axes], alternative, scattered, gathered, sizes)
-                    for axes, (_, alternative) in self._parts((entry,), sizes)
-                    for gathered in _grid(self.counts)
-                ]
-                shape = entry.expression.shape(sizes)
-                yield (
-                    entry.path.format({**self.at, **scattered}),
-                    TensorView(shape, first.dtype, tuple(blocks)),
-                )
+                blocks, changes = [], []
+                for axes, (_, alternative) in self._parts((entry,), sizes):
+                    for gathered in _grid(self.counts):
+                        blocks.append(self._block(parts[axes], alternative, scattered, gathered, sizes))
+                        changes.append(self._change(parts[axes][0], entry, sizes))
+                view = TensorView(entry.expression.shape(sizes), first.dtype, tuple(blocks))
+                yield entry.path.format({**self.at, **scattered}), self._changed(view, changes)
+
+    def _change(self, source: Entry, target: Entry, sizes: Values) -> Change | None:
+        if source.operation is None and target.operation is None:
+            return None
+        pairs = {axis.removesuffix(PAIR): 2 * n for axis, n in sizes.items() if axis.endswith(PAIR)}
+        known = {**pairs, **sizes}
+        known |= {axis: known[other] for axis, other in self.axes.alias.items() if other in known}
+        try:
+            return change(source.operation, target.operation, known, self.power)
+        except MappingError as error:
+            raise self._error(str(error)) from error
+
+    def _changed(self, view: TensorView, changes: Sequence[Change | None]) -> View:
+        if not any(changes):
+            return view
+        if view.dtype.kind in "iub":
+            raise self._error(
+                f"expected a floating-point tensor to calculate with, got {view.dtype} in {view.blocks[0].source}"
+            )
+        return ChangedView(view, tuple(changes))
 
     def _infos(self, entry: Entry) -> list[TensorInfo]:
         """The source tensors of one entry, all of one shape, for every value of the gathered indices."""

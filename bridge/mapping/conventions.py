@@ -13,30 +13,36 @@ by "/" or by ".".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from bridge.formats.base import TreePath
 from bridge.mapping.errors import MappingError
 
-Section = Literal["weights", "exp_avg", "exp_avg_sq", "step"]
-SECTIONS: tuple[Section, ...] = ("weights", "exp_avg", "exp_avg_sq", "step")
-MOMENTS: tuple[Section, ...] = ("exp_avg", "exp_avg_sq")
+Section = Literal["weights", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step"]
+ADAM: tuple[Section, ...] = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Section, ...] = (*ADAM, "max_exp_avg_sq", "momentum_buffer")
+SECTIONS: tuple[Section, ...] = ("weights", *MOMENTS, "step")
 WEIGHT = "{w}"
 
-_FLAT = {
-    "weights": "model.{w}",
-    "exp_avg": "optimizer.state.{w}.exp_avg",
-    "exp_avg_sq": "optimizer.state.{w}.exp_avg_sq",
-    "step": "optimizer.state.{w}.step",
-}
-_TREE = {
-    "weights": "params/{w}",
-    "exp_avg": "opt_state/mu/{w}",
-    "exp_avg_sq": "opt_state/nu/{w}",
-    "step": "opt_state/count",
-}
+WORDS: Mapping[Section, str] = MappingProxyType(
+    {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
+)
+"""What optax calls the moments."""
+
+POWERS: Mapping[Section, int] = MappingProxyType(
+    {"weights": 1, "exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "momentum_buffer": -1}
+)
+"""How a section's values change with the factor of a weight: gradients are divided by it."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One optimizer state: where it keeps what. weights: those that it is for, by name; None: all."""
+
+    places: Mapping[Section, str]
+    weights: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,53 +50,98 @@ class Convention:
     """One naming convention of a mapping.
 
     separator: "/" or ".", what joins the parts of its names. format: the format it usually lives in. places: for each
-    section the full name of a weight's tensor, `{w}` standing for the weight; `step` without it is one for all.
-    MappingError when a place is malformed.
+    section the full name of a weight's tensor, `{w}` standing for the weight; `step` without it is one for all. In a
+    tree a number is a position in a list, and a quoted one ('0') a key. states: where optimizer states are, if there
+    are several, or others than in `places`. MappingError when a place is malformed.
     """
 
     name: str
     separator: str
     format: str
     places: Mapping[Section, str] = field(default_factory=dict)
+    states: tuple[State, ...] = ()
 
     def __post_init__(self) -> None:
-        defaults = _TREE if self.separator == "/" else _FLAT
         unknown = sorted(set(self.places) - set(SECTIONS))
         if unknown:
             raise MappingError(
                 f"expected places of {', '.join(SECTIONS)} in convention {self.name}, got {', '.join(unknown)}"
             )
-        places = {section: self.places.get(section, defaults[section]) for section in SECTIONS}
-        for section, place in places.items():
+        places = {**self._usual(), **self.places}
+        for section, place in (
+            item for p in (places, *(s.places for s in self.states)) for item in p.items()
+        ):
             if place.count(WEIGHT) != 1 and (section != "step" or WEIGHT in place):
                 raise MappingError(
                     f"expected {WEIGHT} once in the place of {section} of convention {self.name}, got {place!r}"
                 )
         object.__setattr__(self, "places", MappingProxyType(places))
+        if not self.states:
+            usual: dict[Section, str] = {
+                section: place for section, place in places.items() if section != "weights"
+            }
+            object.__setattr__(self, "states", (State(MappingProxyType(usual)),))
+
+    def _usual(self) -> dict[Section, str]:
+        if not self.is_tree:
+            kept = {s: f"optimizer.state.{WEIGHT}.{s}" for s in (*MOMENTS, "step")}
+            return {"weights": f"model.{WEIGHT}", **kept}
+        first = self.places.get("exp_avg", f"opt_state/mu/{WEIGHT}")
+        node, word, rest = first.rpartition("mu/")
+        return {"weights": f"params/{WEIGHT}", **tree_places(node if word else "opt_state/", rest, "")}
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the parts of a weight's name are keys of their own."""
+        return self.separator == "/"
 
     @property
     def one_step(self) -> bool:
-        """Whether one step count serves all weights."""
+        """Whether one step count serves all weights of a state."""
         return WEIGHT not in self.places["step"]
 
-    def name_of(self, section: Section, weight: str = "") -> str:
+    def name_of(self, section: Section, weight: str = "", state: int = 0) -> str:
         """The name of a weight's tensor, or of the one step count."""
-        return self.places[section].replace(WEIGHT, weight)
+        return self.joined(self.path_of(section, weight, state))
 
-    def path_of(self, section: Section, weight: str = "") -> TreePath:
+    def path_of(self, section: Section, weight: str = "", state: int = 0) -> TreePath:
         """The tree path. Numbers outside of a weight's name are positions in a list, as in ("opt_state", 0, "mu")."""
-        before, _, after = self.places[section].partition(WEIGHT)
-        middle = tuple(weight.split("/")) if self.separator == "/" else (weight,)
+        place = self.places["weights"] if section == "weights" else self.states[state].places[section]
+        before, _, after = place.partition(WEIGHT)
+        middle = tuple(weight.split("/")) if self.is_tree else (weight,)
         return (*self._keys(before), *(middle if weight else ()), *self._keys(after))
+
+    def state_of(self, weight: str) -> int:
+        """The state that is for a weight: the first that names it, else the first."""
+        return next((k for k, s in enumerate(self.states) if s.weights and weight in s.weights), 0)
 
     def joined(self, path: TreePath) -> str:
         """A tree path as this convention writes names."""
         return self.separator.join(map(str, path))
 
-    def at(self, places: Mapping[Section, str]) -> Convention:
+    def written(self, path: TreePath) -> str:
+        """A tree path as a place or a part of one: keys that are numbers in quotes."""
+        return self.separator.join(f"'{k}'" if self._looks_like_position(k) else str(k) for k in path)
+
+    def at(self, weights: str, states: tuple[State, ...]) -> Convention:
         """The same with other places."""
-        return Convention(self.name, self.separator, self.format, {**self.places, **places})
+        return replace(self, places={**self.places, "weights": weights}, states=states)
+
+    def _looks_like_position(self, key: str | int) -> bool:
+        return self.is_tree and isinstance(key, str) and key.isdecimal()
 
     def _keys(self, text: str) -> TreePath:
         parts = [part for part in text.split(self.separator) if part]
-        return tuple(int(p) if p.isdecimal() and self.separator == "/" else p for p in parts)
+        if not self.is_tree:
+            return tuple(parts)
+        return tuple(int(part) if part.isdecimal() else part.strip("'") for part in parts)
+
+
+def tree_places(node: str, before: str, after: str) -> dict[Section, str]:
+    """The places of an optax state: ``node`` stands before mu, nu and count; before: between mu and the weight.
+
+    before: with or without the weight's own sign. after: what stands after a weight, and after count.
+    """
+    middle = before if WEIGHT in before else before + WEIGHT
+    places: dict[Section, str] = {s: f"{node}{word}/{middle}{after}" for s, word in WORDS.items()}
+    return {**places, "step": f"{node}count{after}"}

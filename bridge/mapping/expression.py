@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from bridge.mapping.errors import MappingError
 
@@ -95,11 +96,19 @@ class Expression:
 
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The elementary axes that each alternative names, in the order of ``alternatives``."""
+        return self._axis_sets
+
+    @cached_property
+    def _axis_sets(self) -> tuple[tuple[str, ...], ...]:
         ones = dict.fromkeys(_axes_of(Product(self.dims)), 1)
         return tuple(tuple(name for dim in a for name, _ in dim.terms) for a in self.alternatives(ones))
 
     def axes(self) -> frozenset[str]:
         """All elementary axes named."""
+        return self._axes
+
+    @cached_property
+    def _axes(self) -> frozenset[str]:
         return frozenset(_axes_of(Product(self.dims)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ them, which are named after the weight:
     optimizer.state.layers.3.mlp.up.weight.exp_avg
     |--- before ----|------ weight --------|-after-|
 
-The place of the weights is the one, before and after, in which all required rules find theirs.
+The place of the weights is the one, before and after, in which all required rules find theirs. Of optimizer states
+there may be several, each for other weights, as optax's `partition` makes them.
 """
 
 from __future__ import annotations
@@ -21,33 +22,63 @@ from dataclasses import dataclass
 from typing import cast
 
 from bridge.formats.base import TensorInfo
-from bridge.mapping.conventions import MOMENTS, SECTIONS, WEIGHT, Convention, Section
+from bridge.mapping.conventions import (
+    MOMENTS,
+    WEIGHT,
+    WORDS,
+    Convention,
+    Section,
+    State,
+    tree_places,
+)
+from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import MappingTable, Rule
+from bridge.mapping.rules import MappingTable
 
-_AFTER: Mapping[str, Mapping[str, Section]] = {
-    ".": {"": "weights", ".exp_avg": "exp_avg", ".exp_avg_sq": "exp_avg_sq", ".step": "step"},
-    "/": {"": "weights", "/value": "weights"},
-}
-_INSIDE: Mapping[str, Section] = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+_BEHIND = ("", "/value")
+"""What may stand behind a weight's name in a tree: nnx keeps its variables' values under a key."""
+
+_INSIDE: Mapping[str, Section] = {word: section for section, word in WORDS.items()}
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
-Places = dict[tuple[str, str], dict[str, TensorInfo]]
-"""For what stands before and after the weight: the tensor of each weight there."""
+Tensors = dict[str, TensorInfo]
+"""By weight."""
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """One optimizer state: for each section the tensor of each weight; count: the step count that is one for all."""
+
+    sections: Mapping[Section, Tensors]
+    count: TensorInfo | None
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint's tensors by section and weight. ``convention``: with the places where they were found.
+    """A checkpoint's tensors. ``convention``: with the places where they were found, its states as in ``states``.
 
-    count: the one step count of a convention that has one. others: what belongs to no weight, by name as the
-    convention writes it.
+    others: what belongs to no weight, by name as the convention writes it.
     """
 
     convention: Convention
-    sections: Mapping[Section, Mapping[str, TensorInfo]]
-    count: TensorInfo | None
+    weights: Tensors
+    states: tuple[FoundState, ...]
     others: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A way to see a weight in a name. before, after: what stands around it.
+
+    node, inner: of an optimizer state what stands before the moment's name, and between it and the weight's.
+    """
+
+    weight: str
+    section: Section
+    before: str
+    after: str
+    node: str = ""
+    inner: str = ""
 
 
 class NameIndex:
@@ -87,7 +118,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     ranks = {
         name: (
             _fits(f, mapping),
-            len(f.sections["weights"]),
+            len(f.weights),
             f.convention.places["weights"] == mapping.conventions[name].places["weights"],
         )
         for name, f in found.items()
@@ -105,7 +136,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
 def _fits(found: Found, mapping: MappingTable) -> bool:
     """Whether every rule that the convention requires has a tensor."""
     index = NameIndex(mapping.rules, found.convention.name)
-    used = {id(rule) for weight in found.sections["weights"] for rule in index.rules_of(weight)}
+    used = {id(rule) for weight in found.weights for rule in index.rules_of(weight)}
     return all(
         rule.optional or id(rule) in used for rule in mapping.rules if rule.entries(found.convention.name)
     )
@@ -114,63 +145,100 @@ def _fits(found: Found, mapping: MappingTable) -> bool:
 def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str) -> Found:
     index = NameIndex(mapping.rules, convention.name)
     named = {convention.joined(info.path): info for info in tensors}
-    places: dict[Section, Places] = {section: defaultdict(dict) for section in SECTIONS}
+    weights: dict[tuple[str, str], Tensors] = defaultdict(dict)
+    kept: dict[tuple[str, str, str], dict[Section, Tensors]] = defaultdict(lambda: defaultdict(dict))
     for name, info in named.items():
-        for before, weight, after, section in _candidates(name, convention.separator):
-            if index.knows(weight):
-                places[section][before, after][weight] = info
+        for seen in _candidates(name, convention):
+            if not index.knows(seen.weight):
+                continue
+            if seen.section == "weights":
+                weights[seen.before, seen.after][seen.weight] = info
+            else:
+                # Shorter ones are other weights that end alike.
+                kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
+                break
     required = [rule for rule in mapping.rules if rule.entries(convention.name) and not rule.optional]
-    chosen: dict[Section, tuple[str, str]] = {}
-    for section in SECTIONS:
-        if section == "step" and convention.one_step:
-            continue
-        usual = cast(tuple[str, str], tuple(convention.places[section].split(WEIGHT)))
-        needed = required if section == "weights" else []
-        chosen[section] = _place(places[section], usual, index, needed, section, mapping, where)
-    sections = {section: places[section].get(place, {}) for section, place in chosen.items()}
-    where_found = {section: f"{before}{WEIGHT}{after}" for section, (before, after) in chosen.items()}
-    count = None
-    if convention.one_step:
-        where_found["step"] = _count_name(convention, chosen["exp_avg"][0])
-        count = named.get(where_found["step"])
-    taken = {info.name for section in sections.values() for info in section.values()}
-    others = {
-        name: info
-        for name, info in named.items()
-        if info.name not in taken and (count is None or info.name != count.name)
-    }
-    return Found(convention.at(where_found), {**{"step": {}}, **sections}, count, others)
+    usual = cast(tuple[str, str], tuple(convention.places["weights"].split(WEIGHT)))
+    before, after = _place(weights, usual, index, required, mapping, where)
+    places, states = [], []
+    for place, sections in _states(kept, convention):
+        paths = (info.path for tensors in sections.values() for info in tensors.values())
+        texts = _texts(place, next(paths), convention)
+        count = named.get(place[0] + "count" + place[2]) if convention.one_step else None
+        members = frozenset(w for tensors in sections.values() for w in tensors)
+        places.append(State(texts, members))
+        states.append(FoundState(sections, count))
+    if len(places) == 1:
+        places = [State(places[0].places)]
+    found = weights.get((before, after), {})
+    taken = {info.name for info in found.values()}
+    taken |= {info.name for s in states for tensors in s.sections.values() for info in tensors.values()}
+    taken |= {s.count.name for s in states if s.count is not None}
+    others = {name: info for name, info in named.items() if info.name not in taken}
+    at = convention.at(f"{before}{WEIGHT}{after}", tuple(places))
+    return Found(at, found, tuple(states), others)
 
 
-def _candidates(name: str, separator: str) -> Iterator[tuple[str, str, str, Section]]:
-    """Every way of seeing a weight in a name: what stands before it, itself, what stands after it, and its section."""
+def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
+    """Every way of seeing a weight in a name, those with the longest name for the weight first."""
+    separator = convention.separator
     starts = [0, *(match.end() for match in re.finditer(re.escape(separator), name))]
-    for after, by_end in _AFTER[separator].items():
+    if not convention.is_tree:
+        for section in (*MOMENTS, "step"):
+            if name.endswith(f".{section}"):
+                stop = len(name) - len(section) - 1
+                for start in (s for s in starts if s < stop and f".{name[:s]}".endswith(".state.")):
+                    yield _Seen(name[start:stop], section, "", "", node=name[:start])
+    for after in _BEHIND if convention.is_tree else ("",):
         if not name.endswith(after):
             continue
         stop = len(name) - len(after)
-        for start in starts:
-            if start >= stop:
-                break
+        for start in (s for s in starts if s < stop):
             before = name[:start]
-            section = by_end
-            if separator == "/":
-                inside = [_INSIDE[part] for part in before.split("/") if part in _INSIDE]
-                section = inside[-1] if inside else by_end
-            if section != "weights" or before.partition(separator)[0] not in _OPTIMIZER:
-                yield before, name[start:stop], after, section
+            words = [part for part in before.split("/") if part in _INSIDE] if convention.is_tree else []
+            if words:
+                node, _, inner = f"/{before}".rpartition(f"/{words[-1]}/")
+                node = f"{node}/".removeprefix("/")
+                yield _Seen(name[start:stop], _INSIDE[words[-1]], before, after, node, inner)
+            elif before.partition(separator)[0] not in _OPTIMIZER:
+                yield _Seen(name[start:stop], "weights", before, after)
+
+
+def _states(
+    kept: Mapping[tuple[str, str, str], dict[Section, Tensors]], convention: Convention
+) -> Iterator[tuple[tuple[str, str, str], dict[Section, Tensors]]]:
+    """The optimizer states: in all of a tree's the same stands between a moment's name and a weight's."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for (_, inner, after), sections in kept.items():
+        counts[inner, after] += sum(map(len, sections.values()))
+    most = max(counts.values(), default=0)
+    for place, sections in kept.items():
+        if not convention.is_tree or counts[place[1:]] == most:
+            yield place, sections
+
+
+def _texts(
+    place: tuple[str, str, str], path: Sequence[str | int], convention: Convention
+) -> dict[Section, str]:
+    """The places of a state, from the path of one of its tensors, which says what is a list and what is a key."""
+    node, inner, after = place
+    if not convention.is_tree:
+        return {section: f"{node}{WEIGHT}.{section}" for section in (*MOMENTS, "step")}
+    depth, within = node.count("/"), inner.count("/")
+    start = convention.written(tuple(path[:depth]))
+    between = convention.written(tuple(path[depth + 1 : depth + 1 + within]))
+    return tree_places(start + "/" if start else "", between + "/" if between else "", after)
 
 
 def _place(
-    places: Places,
+    places: Mapping[tuple[str, str], Tensors],
     usual: tuple[str, str],
     index: NameIndex,
     required: Sequence[Rule],
-    section: Section,
     mapping: MappingTable,
     where: str,
 ) -> tuple[str, str]:
-    """The place of a section: where all required rules find a tensor; else the usual one, or the fullest."""
+    """The place of the weights: where all required rules find a tensor; else the usual one, or the fullest."""
     whole = [
         place
         for place, weights in places.items()
@@ -178,24 +246,12 @@ def _place(
     ]
     if usual in whole:
         return usual
-    if len(whole) > 1 and section in MOMENTS and not required:
-        # Names of other weights that end alike; the place of a whole model has the most.
-        most = max(len(places[place]) for place in whole)
-        whole = [place for place in whole if len(places[place]) == most]
     if len(whole) > 1:
         shown = " and ".join(repr(f"{before}{WEIGHT}{after}") for before, after in whole)
         raise MappingError(
-            f"mapping {mapping.name}: expected the {section} of one model in {where}, found them at {shown}: leave the "
+            f"mapping {mapping.name}: expected the weights of one model in {where}, found them at {shown}: leave the "
             "others out (--select, --drop), or give the place in the mapping's [convention] table"
         )
     if whole:
         return whole[0]
     return max(places, key=lambda place: len(places[place])) if places and usual not in places else usual
-
-
-def _count_name(convention: Convention, before: str) -> str:
-    """The step count beside the first moments: `opt_state/0/mu/` -> `opt_state/0/count`."""
-    parts = before.split("/")
-    if "mu" not in parts:
-        return convention.places["step"]
-    return "/".join([*parts[: len(parts) - 1 - parts[::-1].index("mu")], "count"])

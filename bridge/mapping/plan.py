@@ -6,20 +6,30 @@ so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.mapping import trees
-from bridge.mapping.apply import Axes, apply_rule
-from bridge.mapping.conventions import MOMENTS, SECTIONS, Convention, Section
+from bridge.mapping.apply import Axes, View, apply_rule
+from bridge.mapping.conventions import MOMENTS, POWERS, Convention, Section
+from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
-from bridge.mapping.found import NameIndex, find
-from bridge.mapping.relation import TensorView, identity
-from bridge.mapping.rules import HALF, PAIR, MappingTable, Rule
+from bridge.mapping.found import NameIndex, Tensors, find
+from bridge.mapping.hyperparameters import followed
+from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.operations import ChangedView
+from bridge.mapping.relation import identity
+from bridge.mapping.rules import MappingTable
+from bridge.mapping.sizes import known_sizes
+from bridge.mapping.states import StatePlan, like_source, merged, require_whole
+from bridge.mapping.tied import one_of_two, second_of_two
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class PlannedTensor:
 
     name: str
     path: TreePath
-    content: TensorView | np.ndarray
+    content: View | np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,13 +54,8 @@ class PlannedTensor:
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
         """The elements of ``box``, C-contiguous; needs memory for the box and one bounded source region."""
-        if isinstance(self.content, TensorView):
-            return self.content.read(reader, box)
-        return self.content
+        return self.content if isinstance(self.content, np.ndarray) else self.content.read(reader, box)
 
-
-PLACES: TreePath = ("twinshard", "places")
-"""Where an object notes at which places a convention's tensors were found, for the way back."""
 
 _SHOWN = 10
 _MAX_PROBLEMS = 20
@@ -72,6 +77,14 @@ class Plan:
     @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def inexact(self) -> tuple[str, ...]:
+        """Names of tensors that an operation of the mapping rounds."""
+        contents = {name: tensor.content for name, tensor in self.tensors.items()}
+        return tuple(
+            n for n, content in contents.items() if isinstance(content, ChangedView) and not content.exact
+        )
 
 
 def make_plan(
@@ -120,26 +133,31 @@ class _Planner:
         self.object_paths = {name: path for name, path in reader.object_paths.items() if name not in left}
         self.found = find(self.tensors.values(), mapping, from_, str(reader.path))
         self.source = self.found.convention
-        self.places = self._noted_places()
+        self.usual = mapping.conventions[self.source.name]
+        self.notes = read_notes(reader, self.object_paths)
+        self.kept = False
         if isinstance(into, Convention):
             self.target = into
         else:
-            target = self._target(into)
-            self.target = target.at(self.places.get(target.name, {}))
+            self.target = self._at_its_places(self._target(into))
         self.index = NameIndex(mapping.rules, self.source.name)
         self.problems: list[str] = []
 
     def plan(self) -> Plan:
         found, planned = self.found, []
+        between_trees = self.source.is_tree and self.target.is_tree
         unmatched = []
         for info in found.others.values():
-            if trees.is_carried(info.path, tree=self.source.separator == "/"):
+            if trees.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
             else:
                 unmatched.append(info.name)
-        owners = {section: self._owners(section) for section in SECTIONS}
-        used = {id(rule) for rule in owners["weights"].values()}
+        sections = merged(found, self.problems)
+        twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
+        dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
+        owners = self._owners("weights", found.weights)
+        used = {id(rule) for rule in owners.values()}
         idle = [
             rule
             for rule in self.mapping.rules
@@ -147,19 +165,26 @@ class _Planner:
         ]
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
-        outputs = {section: self._outputs(section, owners[section]) for section in ("weights", *MOMENTS)}
-        self._require_whole_states()
-        for section, views in outputs.items():
-            planned += [self._tensor(section, weight, view) for weight, view in views.items()]
-        planned += self._steps(list(dict.fromkeys(w for m in MOMENTS for w in outputs[m])))
-        if self.problems:
-            shown = self.problems[:_MAX_PROBLEMS]
-            more = len(self.problems) - len(shown)
-            raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
+        outputs = {s: self._outputs(s, sections[s], self._owners(s, sections[s])) for s in MOMENTS}
+        weights = self._outputs("weights", found.weights, owners)
+        weights |= (
+            self._try(lambda: dict(second_of_two(self.mapping, found, self.target.name, self._axes))) or {}
+        )
+        require_whole(found, self.usual, str(self.reader.path), self.problems)
+        planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
+        states = StatePlan(self.reader, found, self.target, outputs, self.kept)
+        planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
         paths = {name: path for name, path in self.object_paths.items() if path != PLACES}
+        follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
+        paths, values = self._try(follow) or ({}, {})
+        if self.problems:
+            problems = list(dict.fromkeys(self.problems))
+            shown = problems[:_MAX_PROBLEMS]
+            more = len(problems) - len(shown)
+            raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
             paths = {name: trees.object_path(path) for name, path in paths.items()}
-        return _collect(self.reader, self.to, planned, paths, self.dropped, self._notes())
+        return _collect(self.reader, self.to, planned, paths, dropped, values | self._noted())
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
@@ -191,34 +216,32 @@ class _Planner:
             f"are to be translated (--into): {', '.join(c.name for c in left)}"
         )
 
-    def _noted_places(self) -> dict[str, dict[Section, str]]:
-        """What an earlier conversion noted of the places of conventions; nothing that is malformed."""
-        name = next((name for name, path in self.object_paths.items() if path == PLACES), None)
-        noted = self.reader.objects[name] if name is not None else {}
-        places: dict[str, dict[Section, str]] = {}
-        if isinstance(noted, dict):
-            for convention, sections in noted.items():
-                if isinstance(sections, dict) and all(isinstance(text, str) for text in sections.values()):
-                    places[str(convention)] = {s: sections[s] for s in SECTIONS if s in sections}
-        return places
+    def _at_its_places(self, target: Convention) -> Convention:
+        """The target at the places noted on the way here; else its states at those of a source of its kind."""
+        if target.name in self.notes:
+            return noted(target, self.notes[target.name])
+        self.kept = self.source.is_tree == target.is_tree
+        return like_source(self.source, target)
 
-    def _notes(self) -> dict[TreePath, object]:
+    def _noted(self) -> dict[TreePath, object]:
         """Places of this source that are not the usual ones, for the way back, beside those noted before."""
-        usual = self.mapping.conventions[self.source.name].places
-        here = {section: place for section, place in self.source.places.items() if place != usual[section]}
-        notes = {name: dict(places) for name, places in self.places.items() if name != self.target.name}
-        if here:
+        notes = {name: value for name, value in self.notes.items() if name != self.target.name}
+        notes.pop(self.source.name, None)
+        here = note(self.source, self.usual)
+        if here is not None:
             notes[self.source.name] = here
         return {PLACES: notes} if notes else {}
 
-    def _tensor(self, section: Section, weight: str, content: TensorView | np.ndarray) -> PlannedTensor:
-        path = self.target.path_of(section, weight)
+    def _tensor(
+        self, section: Section, weight: str, content: View | np.ndarray, state: int = 0
+    ) -> PlannedTensor:
+        path = self.target.path_of(section, weight, state)
         return PlannedTensor(_join(path, self.to), path, content)
 
-    def _owners(self, section: Section) -> dict[str, Rule]:
+    def _owners(self, section: Section, tensors: Tensors) -> dict[str, Rule]:
         """The rule of each weight that a section has."""
         owners = {}
-        for weight, info in self.found.sections[section].items():
+        for weight, info in tensors.items():
             rules = self.index.rules_of(weight)
             if len(rules) > 1:
                 self.problems.append(f"tensor {info.name} matches two rules: {rules[0]} and {rules[1]}")
@@ -230,118 +253,30 @@ class _Planner:
                 )
         return owners
 
-    def _outputs(self, section: Section, owners: Mapping[str, Rule]) -> dict[str, TensorView]:
-        views: dict[str, TensorView] = {}
+    def _outputs(self, section: Section, tensors: Tensors, owners: Mapping[str, Rule]) -> dict[str, View]:
+        views: dict[str, View] = {}
         members: dict[int, dict[str, TensorInfo]] = {}
         for weight, rule in owners.items():
-            members.setdefault(id(rule), {})[weight] = self.found.sections[section][weight]
+            members.setdefault(id(rule), {})[weight] = tensors[weight]
         for rule in self.mapping.rules:
             if id(rule) not in members or not rule.entries(self.target.name):
                 continue
-            try:
-                made = apply_rule(rule, self.source.name, self.target.name, members[id(rule)], self._axes)
-                views.update(made)
-            except MappingError as error:
-                # Moments say the same again where the weights are at fault.
-                if str(error) not in self.problems:
-                    self.problems.append(str(error))
+            power, own = POWERS[section], members[id(rule)]
+            made = apply_rule(rule, self.source.name, self.target.name, own, self._axes, power)
+            self._try(partial(views.update, made))
         return views
 
-    def _require_whole_states(self) -> None:
-        """Adam's state of a weight is both moments and, where steps are kept, a step: a part could not be written."""
-        sections: list[Section] = [*MOMENTS, *(() if self.source.one_step else ("step",))]
-        found = self.found.sections
-        weights = dict.fromkeys(weight for section in sections for weight in found[section])
-        missing = [
-            self.source.name_of(section, weight)
-            for weight in weights
-            for section in sections
-            if weight not in found[section]
-        ]
-        if missing:
-            self.problems.append(
-                f"expected the whole optimizer state of each weight in {self.reader.path}, but "
-                f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-            )
-
-    def _steps(self, with_moments: list[str]) -> Iterator[PlannedTensor]:
-        """The step counts as the target has them."""
+    def _try(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` returns; None if it does not fit, which is then among the problems."""
         try:
-            step = self._step(with_moments)
+            return work()
         except MappingError as error:
             self.problems.append(str(error))
-            return
-        if step is None:
-            return
-        for weight in [""] if self.target.one_step else with_moments:
-            yield self._tensor("step", weight, step)
-
-    def _step(self, with_moments: list[str]) -> np.ndarray | None:
-        steps = list(self.found.sections["step"].values())
-        if self.source.one_step:
-            count, name = self.found.count, self.source.name_of("step")
-            if (count is not None) != bool(self.found.sections["exp_avg"]):
-                moments = " and ".join(self.source.name_of(m, "*") for m in MOMENTS)
-                expected = f"moments ({moments})" if count is not None else name
-                beside = name if count is not None else "moments"
-                raise MappingError(
-                    f"expected {expected} beside the {beside} in {self.reader.path}, found none"
-                )
-            if count is None:
-                return None
-            value = trees.step_from_count(self.reader, count)
-            return np.asarray(int(value), np.int32) if self.target.one_step else value
-        if not steps:
             return None
-        value = trees.count_from_steps(self.reader, steps, self.target.name_of("step"))
-        return value if self.target.one_step else np.asarray(int(value), np.float32)
 
     @cached_property
     def _axes(self) -> Axes:
-        sizes: dict[str, int] = {}
-        alias: dict[str, str] = {}
-        absent: dict[str, str] = {}
-        table = self.mapping.axes
-        by_path = {"/".join(map(str, info.path)): info for info in self.reader.tensors.values()}
-        for axis, value in table.items():
-            end, seen = axis, [axis]
-            while isinstance(target := table.get(end), str) and "/" not in target:
-                if target in seen:
-                    raise MappingError(
-                        f"the axes {' = '.join([*seen, target])} of mapping {self.mapping.name} form a loop"
-                    )
-                end = target
-                seen.append(target)
-            if end != axis:
-                alias[axis] = end
-            elif isinstance(value, int):
-                sizes[axis] = value
-            elif value in by_path:
-                sizes[axis] = self._scalar(axis, by_path[value])
-            else:
-                name = value.replace("/", "/" if self.reader.format == "orbax" else ".")
-                absent[axis] = f"the mapping takes it from {name}, which {self.reader.path} does not have"
-        for axis in self.mapping.rotary_axes():
-            sizes[axis + HALF] = 2
-            if (size := sizes.get(alias.get(axis, axis))) is not None:
-                if size % 2:
-                    raise MappingError(
-                        f"expected an even size for axis {axis} of mapping {self.mapping.name}, which is of rotary "
-                        f"positions, got {size}"
-                    )
-                sizes[axis + PAIR] = size // 2
-        return Axes(sizes, alias, absent)
-
-    def _scalar(self, axis: str, info: TensorInfo) -> int:
-        if info.shape != () or info.dtype.kind not in "iu":
-            raise MappingError(
-                f"expected a scalar integer in {info.name} for axis {axis} of mapping {self.mapping.name}, "
-                f"got {info.dtype} of shape {info.shape}"
-            )
-        size = int(self.reader.read(info.name))
-        if size < 0:
-            raise MappingError(f"expected a size of 0 or more in {info.name} for axis {axis}, got {size}")
-        return size
+        return known_sizes(self.reader, self.mapping)
 
     def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
         side = self.source.name

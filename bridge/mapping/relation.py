@@ -118,7 +118,7 @@ class TensorView:
             for ranges in block.pieces(box, self.dtype.itemsize):
                 region = block.source_box(ranges)
                 source = reader.read(block.source, region)
-                _elements(target, box, block.target_index, ranges)[...] = _elements(
+                elements(target, box, block.target_index, ranges)[...] = elements(
                     source, region, block.source_index, ranges
                 )
         return target
@@ -160,7 +160,7 @@ def _extent(affine: Affine, ranges: Ranges) -> tuple[int, int]:
     return low, affine.offset + sum(stride * (ranges[axis][1] - 1) for axis, stride in affine.terms) + 1
 
 
-def _elements(array: np.ndarray, box: Box, index: Alternative, ranges: Ranges) -> np.ndarray:
+def elements(array: np.ndarray, box: Box, index: Alternative, ranges: Ranges) -> np.ndarray:
     """A view of ``array``, which holds ``box`` in C order, with one axis per elementary axis, as in ``ranges``."""
     offset, strides = 0, dict.fromkeys(ranges, 0)
     for affine, low, step in zip(index, box.offsets, array.strides, strict=True):

@@ -26,7 +26,12 @@ A mapping file::
 
 Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
 several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
-tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`).
+tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`). What stands
+after ``|`` is done to the plain values before they are stored there (`operations.py`)::
+
+    maxtext = "decoder/layers/self_attention/query/kernel : m {i} h interleaved(d) | times(d ** -0.5)"
+
+A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`).
 
 ``interleaved(d)``: rotary positions turn pairs of elements of ``d``. Hugging Face and flax keep the first elements of
 all pairs before the second ones (two halves), Meta and torchtitan keep each pair together::
@@ -40,147 +45,32 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from bridge.mapping.conventions import Convention
+from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Expression
 
-HALF, PAIR = ".half", ".pair"
-"""What a rotary axis consists of: the two elements of a pair, and its pairs."""
+Tied = Literal["once", "both"]
+"""How a target stores a weight that has two names."""
 
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
-_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
-
-
-@dataclass(frozen=True)
-class PathPattern:
-    """A tensor path with ``{i}`` for a number without leading zeros."""
-
-    text: str
-    indices: tuple[str, ...] = field(init=False)
-    _regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        parts = _INDEX.split(self.text)
-        indices = tuple("{" + name + "}" for name in parts[1::2])
-        if len(indices) != len(set(indices)):
-            raise MappingError(f"expected each index once in path {self.text!r}")
-        if not self.text or re.search(r"[\s{}]", "".join(parts[::2])):
-            raise MappingError(f"expected a path such as layers.{{i}}.weight, got {self.text!r}")
-        regex = "".join(
-            re.escape(p) if k % 2 == 0 else f"(?P<{p}>0|[1-9][0-9]*)" for k, p in enumerate(parts)
-        )
-        object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "_regex", re.compile(regex))
-
-    @property
-    def regex(self) -> str:
-        """A regular expression for the names, without groups."""
-        return re.sub(r"\(\?P<\w+>", "(?:", self._regex.pattern)
-
-    def match(self, name: str) -> dict[str, int] | None:
-        """The numbers at the indices, or None when ``name`` has another form."""
-        match = self._regex.fullmatch(name)
-        return None if match is None else {"{" + k + "}": int(v) for k, v in match.groupdict().items()}
-
-    def format(self, values: Mapping[str, int]) -> str:
-        """The concrete path."""
-        return _INDEX.sub(lambda match: str(values[match.group()]), self.text)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor, or with indices one family of tensors, on one side of a rule."""
-
-    path: PathPattern
-    expression: Expression | None
-
-    @staticmethod
-    def parse(text: str, rotary: Iterable[str] = ()) -> Entry:
-        """``path : expression``, of whose axes some are ``rotary``."""
-        path, colon, expression = text.partition(":")
-        if not colon:
-            return Entry(PathPattern(path.strip()), None)
-        parsed = Expression.parse(_spelled_out(expression, rotary))
-        return Entry(PathPattern(path.strip()), replace(parsed, text=expression.strip()))
-
-    def axis_sets(self) -> tuple[frozenset[str], ...]:
-        """For each alternative, the elementary axes together with the path's indices."""
-        sets = ((),) if self.expression is None else self.expression.axis_sets()
-        return tuple(frozenset((*axes, *self.path.indices)) for axes in sets)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Tensors of several conventions that hold the same elements, by the name of the convention.
-
-    Raises MappingError when the sides do not name the same axes, part by part.
-    """
-
-    sides: Mapping[str, tuple[Entry, ...]]
-    optional: bool = False
-
-    def __post_init__(self) -> None:
-        entries = [entry for side in self.sides.values() for entry in side]
-        if len(self.sides) < 2:
-            raise MappingError(f"expected entries of two conventions or more in rule {self}")
-        if any(entry.expression is None for entry in entries):
-            if len(entries) != len(self.sides) or any(entry.expression is not None for entry in entries):
-                raise MappingError(f"expected axis expressions on every entry or on none in rule {self}")
-            if len({frozenset(entry.path.indices) for entry in entries}) != 1:
-                raise MappingError(
-                    f"expected the same path indices on both sides of rule {self} without expressions"
-                )
-        for entry in entries:
-            if entry.expression and entry.expression.axes() & set(entry.path.indices):
-                raise MappingError(f"expected {{i}} either in the path or as an axis in rule {self}")
-        for side in self.sides.values():
-            if len({frozenset(entry.path.indices) for entry in side}) != 1:
-                raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
-        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self.sides.items()}
-        for sets in parts.values():
-            if len(sets) != len(set(sets)):
-                raise MappingError(
-                    f"expected every part of a concatenation to name its own axis in rule {self}"
-                )
-        (first, expected), *others = parts.items()
-        for name, sets in others:
-            if set(sets) != set(expected):
-                only, lacking = (
-                    ", ".join(sorted(" ".join(sorted(axes)) for axes in one))
-                    for one in (set(expected) - set(sets), set(sets) - set(expected))
-                )
-                raise MappingError(
-                    f"expected the same axes on both sides of rule {self}; only {first} has {only or 'none'}; "
-                    f"only {name} has {lacking or 'none'}"
-                )
-
-    def __str__(self) -> str:
-        return " <-> ".join(map(_texts, self.sides.values()))
-
-    def between(self, source: str, target: str) -> str:
-        """The rule as it concerns two conventions."""
-        return f"{_texts(self.entries(source))} <-> {_texts(self.entries(target))}"
-
-    def entries(self, convention: str) -> tuple[Entry, ...]:
-        """Those of a convention; none if it has no such tensor."""
-        return self.sides.get(convention, ())
 
 
 @dataclass(frozen=True)
 class MappingTable:
-    """A validated mapping table. ``conventions``: by name, those that the rules speak of."""
+    """A validated mapping table. ``conventions``: by name, those that the rules speak of. tied: see `tied.py`."""
 
     name: str
     rules: tuple[Rule, ...]
     axes: Mapping[str, int | str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     conventions: Mapping[str, Convention] = field(default_factory=dict)
+    tied: Tied | None = None
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -190,6 +80,7 @@ class MappingTable:
         entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
         known = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
         known |= {axis.partition(".")[0] for axis in known}
+        known |= {axis for entry in entries if entry.operation for axis in entry.operation.axes}
         unknown = sorted(
             set(self.axes) - known - {value for value in self.axes.values() if isinstance(value, str)}
         )
@@ -198,6 +89,19 @@ class MappingTable:
                 f"expected sizes for axes of mapping {self.name} ({', '.join(sorted(known)) or 'it has none'}), "
                 f"got {', '.join(unknown)}"
             )
+        for rule in self.rules:
+            other = self.rule_of(rule.tied_to) if rule.tied_to else rule
+            for name in rule.sides.keys() & other.sides.keys() if other is not rule else ():
+                Rule({name: rule.entries(name), "the tied one": other.entries(name)})
+        if self.tied not in (None, "once", "both"):
+            raise MappingError(f"expected once or both for tied in mapping {self.name}, got {self.tied!r}")
+
+    def rule_of(self, path: str) -> Rule:
+        """The rule that has an entry of this path, as it is written. MappingError if there is none."""
+        for rule in self.rules:
+            if any(entry.path.text == path for side in rule.sides.values() for entry in side):
+                return rule
+        raise MappingError(f"expected the path of a rule of mapping {self.name} for tied_to, got {path!r}")
 
     def drops(self, name: str) -> bool:
         """Whether the tensor or object of this full name may be left behind."""
@@ -206,6 +110,10 @@ class MappingTable:
     def with_axes(self, axes: Mapping[str, int]) -> MappingTable:
         """The same table with some axis sizes given."""
         return replace(self, axes={**self.axes, **axes})
+
+    def with_tied(self, tied: Tied | None) -> MappingTable:
+        """The same table for a target that has tied weights once or under both names; None: as the table says."""
+        return replace(self, tied=tied or self.tied)
 
     def part(self) -> MappingTable:
         """The same for a part of a model: no rule requires its tensors."""
@@ -225,12 +133,6 @@ def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Co
     places = {section: place for section, place in data.items() if section != "format"}
     usual = "orbax" if tree else "dcp"
     return Convention(name, "/" if tree else ".", data.get("format", usual), cast(Any, places))
-
-
-def _texts(entries: Sequence[Entry]) -> str:
-    return " & ".join(
-        f"{e.path.text} : {e.expression.text}" if e.expression else e.path.text for e in entries
-    )
 
 
 def _drop_regex(pattern: str) -> re.Pattern[str]:
@@ -290,7 +192,9 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         table = tomllib.loads(content)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
-    _only_keys(table, {"name", "description", "drop", "axes", "rule", "convention"}, f"mapping {origin}")
+    _only_keys(
+        table, {"name", "description", "drop", "axes", "rule", "convention", "tied"}, f"mapping {origin}"
+    )
     rules = table.get("rule", [])
     if not isinstance(rules, list) or not rules:
         raise MappingError(f"expected [[rule]] tables in mapping {origin}, got none")
@@ -313,7 +217,8 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
     parsed = tuple(_parse_rule(rule, tuple(given), number, origin) for number, rule in enumerate(rules, 1))
     try:
         conventions = {name: _convention(name, data, parsed) for name, data in given.items()}
-        return MappingTable(str(table.get("name", Path(origin).stem)), parsed, axes, tuple(drop), conventions)
+        name = str(table.get("name", Path(origin).stem))
+        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"))
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
 
@@ -326,7 +231,7 @@ def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: s
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):
         raise MappingError(f"expected a table for {where}, got {rule!r}")
-    _only_keys(rule, {*conventions, "optional"}, where)
+    _only_keys(rule, {*conventions, "optional", "tied_to"}, where)
     texts: dict[str, list[str]] = {}
     for name in conventions:
         value = rule.get(name)
@@ -338,6 +243,8 @@ def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: s
         texts[name] = entries
     if not isinstance(rule.get("optional", False), bool):
         raise MappingError(f"expected true or false for optional in {where}, got {rule['optional']!r}")
+    if not isinstance(rule.get("tied_to", ""), str):
+        raise MappingError(f"expected a path of another rule for tied_to in {where}, got {rule['tied_to']!r}")
     try:
         rotary = {
             m.group(1) for entries in texts.values() for text in entries for m in _ROTARY.finditer(text)
@@ -345,19 +252,11 @@ def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: s
         sides = {
             name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in texts.items()
         }
-        return Rule(sides, rule.get("optional", False))
+        return Rule(sides, rule.get("optional", False), rule.get("tied_to", ""))
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
         raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
-
-
-def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
-    """An expression with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
-    for axis in rotary:
-        expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
-        expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)
-    return expression
 
 
 def _only_keys(table: Mapping[str, object], allowed: set[str], where: str) -> None:

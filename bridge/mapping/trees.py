@@ -5,32 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from bridge.formats.base import CheckpointReader, TensorInfo, TreePath
+from bridge.mapping.conventions import WORDS
 from bridge.mapping.errors import MappingError
 
 # torch counts steps in float32, where the next integer after 2**24 does not exist.
 LARGEST_STEP = 2**24
 
-_CARRIED = frozenset({"train", "train_state", "lr_scheduler", "dataloader", "step"})
-_HYPERPARAMETERS = "param_groups"
-_MOMENTS = frozenset({"mu", "nu"})
+WORDS_OF_MOMENTS = frozenset(WORDS.values())
+
+_CARRIED = frozenset(
+    {"train", "train_state", "lr_scheduler", "scheduler", "dataloader", "step", "rng", "rngs"}
+)
+_OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
 
-def is_carried(path: TreePath, *, tree: bool) -> bool:
+def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
     """Whether a tensor that belongs to no weight goes along under its own path.
 
-    Training state does; of an optimizer what is not kept per weight: hyperparameters, and, of a convention that is a
-    `tree`, everything but moments, such as the step counts of schedules.
+    Training state does; of an optimizer all but moments: hyperparameters, and what optax keeps beside them, such as the
+    counts of schedules. between_trees: of these only scalars, since others, such as accumulated gradients, are laid
+    out like the source's weights, and would be taken for the target's.
     """
-    parts = [part for key in path for part in (str(key).split(".") if isinstance(key, str) else [str(key)])]
+    parts = [part for key in info.path for part in str(key).split(".")]
     if parts[0] in _CARRIED:
         return True
-    if parts[0] == "opt_state":
-        # In a checkpoint of the other kind it came from a tree, and goes back there.
-        return not _MOMENTS & set(parts)
-    return parts[0] in ("optimizer", "optim") and (_HYPERPARAMETERS in parts or tree)
+    kept_by_weight = "state" in parts or not WORDS_OF_MOMENTS.isdisjoint(parts)
+    return parts[0] in _OPTIMIZER and not kept_by_weight and not (between_trees and info.shape)
 
 
 def object_path(path: TreePath) -> TreePath:
@@ -40,36 +41,37 @@ def object_path(path: TreePath) -> TreePath:
     return path
 
 
-def count_from_steps(reader: CheckpointReader, steps: Sequence[TensorInfo], count: str) -> np.ndarray:
-    """One int32 step count, 0-d, to be called ``count``, from the step tensors of all parameters.
+def one_step(reader: CheckpointReader, infos: Sequence[TensorInfo], name: str, *, whole: bool) -> int:
+    """The step that all of these tensors hold, to be stored as ``name``. whole: they are integers, not floats.
 
     Raises MappingError when they differ (naming two), are not scalars, or are not integers from 0 to 2**24.
     """
-    values = {}
-    for info in steps:
-        value = float(reader.read(info.name)) if info.shape == () else math.nan
-        if not value.is_integer() or not 0 <= value <= LARGEST_STEP:
-            raise MappingError(
-                f"expected a whole number of steps from 0 to {LARGEST_STEP} (2**24, the last one float32 counts to) "
-                f"in the scalar tensor {info.name}, got {value:g} of shape {info.shape}"
-            )
-        values[info.name] = value
-    first = steps[0].name
-    other = next((name for name in values if values[name] != values[first]), None)
+    values = {info.name: (_count if whole else _step)(reader, info) for info in infos}
+    first = infos[0].name
+    other = next((found for found in values if values[found] != values[first]), None)
     if other is not None:
         raise MappingError(
-            f"expected the same step for every parameter, since {count} is one number, got "
-            f"{values[first]:g} in {first} and {values[other]:g} in {other}"
+            f"expected the same step for every parameter, since {name} is one number, got "
+            f"{values[first]} in {first} and {values[other]} in {other}"
         )
-    return np.asarray(int(values[first]), np.int32)
+    return values[first]
 
 
-def step_from_count(reader: CheckpointReader, info: TensorInfo) -> np.ndarray:
-    """The float32 step tensor, 0-d, that every parameter gets. Raises MappingError when float32 cannot hold it."""
+def _step(reader: CheckpointReader, info: TensorInfo) -> int:
+    value = float(reader.read(info.name)) if info.shape == () else math.nan
+    if not value.is_integer() or not 0 <= value <= LARGEST_STEP:
+        raise MappingError(
+            f"expected a whole number of steps from 0 to {LARGEST_STEP} (2**24, the last one float32 counts to) "
+            f"in the scalar tensor {info.name}, got {value:g} of shape {info.shape}"
+        )
+    return int(value)
+
+
+def _count(reader: CheckpointReader, info: TensorInfo) -> int:
     count = int(reader.read(info.name)) if info.shape == () and info.dtype.kind in "iu" else -1
     if not 0 <= count <= LARGEST_STEP:
         raise MappingError(
             f"expected a scalar integer from 0 to {LARGEST_STEP} (2**24, the last one float32 counts to) in "
             f"{info.name}, got {count if count >= 0 else 'another value'} of dtype {info.dtype}, shape {info.shape}"
         )
-    return np.asarray(count, np.float32)
+    return count

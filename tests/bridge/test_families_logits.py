@@ -78,10 +78,25 @@ def test_hf_to_maxtext_and_back(original, tmp_path: Path) -> None:
     model, hf = original
     convert(hf, tmp_path / "maxtext", mapping=family(model), into="maxtext")
     params = orbax_tree(tmp_path / "maxtext")["params"]["params"]
+    assert error(maxtext_logits(params, model.config, tokens()), model) < TOLERANCE
+    convert(tmp_path / "maxtext", tmp_path / "hf2", mapping=family(model), into="hf")
+    back, original_tensors = dcp_tensors(tmp_path / "hf2"), dcp_tensors(hf)
+    assert back.keys() == original_tensors.keys()
+    for name, array in original_tensors.items():
+        # The square root of the head size, 10, is multiplied away and back.
+        np.testing.assert_array_max_ulp(back[name], array, 2 if "q_proj" in name else 0)
+
+
+def test_a_maxtext_tree_without_the_scale_is_exact(original, tmp_path: Path) -> None:
+    model, hf = original
+    mapping = family(model).with_axes({"query_scale": 1})
+    convert(hf, tmp_path / "maxtext", mapping=mapping, into="maxtext")
+    params = orbax_tree(tmp_path / "maxtext")["params"]["params"]
+    assert error(maxtext_logits(params, model.config, tokens()), model) > 0.01
     query = params["decoder"]["layers"]["self_attention"]["query"]
     query["kernel"] = np.asarray(query["kernel"]) / np.sqrt(np.float32(model.config.head_dim))
     assert error(maxtext_logits(params, model.config, tokens()), model) < TOLERANCE
-    convert(tmp_path / "maxtext", tmp_path / "hf2", mapping=family(model), into="hf")
+    convert(tmp_path / "maxtext", tmp_path / "hf2", mapping=mapping, into="hf")
     same_bits(dcp_tensors(tmp_path / "hf2"), dcp_tensors(hf))
 
 

@@ -132,7 +132,7 @@ def test_one_extra_tensor_is_refused_unless_dropped() -> None:
     [
         "optimizer.state.lm_head.bias.exp_avg",
         "optimizer.state.lm_head.bias.step",
-        "optimizer.state.lm_head.weight.max_exp_avg_sq",
+        "optimizer.state.lm_head.weight.square_avg",
         "other",
     ],
 )

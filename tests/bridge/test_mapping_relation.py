@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bridge.formats.base import DTYPES, Box
 from bridge.mapping import relation
 from bridge.mapping.apply import Axes, apply_rule
+from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.relation import Block, TensorView
-from bridge.mapping.rules import Entry, Rule
 from tests.bridge.bits import random_bits, same_bits
 from tests.bridge.memory_reader import MemoryReader
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from bridge.mapping import MappingError, load_mapping, parse_mapping
+from bridge.mapping.entries import PathPattern
 from bridge.mapping.expression import Affine, Expression, Undetermined
-from bridge.mapping.rules import PathPattern, family_names
+from bridge.mapping.rules import family_names
 
 
 def solve(

@@ -1,0 +1,158 @@
+"""One rule of a mapping: paths with numbers, entries, and the sides that hold the same elements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from bridge.mapping.errors import MappingError
+from bridge.mapping.expression import Expression
+from bridge.mapping.operations import Operation
+
+HALF, PAIR = ".half", ".pair"
+"""What a rotary axis consists of: the two elements of a pair, and its pairs."""
+
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class PathPattern:
+    """A tensor path with ``{i}`` for a number without leading zeros."""
+
+    text: str
+    indices: tuple[str, ...] = field(init=False)
+    _regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = _INDEX.split(self.text)
+        indices = tuple("{" + name + "}" for name in parts[1::2])
+        if len(indices) != len(set(indices)):
+            raise MappingError(f"expected each index once in path {self.text!r}")
+        if not self.text or re.search(r"[\s{}]", "".join(parts[::2])):
+            raise MappingError(f"expected a path such as layers.{{i}}.weight, got {self.text!r}")
+        regex = "".join(
+            re.escape(p) if k % 2 == 0 else f"(?P<{p}>0|[1-9][0-9]*)" for k, p in enumerate(parts)
+        )
+        object.__setattr__(self, "indices", indices)
+        object.__setattr__(self, "_regex", re.compile(regex))
+
+    @property
+    def regex(self) -> str:
+        """A regular expression for the names, without groups."""
+        return re.sub(r"\(\?P<\w+>", "(?:", self._regex.pattern)
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The numbers at the indices, or None when ``name`` has another form."""
+        match = self._regex.fullmatch(name)
+        return None if match is None else {"{" + k + "}": int(v) for k, v in match.groupdict().items()}
+
+    def format(self, values: Mapping[str, int]) -> str:
+        """The concrete path."""
+        return _INDEX.sub(lambda match: str(values[match.group()]), self.text)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor, or with indices one family of tensors, on one side of a rule."""
+
+    path: PathPattern
+    expression: Expression | None
+    operation: Operation | None = None
+
+    @staticmethod
+    def parse(text: str, rotary: Iterable[str] = ()) -> Entry:
+        """``path : expression | operation``, the last two if need be; of the axes some are ``rotary``."""
+        text, bar, operation = text.partition("|")
+        path, colon, expression = text.partition(":")
+        parsed = Expression.parse(_spelled_out(expression, rotary)) if colon else None
+        return Entry(
+            PathPattern(path.strip()),
+            replace(parsed, text=expression.strip()) if parsed else None,
+            Operation.parse(operation) if bar else None,
+        )
+
+    def __str__(self) -> str:
+        axes = f" : {self.expression.text}" if self.expression else ""
+        return self.path.text + axes + (f" | {self.operation.text}" if self.operation else "")
+
+    def axis_sets(self) -> tuple[frozenset[str], ...]:
+        """For each alternative, the elementary axes together with the path's indices."""
+        return self._axis_sets
+
+    @cached_property
+    def _axis_sets(self) -> tuple[frozenset[str], ...]:
+        sets = ((),) if self.expression is None else self.expression.axis_sets()
+        return tuple(frozenset((*axes, *self.path.indices)) for axes in sets)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors of several conventions that hold the same elements, by the name of the convention.
+
+    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`).
+    Raises MappingError when the sides do not name the same axes, part by part.
+    """
+
+    sides: Mapping[str, tuple[Entry, ...]]
+    optional: bool = False
+    tied_to: str = ""
+
+    def __post_init__(self) -> None:
+        entries = [entry for side in self.sides.values() for entry in side]
+        if len(self.sides) < 2:
+            raise MappingError(f"expected entries of two conventions or more in rule {self}")
+        if any(entry.expression is None for entry in entries):
+            if len(entries) != len(self.sides) or any(entry.expression is not None for entry in entries):
+                raise MappingError(f"expected axis expressions on every entry or on none in rule {self}")
+            if len({frozenset(entry.path.indices) for entry in entries}) != 1:
+                raise MappingError(
+                    f"expected the same path indices on both sides of rule {self} without expressions"
+                )
+        for entry in entries:
+            if entry.expression and entry.expression.axes() & set(entry.path.indices):
+                raise MappingError(f"expected {{i}} either in the path or as an axis in rule {self}")
+        for side in self.sides.values():
+            if len({frozenset(entry.path.indices) for entry in side}) != 1:
+                raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
+        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self.sides.items()}
+        for sets in parts.values():
+            if len(sets) != len(set(sets)):
+                raise MappingError(
+                    f"expected every part of a concatenation to name its own axis in rule {self}"
+                )
+        (first, expected), *others = parts.items()
+        for name, sets in others:
+            if set(sets) != set(expected):
+                only, lacking = (
+                    ", ".join(sorted(" ".join(sorted(axes)) for axes in one))
+                    for one in (set(expected) - set(sets), set(sets) - set(expected))
+                )
+                raise MappingError(
+                    f"expected the same axes on both sides of rule {self}; only {first} has {only or 'none'}; "
+                    f"only {name} has {lacking or 'none'}"
+                )
+
+    def __str__(self) -> str:
+        return " <-> ".join(map(_texts, self.sides.values()))
+
+    def between(self, source: str, target: str) -> str:
+        """The rule as it concerns two conventions."""
+        return f"{_texts(self.entries(source))} <-> {_texts(self.entries(target))}"
+
+    def entries(self, convention: str) -> tuple[Entry, ...]:
+        """Those of a convention; none if it has no such tensor."""
+        return self.sides.get(convention, ())
+
+
+def _texts(entries: Sequence[Entry]) -> str:
+    return " & ".join(map(str, entries))
+
+
+def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
+    """An expression with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
+    for axis in rotary:
+        expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
+        expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)
+    return expression

@@ -1,0 +1,120 @@
+"""Hyperparameters of PyTorch's optimizers, which name weights: their names follow the weights into other conventions.
+
+    optimizer.param_groups.0.params = ["layers.0.wq.weight", ...]        a group's weights, in a list
+    optimizer.param_groups.layers.0.wq.weight.lr = 0.1                   flattened: a value for each weight
+
+They ride along into trees as they are. From there, or directly, they are translated when a convention with dotted names
+is written that is not the one they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bridge.formats.base import CheckpointReader, TreePath
+from bridge.mapping.conventions import Convention
+from bridge.mapping.errors import MappingError
+from bridge.mapping.rules import MappingTable
+
+_GROUPS = "param_groups"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A weight's place in the rules: one rule at values of the path's indices."""
+
+    rule: int
+    values: Mapping[str, int]
+
+
+def followed(
+    reader: CheckpointReader,
+    paths: Mapping[str, TreePath],
+    mapping: MappingTable,
+    target: Convention,
+    weights: Iterable[str],
+) -> tuple[dict[str, TreePath], dict[TreePath, object]]:
+    """Objects by name in the source with their paths in the target, and further ones by path with new values.
+
+    paths: those of the source's objects. weights: all weights of the target. MappingError when weights that become one
+    have different hyperparameters.
+    """
+    lists = {name: path for name, path in paths.items() if _is_list(path)}
+    values = {name: key for name, path in paths.items() if (key := _flat_key(path)) is not None}
+    if target.is_tree or not (lists or values):
+        return dict(paths), {}
+    listed = {name: reader.objects[name] for name in lists}
+    named = {w for value in listed.values() for w in (value if isinstance(value, list | tuple) else ())}
+    named = {w for w in named if isinstance(w, str)}
+    candidates = {key.rpartition(".")[0] for key in values.values()}
+    written = _convention(mapping, named | candidates)
+    if written is None or written == target.name:
+        return dict(paths), {}
+    known = _places(mapping, written, named | candidates)
+    there = _places(mapping, target.name, weights)
+    by_rule: dict[int, list[tuple[str, _Place]]] = {}
+    for w, place in there.items():
+        by_rule.setdefault(place.rule, []).append((w, place))
+    renamed = {
+        weight: [w for w, other in by_rule.get(place.rule, []) if _same(place, other)]
+        for weight, place in known.items()
+    }
+    result = {name: path for name, path in paths.items() if name not in lists and name not in values}
+    new: dict[TreePath, object] = {}
+    for name, value in listed.items():
+        assert isinstance(value, list | tuple)
+        new[lists[name]] = list(dict.fromkeys(w for weight in value for w in renamed[weight]))
+    origin: dict[TreePath, str] = {}
+    for name, key in values.items():
+        weight, _, entry = key.rpartition(".")
+        for w in renamed[weight]:
+            path = (*paths[name][:-1], f"{_GROUPS}.{w}.{entry}")
+            value = reader.objects[name]
+            if path in new and new[path] != value:
+                raise MappingError(
+                    f"expected equal hyperparameters of weights that become {w}, got {new[path]!r} in {origin[path]} "
+                    f"and {value!r} in {name}"
+                )
+            new[path], origin[path] = value, name
+    return result, new
+
+
+def _is_list(path: TreePath) -> bool:
+    return len(path) > 2 and path[-3] == _GROUPS and path[-1] == "params"
+
+
+def _flat_key(path: TreePath) -> str | None:
+    """What stands behind ``param_groups.`` in a flattened optimizer's key."""
+    last = path[-1]
+    return (
+        last.removeprefix(_GROUPS + ".") if isinstance(last, str) and last.startswith(_GROUPS + ".") else None
+    )
+
+
+def _convention(mapping: MappingTable, weights: Iterable[str]) -> str | None:
+    """The convention that knows all of these names; None if none or several do."""
+    names = set(weights)
+    fitting = [
+        name
+        for name, convention in mapping.conventions.items()
+        if not convention.is_tree and names == _places(mapping, name, names).keys()
+    ]
+    return fitting[0] if names and len(fitting) == 1 else None
+
+
+def _places(mapping: MappingTable, convention: str, weights: Iterable[str]) -> dict[str, _Place]:
+    patterns = [(k, e.path) for k, rule in enumerate(mapping.rules) for e in rule.entries(convention)]
+    found = {}
+    for weight in weights:
+        for number, pattern in patterns:
+            values = pattern.match(weight)
+            if values is not None:
+                found[weight] = _Place(number, values)
+                break
+    return found
+
+
+def _same(a: _Place, b: _Place) -> bool:
+    """Whether two weights of one rule share elements: they have the same numbers where both have them."""
+    return all(a.values[index] == b.values[index] for index in a.values.keys() & b.values.keys())

@@ -1,0 +1,189 @@
+"""Elementwise operations of an entry: what a convention stores instead of the plain values.
+
+    query/kernel : m h d | times(d ** -0.5)      stored = plain * d ** -0.5
+    norm/scale | plus(1)                         stored = plain + 1
+
+Two conventions of a rule differ by one from the other's inverse. Computed in float64 and rounded once, to nearest, to
+the stored dtype: exact for factors that are powers of two, else to half a unit in the last place. Of an operation that
+multiplies a weight by c, its gradients are divided by c: so are first moments, and second moments by c ** 2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader
+from bridge.mapping.errors import MappingError
+from bridge.mapping.relation import Block, TensorView, elements
+
+_OPERATION = re.compile(r"(times|plus)\(([^()]*)\)")
+_NUMBER = r"-?\d+(?:\.\d+)?"
+_TERM = re.compile(rf"\s*(?P<base>{_NUMBER}|[A-Za-z_]\w*)\s*(?:\*\*\s*(?P<exponent>{_NUMBER}))?\s*")
+
+_ROUNDED_ONCE = frozenset({np.float64, np.float32, np.float16, np.complex128, np.complex64})
+
+_BUFFER = 1 << 16
+"""Elements in float64 at a time."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``times`` or ``plus`` a constant: a product of numbers and sizes of axes, each to a power."""
+
+    text: str
+    kind: Literal["times", "plus"]
+    terms: tuple[tuple[str, float], ...]
+
+    @staticmethod
+    def parse(text: str) -> Operation:
+        """Parse ``times(...)`` or ``plus(...)``. Raises MappingError, quoting the text."""
+        match = _OPERATION.fullmatch(text.strip())
+        # Powers first, as they contain the sign that separates factors.
+        factors = [] if match is None else re.split(r"(?<!\*)\*(?!\*)", match.group(2))
+        terms = [_TERM.fullmatch(factor) for factor in factors]
+        if match is None or not all(terms):
+            raise MappingError(
+                f"expected an operation such as times(d ** -0.5) or plus(1), got {text.strip()!r}"
+            )
+        powers = tuple((t["base"], float(t["exponent"] or 1)) for t in terms if t is not None)
+        return Operation(text.strip(), cast(Literal["times", "plus"], match.group(1)), powers)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes whose sizes it needs."""
+        return frozenset(base for base, _ in self.terms if not re.fullmatch(_NUMBER, base))
+
+    def constant(self, sizes: Mapping[str, int]) -> float:
+        """Its number. MappingError for a size that is not known, or a number that cannot be undone."""
+        try:
+            value = math.prod(
+                float(sizes[base] if base in self.axes else base) ** exponent for base, exponent in self.terms
+            )
+        except KeyError as error:
+            raise MappingError(
+                f"expected the size of axis {error.args[0]} for {self.text}, got none: give it in the mapping's "
+                f"[axes] table or on the command line as --axis {error.args[0]}=SIZE"
+            ) from error
+        except (OverflowError, ZeroDivisionError):
+            value = math.nan
+        if isinstance(value, complex) or not math.isfinite(value) or (self.kind == "times" and not value):
+            raise MappingError(f"expected a finite number that can be undone from {self.text}, got {value}")
+        return value
+
+
+@dataclass(frozen=True)
+class Change:
+    """``factor * x + shift``, in float64."""
+
+    factor: float
+    shift: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded, but for results too small for the dtype."""
+        return abs(math.frexp(self.factor)[0]) == 0.5 and not self.shift
+
+    def apply(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Fill ``target`` from ``source``, of equal shape and dtype. OverflowError for a finite element that would
+        become infinite."""
+        flags = ["external_loop", "buffered", "zerosize_ok"]
+        operands = ["readonly"], ["writeonly"]
+        with np.nditer([source, target], flags, operands, buffersize=_BUFFER) as pieces:  # type: ignore[arg-type]
+            # The stubs want literal flags.
+            for x, y in pieces:
+                wide = np.complex128 if x.dtype.kind == "c" else np.float64
+                with np.errstate(all="ignore"):
+                    result = rounded(x.astype(wide) * self.factor + self.shift, target.dtype)
+                    lost = np.isfinite(x) & ~np.isfinite(result)
+                if lost.any():
+                    raise OverflowError
+                y[...] = result
+
+
+def change(
+    source: Operation | None, target: Operation | None, sizes: Mapping[str, int], power: int
+) -> Change | None:
+    """What makes stored values of one convention those of another; None if they are the same.
+
+    power: 1 for weights, -1 for what is proportional to gradients, -2 for their squares.
+    """
+    if (source and source.text) == (target and target.text):
+        return None
+    (a, b), (c, d) = (_affine(operation, sizes) for operation in (source, target))
+    found = Change(c / a, d - c / a * b) if power == 1 else Change((c / a) ** power)
+    return None if found == Change(1.0) else found
+
+
+def _affine(operation: Operation | None, sizes: Mapping[str, int]) -> tuple[float, float]:
+    if operation is None:
+        return 1.0, 0.0
+    constant = operation.constant(sizes)
+    return (constant, 0.0) if operation.kind == "times" else (1.0, constant)
+
+
+@dataclass(frozen=True)
+class ChangedView:
+    """A tensor view whose elements are changed, block by block; ``changes`` has one for each, None for as they are."""
+
+    view: TensorView
+    changes: tuple[Change | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.view.dtype
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.view.blocks
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded."""
+        return all(change is None or change.exact for change in self.changes)
+
+    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
+        """The elements of ``box``, C-contiguous, of ``dtype``. CheckpointError for one that becomes infinite."""
+        target = np.empty(box.sizes, self.dtype)
+        for block, change in zip(self.blocks, self.changes, strict=True):
+            for ranges in block.pieces(box, self.dtype.itemsize):
+                region = block.source_box(ranges)
+                source = elements(reader.read(block.source, region), region, block.source_index, ranges)
+                part = elements(target, box, block.target_index, ranges)
+                if change is None:
+                    part[...] = source
+                    continue
+                try:
+                    change.apply(source, part)
+                except OverflowError:
+                    raise CheckpointError(
+                        f"tensor {block.source} of {reader.path}: expected elements that {self.dtype} can hold after "
+                        f"x * {change.factor:g} + {change.shift:g}, got one that becomes infinite"
+                    ) from None
+        return target
+
+
+def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float64 or complex128 rounded once to ``dtype``, to nearest, ties to even.
+
+    ml_dtypes goes by float32, and two roundings differ from one for what is just beside the middle of two numbers. So
+    for its dtypes float32 is first reached by rounding to odd: the last bit says that something was cut off.
+    """
+    if dtype.type in _ROUNDED_ONCE:
+        return wide.astype(dtype)
+    narrow = wide.astype(np.float32)
+    inexact = np.isfinite(narrow) & (narrow.astype(np.float64) != wide)
+    away = inexact & (np.abs(narrow.astype(np.float64)) > np.abs(wide))
+    bits = narrow.view(np.uint32)
+    bits -= away
+    bits |= inexact
+    return narrow.astype(dtype)

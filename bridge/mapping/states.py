@@ -1,0 +1,157 @@
+"""Optimizer states on their way: to which state of the target each weight's moments go, and with which step count.
+
+    torch                                          optax
+    optimizer.state.<w>.exp_avg, .exp_avg_sq       <state>/mu/<w>, <state>/nu/<w>
+    optimizer.state.<w>.step    (each)             <state>/count   (one for all weights of the state)
+
+A source with several states, as optax's `partition` makes them, has each weight in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.mapping import trees
+from bridge.mapping.apply import View
+from bridge.mapping.conventions import ADAM, MOMENTS, Convention, Section, State, tree_places
+from bridge.mapping.errors import MappingError
+from bridge.mapping.found import Found, Tensors
+from bridge.mapping.relation import identity
+
+_SHOWN = 10
+
+Content = View | np.ndarray
+Outputs = Mapping[Section, Mapping[str, View]]
+
+
+def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
+    """The moments of all states by section and weight. A weight that has two of a kind is among the problems."""
+    sections: dict[Section, Tensors] = {section: {} for section in (*MOMENTS, "step")}
+    for state in found.states:
+        for section, tensors in state.sections.items():
+            for weight, info in tensors.items():
+                other = sections[section].setdefault(weight, info)
+                if other is not info:
+                    problems.append(
+                        f"expected one {section} of weight {weight}, got {other.name} and {info.name}"
+                    )
+    return sections
+
+
+def require_whole(found: Found, usual: Convention, where: str, problems: list[str]) -> None:
+    """Adam's state of a weight is both moments and, where steps are kept, a step: a part could not be written.
+
+    usual: the convention with its usual places, where a step count may be that has no moments beside it.
+    """
+    source = found.convention
+    missing = []
+    for number, state in enumerate(found.states):
+        needed: tuple[Section, ...] = ADAM if source.one_step else (*ADAM, "step")
+        with_adam = dict.fromkeys(w for s in (*needed, "max_exp_avg_sq") for w in state.sections.get(s, ()))
+        missing += [
+            source.name_of(section, weight, number)
+            for weight in with_adam
+            for section in needed
+            if weight not in state.sections.get(section, ())
+        ]
+        if source.one_step and with_adam and state.count is None:
+            name = source.name_of("step", state=number)
+            problems.append(f"expected {name} beside the moments in {where}, found none")
+    if missing:
+        some = ", ".join(missing[:_SHOWN]) + (
+            f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        )
+        problems.append(
+            f"expected the whole optimizer state of each weight in {where}, but {some} "
+            f"{'is' if len(missing) == 1 else 'are'} missing"
+        )
+    if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:
+        moments = " and ".join(usual.name_of(section, "*") for section in ADAM)
+        problems.append(f"expected moments ({moments}) beside the {count} in {where}, found none")
+
+
+def like_source(source: Convention, target: Convention) -> Convention:
+    """The target with the source's states where both are of one kind: the same chain, the same optimizer key."""
+    if source.is_tree != target.is_tree or not source.states:
+        return target
+    if not source.is_tree:
+        return replace(target, states=source.states)
+    inner = target.states[0].places["exp_avg"].rpartition("mu/")[2]
+    nodes = [state.places["exp_avg"].rpartition("mu/")[0] for state in source.states]
+    return replace(target, states=tuple(State(tree_places(node, inner, "")) for node in nodes))
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """What a target's states hold. outputs: for each section of moments the views of its weights.
+
+    kept: whether the target has the source's states, one for one.
+    """
+
+    reader: CheckpointReader
+    found: Found
+    target: Convention
+    outputs: Outputs
+    kept: bool
+
+    def tensors(self, problems: list[str]) -> Iterator[tuple[Section, str, int, Content]]:
+        """Each as (section, weight, number of the state, content); one step count of a state has no weight."""
+        origin: dict[str, tuple[int, str]] = {}
+        for number, state in enumerate(self.found.states):
+            for section in MOMENTS:
+                for weight, info in state.sections.get(section, {}).items():
+                    origin[info.name] = number, weight
+        sources: dict[str, dict[tuple[int, str], None]] = {}
+        for section in MOMENTS:
+            for weight, view in self.outputs.get(section, {}).items():
+                found = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
+                if section in ADAM:
+                    sources.setdefault(weight, {}).update(dict.fromkeys(found))
+                yield section, weight, self._state(weight, found, problems), view
+        yield from self._steps(sources, problems)
+
+    def _state(self, weight: str, sources: Sequence[tuple[int, str]], problems: list[str]) -> int:
+        if not self.kept:
+            return self.target.state_of(weight)
+        numbers = sorted({number for number, _ in sources})
+        if len(numbers) > 1:
+            names = " and ".join(self.found.convention.name_of("exp_avg", "*", number) for number in numbers)
+            problems.append(
+                f"expected the moments of {weight} from one optimizer state, got them from {names}"
+            )
+        return numbers[0] if numbers else 0
+
+    def _steps(
+        self, sources: Mapping[str, Mapping[tuple[int, str], None]], problems: list[str]
+    ) -> Iterator[tuple[Section, str, int, Content]]:
+        due: dict[tuple[int, str], dict[str, TensorInfo]] = {}
+        for weight, found in sources.items():
+            number = self._state(weight, list(found), [])
+            key = (number, "" if self.target.one_step else weight)
+            infos = due.setdefault(key, {})
+            for state, source in found:
+                info = self._step(state, source)
+                if info is not None:
+                    infos[info.name] = info
+        for (number, weight), infos in due.items():
+            if not infos:
+                continue
+            try:
+                yield "step", weight, number, self._content(list(infos.values()), number, weight)
+            except MappingError as error:
+                problems.append(str(error))
+
+    def _step(self, state: int, weight: str) -> TensorInfo | None:
+        found = self.found.states[state]
+        return found.count if self.found.convention.one_step else found.sections.get("step", {}).get(weight)
+
+    def _content(self, infos: Sequence[TensorInfo], number: int, weight: str) -> Content:
+        name = self.target.name_of("step", weight, number)
+        if self.found.convention.one_step == self.target.one_step and len(infos) == 1:
+            return identity(infos[0].name, infos[0].shape, infos[0].dtype)
+        step = trees.one_step(self.reader, infos, name, whole=self.found.convention.one_step)
+        return np.asarray(step, np.int32 if self.target.one_step else np.float32)

@@ -1,0 +1,98 @@
+"""Tied weights: one parameter that some code bases store once and others under two names.
+
+    [[rule]]
+    hf = "lm_head.weight : v m"
+    flax = "lm_head/kernel : m v"
+    optional = true
+    tied_to = "model.embed_tokens.weight"      # a path of the rule whose tensor it shares
+
+By itself such a rule moves what there is. Asked for ``tied = "once"``, a source that has both must have them equal, to
+the bit, and only the other goes along. Asked for ``tied = "both"``, a source that lacks the tensor gives the other in
+its place; its optimizer state stays with the other, as a shared parameter has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointReader
+from bridge.mapping.apply import Axes, View, apply_rule
+from bridge.mapping.entries import Rule
+from bridge.mapping.errors import MappingError
+from bridge.mapping.found import Found, Tensors
+from bridge.mapping.rules import MappingTable
+from bridge.regions import split_box
+
+_BETWEEN = "other"
+
+
+def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, axes: Axes) -> list[str]:
+    """Weights of the source that are there twice and go along once, after a comparison of all their bits.
+
+    Raises MappingError when they differ, or the second one has optimizer state of its own.
+    """
+    twice: list[str] = []
+    if mapping.tied != "once":
+        return twice
+    source = found.convention.name
+    for rule, other in _pairs(mapping, source):
+        own = _weights(rule, source, found.weights)
+        if not own or not _weights(other, source, found.weights):
+            continue
+        joint = Rule({source: other.entries(source), _BETWEEN: rule.entries(source)})
+        members = _weights(other, source, found.weights)
+        for weight, view in apply_rule(joint, source, _BETWEEN, members, axes):
+            info = own.get(weight)
+            if info is None:
+                continue
+            if (view.shape, view.dtype) != (info.shape, info.dtype) or not _equal(reader, view, info.name):
+                raise MappingError(
+                    f"expected {info.name} of {reader.path} to equal {view.blocks[0].source}, as tied weights do, got "
+                    "other values: this model has both, so leave out the option that says they are tied"
+                )
+            twice.append(weight)
+        with_state = [
+            tensors[weight].name
+            for state in found.states
+            for tensors in state.sections.values()
+            for weight in twice
+            if weight in tensors
+        ]
+        if with_state:
+            raise MappingError(
+                f"expected no optimizer state of {', '.join(twice)}, which shares its values with another, got "
+                f"{with_state[0]}: leave out the option that says they are tied"
+            )
+    return twice
+
+
+def second_of_two(mapping: MappingTable, found: Found, target: str, axes: Axes) -> Iterator[tuple[str, View]]:
+    """Tensors of the target, by weight, that the source lacks and that share another's. Errors as `apply_rule`."""
+    source = found.convention.name
+    for rule, other in _pairs(mapping, source) if mapping.tied == "both" else ():
+        if rule.entries(target) and not _weights(rule, source, found.weights):
+            joint = Rule({source: other.entries(source), target: rule.entries(target)})
+            yield from apply_rule(joint, source, target, _weights(other, source, found.weights), axes)
+
+
+def _pairs(mapping: MappingTable, source: str) -> Iterator[tuple[Rule, Rule]]:
+    for rule in mapping.rules:
+        if rule.tied_to and rule.entries(source):
+            yield rule, mapping.rule_of(rule.tied_to)
+
+
+def _weights(rule: Rule, convention: str, weights: Tensors) -> Tensors:
+    patterns = [entry.path for entry in rule.entries(convention)]
+    return {w: info for w, info in weights.items() if any(path.match(w) is not None for path in patterns)}
+
+
+def _equal(reader: CheckpointReader, view: View, name: str) -> bool:
+    for box in split_box(Box.whole(view.shape), view.dtype.itemsize):
+        if not box.numel:
+            continue
+        left, right = (a.reshape(-1).view(np.uint8) for a in (view.read(reader, box), reader.read(name, box)))
+        if not np.array_equal(left, right):
+            return False
+    return True

@@ -1,0 +1,145 @@
+"""Weights that one code base stores once and another under two names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bridge.cli import app
+from bridge.formats import open_checkpoint
+from bridge.formats.base import Box
+from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
+from bridge.mapping.rules import Tied
+from tests.bridge.bits import random_bits, same_bits
+from tests.bridge.decoder_trees import HEAD_DIM, dcp_arrays
+from tests.bridge.memory_reader import MemoryReader
+from tests.bridge.test_convert import write
+
+F32 = np.dtype(np.float32)
+
+
+def decoder(tied: Tied | None) -> MappingTable:
+    return load_mapping("decoder").with_tied(tied)
+
+
+def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
+    return {name: t.read(reader, Box.whole(t.shape)) for name, t in plan.tensors.items()}
+
+
+def test_a_target_with_both_names_gets_both_from_one() -> None:
+    reader = MemoryReader("dcp", dcp_arrays(tied=True))
+    found = contents(make_plan(reader, "orbax", decoder("both")), reader)
+    embedding = reader.arrays["model.embed.weight"]
+    assert same_bits(found["params/lm_head/kernel"], np.array(embedding.T, order="C"))
+    assert same_bits(found["params/embed/embedding"], embedding)
+    assert "opt_state/mu/lm_head/kernel" not in found
+    assert "opt_state/mu/embed/embedding" in found
+
+
+def test_a_target_with_one_name_gets_one_of_two_that_are_equal_and_back() -> None:
+    arrays = dcp_arrays(tied=True)
+    both = MemoryReader("dcp", arrays | {"model.lm_head.weight": arrays["model.embed.weight"].copy()})
+    plan = make_plan(both, "orbax", decoder("once"))
+    assert plan.dropped == ("model.lm_head.weight",)
+    jax = MemoryReader("orbax", contents(plan, both))
+    assert "params/lm_head/kernel" not in jax.arrays
+    back = contents(make_plan(jax, "dcp", decoder("both")), jax)
+    assert back.keys() == both.arrays.keys()
+    assert [name for name, array in both.arrays.items() if not same_bits(back[name], array)] == []
+
+
+def test_two_that_differ_in_one_bit_are_not_tied() -> None:
+    arrays = dcp_arrays(tied=True)
+    other = arrays["model.embed.weight"].copy()
+    other.view(np.uint32)[-1, -1] ^= 1
+    reader = MemoryReader("dcp", arrays | {"model.lm_head.weight": other})
+    with pytest.raises(
+        MappingError, match=r"expected model\.lm_head\.weight of memory to equal model\.embed\.weight"
+    ):
+        make_plan(reader, "orbax", decoder("once"))
+
+
+def test_two_with_an_optimizer_state_each_are_not_tied() -> None:
+    arrays = dcp_arrays()
+    arrays["model.lm_head.weight"] = arrays["model.embed.weight"].copy()
+    reader = MemoryReader("dcp", arrays)
+    with pytest.raises(
+        MappingError, match=r"expected no optimizer state of lm_head\.weight, .* got optimizer\.state"
+    ):
+        make_plan(reader, "orbax", decoder("once"))
+
+
+@pytest.mark.parametrize("tied", [None, "once", "both"])
+def test_a_model_that_has_one_or_two_keeps_them_unless_asked(tied: Tied | None) -> None:
+    one = MemoryReader("dcp", dcp_arrays(tied=True))
+    assert ("params/lm_head/kernel" in make_plan(one, "orbax", decoder(tied)).tensors) == (tied == "both")
+    if tied != "once":
+        two = MemoryReader("dcp", dcp_arrays())
+        found = contents(make_plan(two, "orbax", decoder(tied)), two)
+        assert same_bits(
+            found["params/lm_head/kernel"], np.array(two.arrays["model.lm_head.weight"].T, order="C")
+        )
+        assert "opt_state/nu/lm_head/kernel" in found
+
+
+def test_the_command_line_ties_and_says_what_it_left_out(tmp_path: Path) -> None:
+    arrays = dcp_arrays(tied=True)
+    both = arrays | {"model.lm_head.weight": arrays["model.embed.weight"].copy()}
+    write(tmp_path / "torch", "dcp", both, {})
+    arguments = ["convert", str(tmp_path / "torch"), str(tmp_path / "jax"), "--tied", "once"]
+    result = CliRunner().invoke(app, [*arguments, "--mapping", "decoder"])
+    assert result.exit_code == 0, result.output
+    assert "model.lm_head.weight" in result.output
+    with open_checkpoint(tmp_path / "jax") as jax_tree:
+        assert "params/lm_head/kernel" not in jax_tree.tensors
+    for option in (["--tied", "once"], ["--into", "jax"], ["--from", "torch"]):
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / "torch"), str(tmp_path / "no"), *option])
+        assert result.exit_code == 2
+        assert "expected --mapping beside" in result.output
+
+
+def test_the_same_holds_between_layouts_and_conventions() -> None:
+    mapping = load_mapping("llama").with_axes({"d": HEAD_DIM + 1})
+    names = {entry.path.text: rule for rule in mapping.rules for entry in rule.entries("hf")}
+    shapes = {"(h d) m": (12, 5), "f m": (7, 5), "m f": (5, 7), "m (h d)": (5, 12), "m": (5,), "v m": (9, 5)}
+    arrays = {}
+    for text, rule in names.items():
+        (entry,) = rule.entries("hf")
+        axes = entry.expression.text if entry.expression else "m"
+        shape = shapes.get(axes, (12, 5) if axes.endswith(" m") else (5, 12))
+        for i in range(2 if "{i}" in text else 1):
+            arrays[text.replace("{i}", str(i))] = random_bits(shape, F32, len(arrays))
+    del arrays["lm_head.weight"]
+    reader = MemoryReader("dcp", arrays)
+    plan = make_plan(reader, "orbax", mapping.with_tied("both"), into="maxtext")
+    logits = contents(plan, reader)["params/params/decoder/logits_dense/kernel"]
+    assert same_bits(logits, np.array(arrays["model.embed_tokens.weight"].T, order="C"))
+
+
+@pytest.mark.parametrize(
+    "family", ["decoder", "decoder_stacked", "gemma2", "gpt2", "llama", "mixtral", "qwen2", "qwen3"]
+)
+def test_every_family_knows_that_its_head_may_be_its_embedding(family: str) -> None:
+    (rule,) = [rule for rule in load_mapping(family).rules if rule.tied_to]
+    assert "lm_head.weight : v m" in str(rule)
+    assert "embed/embedding : v m" in str(load_mapping(family).rule_of(rule.tied_to))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('tied_to = "x.y"', "expected the path of a rule of mapping test for tied_to, got 'x.y'"),
+        ("tied_to = 3", "expected a path of another rule for tied_to in rule 2"),
+        ('tied_to = "e.w"', "expected the same axes on both sides of rule"),
+    ],
+)
+def test_a_rule_that_cannot_be_tied_is_refused(text: str, message: str) -> None:
+    first = '[[rule]]\ntorch = "e.w : v m"\njax = "e/w : v m"\n'
+    rules = f'{first}[[rule]]\ntorch = "h.w : m n"\njax = "h/w : m n"\n{text}\n'
+    with pytest.raises(MappingError, match=message):
+        parse_mapping(rules, "test")
+    with pytest.raises(MappingError, match="expected once or both for tied in mapping test, got 'twice'"):
+        parse_mapping('tied = "twice"\n' + rules.replace(text, ""), "test")
