@@ -61,7 +61,8 @@ def test_places_are_found_in_scalars_and_regions_and_complex_numbers(
     assert tensor.difference.at_abs is not None
     assert tensor.difference.at_abs.index == (8, 29)
     (scalar,) = diff(
-        one_tensor(tmp_path / "c", "dcp", np.float32(1)), one_tensor(tmp_path / "d", "dcp", np.float32(2))
+        one_tensor(tmp_path / "c", "dcp", np.asarray(1, np.float32)),
+        one_tensor(tmp_path / "d", "dcp", np.asarray(2, np.float32)),
     ).tensors
     assert scalar.difference.at_ulp is not None
     assert scalar.difference.at_ulp.index == ()

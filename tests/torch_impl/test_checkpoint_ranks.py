@@ -145,7 +145,7 @@ def test_a_truncated_file_fails_on_all_ranks_and_changes_nothing(ranks, tmp_path
 def test_a_missing_directory_is_one_error_on_all_ranks(ranks, tmp_path):
     for kind, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(tmp_path / "missing"), "read", -1):
         assert (kind, unchanged) == ("FileNotFoundError", True)
-        assert text.startswith("expected a checkpoint directory at")
+        assert text.startswith("expected a checkpoint at ")
 
 
 def test_the_checkpoint_of_another_model_is_refused_with_the_names_that_differ(ranks, tmp_path):
