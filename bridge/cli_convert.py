@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,8 +36,8 @@ class TargetFormat(StrEnum):
 
 
 def convert(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
     to: Annotated[
         TargetFormat | None,
         typer.Option("--to", help="Default: dcp for an Orbax checkpoint, else orbax."),
@@ -164,7 +163,7 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
     }
 
 
-def _print_plan(out: Console, conversion: Conversion, destination: Path) -> None:
+def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     rows = []
     for output in conversion.outputs.values():
         dtype = output.dtype.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,8 +27,8 @@ _WORST = 5
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
     mapping: MappingOption = None,
     axis: AxisOption = None,
     max_ulp: Annotated[

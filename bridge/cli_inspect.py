@@ -11,11 +11,12 @@ from rich.console import Console
 from bridge.cli_options import JsonOption, user_errors
 from bridge.cli_output import human_bytes, print_json, print_line, print_table
 from bridge.formats.base import dtype_name
+from bridge.formats.stores import place_of
 
 
 def inspect(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(metavar="PATH", help="Checkpoint of any format; with --layout also a layout file."),
     ],
     layout: Annotated[bool, typer.Option("--layout", help="Draw who holds which rows, to scale.")] = False,
@@ -46,8 +47,9 @@ def inspect(
         raise typer.BadParameter("expected --layout beside --picture")
     out = Console()
     with user_errors(LayoutError):
-        if layout and not path.is_dir() and path.suffix != ".safetensors":
-            _inspect_layout_file(out, path, picture, json)
+        place = place_of(path)
+        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
+            _inspect_layout_file(out, place, picture, json)
             return
         summary = run(path)
         if picture is not None:

@@ -13,8 +13,8 @@ from bridge.cli_output import print_json, print_line
 
 
 def map_(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint of one model code.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of the other, of the same model.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of one model code.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint of the other, of the same model.")],
     values: Annotated[
         bool,
         typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint of any format.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint of any format.")],
     finite: Annotated[
         bool, typer.Option("--finite", help="NaNs and infinities are problems, not just counted.")
     ] = False,

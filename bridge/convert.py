@@ -8,6 +8,7 @@ to. Nothing is cast unless it is asked for by name: every bit arrives.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -23,6 +24,9 @@ from bridge.casts import Output, apply_casts, parse_casts
 from bridge.engine import Copier, default_workers, runs
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
+from bridge.formats.stored_reader import StoredReader
+from bridge.formats.stores import is_url, place_of
+from bridge.formats.upload import Upload
 from bridge.formats.working import Attempt
 from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
@@ -65,12 +69,14 @@ class Conversion:
     """A conversion that was planned: what the destination will hold.
 
     outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
-    left_out: names in the source that do not go along, dropped or not selected. inexact: names in the destination of
+    files: a digest of the source's files by name, size and time. left_out: names in the source that do not go along,
+    dropped or not selected. inexact: names in the destination of
     tensors that the mapping calculates, with rounding.
     """
 
-    source: Path
+    source: Path | str
     source_format: str
+    files: str
     format: str
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
@@ -102,8 +108,8 @@ class ConvertReport:
     tensors that the mapping calculated, with rounding.
     """
 
-    source: Path
-    destination: Path
+    source: Path | str
+    destination: Path | str
     source_format: str
     format: str
     tensors: int
@@ -133,28 +139,53 @@ def convert(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> ConvertReport:
-    """Convert the checkpoint ``src`` to the new checkpoint ``dst``.
+    """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
     which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
     killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
-    grows with it, about 64 MiB each.
+    grows with it, about 64 MiB each. What goes to a URL is written to a temporary directory first and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
-    damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1). After any
-    error, an interruption too, the destination is as it was before.
+    damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
+    (what the system or a store refuses). After any error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
     options = ConvertOptions(to, mapping, into, from_, axes, selection or Selection(), casts, tied)
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
-    source, destination = Path(src), Path(dst)
+    if is_url(dst):
+        if replace:
+            raise CheckpointError(
+                f"expected a new place at {dst}, as in object stores nothing can be exchanged for what is there, got "
+                "replace (--replace)"
+            )
+        if is_url(src) and f"{dst}/".startswith(f"{str(src).rstrip('/')}/"):
+            raise CheckpointError(f"expected a destination outside the source {src}, got {dst}")
+        with Upload(str(dst), resume=resume) as upload:
+            staged = _convert(src, upload.path, options, resume, resume, progress, workers)
+            upload.publish()
+        return dataclasses.replace(staged, destination=str(dst), seconds=time.perf_counter() - started)
+    return _convert(src, dst, options, replace, resume, progress, workers)
+
+
+def _convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: ConvertOptions,
+    replace: bool,
+    resume: bool,
+    progress: Progress | None,
+    workers: int,
+) -> ConvertReport:
+    started = time.perf_counter()
+    source, destination = place_of(src), Path(dst)
     with planned(source, options) as (conversion, reader):
         _require_place(source, destination, replace)
         key = {
-            "source": os.path.abspath(source),
-            "files": _fingerprint(source),
+            "source": source if isinstance(source, str) else os.path.abspath(source),
+            "files": conversion.files,
             "format": conversion.format,
             "plan": conversion.fingerprint,
             "twinshard": bridge.__version__,
@@ -206,8 +237,9 @@ def planned(
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         yield (
             Conversion(
-                Path(source),
+                place_of(source),
                 reader.format,
+                whole.fingerprint if isinstance(whole, StoredReader) else _fingerprint(Path(source)),
                 target,
                 apply_casts(plan.tensors.values(), casts),
                 {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
@@ -238,22 +270,25 @@ def _write(
     return done
 
 
-def _require_place(source: Path, destination: Path, replace_it: bool) -> None:
+def _require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
     """Refuse a destination that is there, or that has to do with the source, before anything is written."""
-    if not replace_it and os.path.lexists(destination):
+    there = os.path.lexists(destination)
+    if there and not replace_it:
         raise FileExistsError(
             f"expected no file or directory at {destination}, found one: remove it first, choose another name, or "
             "replace it (--replace)"
         )
-    real_source, real_destination = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
-    if real_source == real_destination or real_source in real_destination.parents:
-        raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
-    if os.path.lexists(destination):
-        if real_destination in real_source.parents:
+    real_destination = Path(os.path.realpath(destination))
+    if not isinstance(source, str):
+        real_source = Path(os.path.realpath(source))
+        if real_source == real_destination or real_source in real_destination.parents:
+            raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
+        if there and real_destination in real_source.parents:
             raise CheckpointError(
                 f"expected a destination that does not hold the source {source}, as it is to be replaced, got "
                 f"{destination}"
             )
+    if there:
         if destination.is_symlink():
             raise CheckpointError(
                 f"expected a directory or file to replace at {destination}, found a symbolic link: give "

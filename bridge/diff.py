@@ -17,6 +17,7 @@ import numpy as np
 
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.stores import place_of
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
@@ -54,8 +55,8 @@ class DiffReport:
     and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
     """
 
-    a: Path
-    b: Path
+    a: Path | str
+    b: Path | str
     tolerance: Tolerance
     tensors: tuple[TensorDiff, ...]
     missing: tuple[str, ...]
@@ -131,8 +132,8 @@ def diff(
             if progress is not None:
                 progress(done, total, name)
         return DiffReport(
-            Path(a),
-            Path(b),
+            place_of(a),
+            place_of(b),
             tolerance,
             tuple(tensors),
             tuple(name for name in plan.tensors if name not in infos),

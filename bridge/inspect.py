@@ -12,6 +12,8 @@ from pathlib import Path
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.manifest import MANIFEST_FILE, manifest_path
+from bridge.formats.stored_reader import StoredReader
+from bridge.formats.stores import place_of
 from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
 
 MAX_BARS = 16
@@ -35,7 +37,7 @@ class Summary:
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed.
     """
 
-    path: Path
+    path: Path | str
     format: str
     tensors: tuple[TensorInfo, ...]
     groups: tuple[Group, ...]
@@ -75,8 +77,9 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
                 unreadable[name] = str(error)
-        manifest = manifest_path(manifest_home(Path(path))).is_file()
-        return Summary(Path(path), reader.format, tensors, groups, objects, unreadable, manifest)
+        home = reader.home if isinstance(reader, StoredReader) else Path(path)
+        manifest = manifest_path(manifest_home(home)).is_file()
+        return Summary(place_of(path), reader.format, tensors, groups, objects, unreadable, manifest)
 
 
 def manifest_home(path: Path) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bridge.formats import open_checkpoint
 from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats.stores import place_of
 from bridge.propose_axes import Fit, fits, fused_fits
 from bridge.propose_names import FUSED_WORDS, Family, families, similarity
 from bridge.propose_text import Namer, ProposedRule, render, writable
@@ -39,8 +40,8 @@ class Proposal:
     was found without guessing.
     """
 
-    a: Path
-    b: Path
+    a: Path | str
+    b: Path | str
     text: str
     rules: tuple[ProposedRule, ...]
     left_a: tuple[str, ...]
@@ -82,7 +83,7 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
         left_a = tuple(family.path for family in left if family.path not in used_a)
         left_b = tuple(family.path for family in right if family.path not in used_b)
         text = render(reader_a, reader_b, rules, left_a, left_b, namer)
-        return Proposal(Path(a), Path(b), text, tuple(rules), left_a, left_b)
+        return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b)
 
 
 def _weights(reader: CheckpointReader) -> list[Family]:

@@ -77,7 +77,7 @@ class SelectedReader:
     def __init__(self, reader: CheckpointReader, selection: Selection) -> None:
         self._reader = reader
         self.format: str = reader.format
-        self.path: Path = reader.path
+        self.path: Path | str = reader.path
         paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
         wanted = selection.of(paths)
         if selection.weights_only:

@@ -10,6 +10,7 @@ All problems are collected, not only the first. Memory stays at a few regions of
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from bridge.formats.manifest import (
     read_manifest,
     rest_checksum,
 )
+from bridge.formats.mirror import Mirror
+from bridge.formats.stores import is_url
 from bridge.inspect import manifest_home
 from bridge.memory import large_buffers_returned
 from bridge.ordered import ordered
@@ -69,7 +72,7 @@ class VerifyReport:
     where the format does not say.
     """
 
-    path: Path
+    path: Path | str
     format: str
     opened: bool
     manifest: bool
@@ -110,9 +113,17 @@ def verify(
     """Verify a checkpoint of any format, or a directory of steps with exactly one.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
-    most 4. Raises FileNotFoundError if nothing is there, ValueError for workers < 1.
+    most 4. What is at a URL is fetched whole, to a temporary directory. Raises FileNotFoundError if nothing is there,
+    ValueError for workers < 1.
     """
     started = time.perf_counter()
+    if is_url(path):
+        with Mirror(str(path)) as mirror:
+            mirror.fetch_all()
+            report = verify(mirror.path, finite=finite, workers=workers, progress=progress)
+            named = tuple(Problem(mirror.renamed(p.where), mirror.renamed(p.text)) for p in report.problems)
+        seconds = time.perf_counter() - started
+        return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
     place = Path(path)
     if not place.exists():
         raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")

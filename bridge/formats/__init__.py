@@ -27,8 +27,10 @@ from bridge.formats.base import (
     dtype_name,
 )
 from bridge.formats.dcp_metadata import metadata_files
+from bridge.formats.mapped_files import Fetch
 from bridge.formats.orbax_item import is_unfinished
 from bridge.formats.safetensors_files import holds_safetensors
+from bridge.formats.stores import is_url
 from bridge.formats.working import Attempt
 
 __all__ = [
@@ -92,20 +94,31 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open the checkpoint at `path`, whatever its format. Errors as in `detect_format`, or CheckpointError."""
+    """Open the checkpoint at a local path or a URL, whatever its format.
+
+    Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
+    """
+    if is_url(path):
+        from bridge.formats.stored_reader import StoredReader
+
+        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch))
+    return _open(path, None)
+
+
+def _open(path: str | os.PathLike[str], fetch: Fetch | None) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
     if format == "dcp":
         from bridge.formats.dcp_reader import DcpReader
 
-        return DcpReader(path)
+        return DcpReader(path, fetch=fetch)
     if format == "safetensors":
         from bridge.formats.safetensors_reader import SafetensorsReader
 
-        return SafetensorsReader(path)
+        return SafetensorsReader(path, fetch=fetch)
     from bridge.formats.orbax_reader import OrbaxReader
 
-    return OrbaxReader(path)
+    return OrbaxReader(path, fetch=fetch)
 
 
 def create_checkpoint(

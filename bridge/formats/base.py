@@ -238,11 +238,11 @@ class CheckpointReader(Protocol):
 
     @property
     def format(self) -> str:
-        """ "dcp" or "orbax"."""
+        """ "dcp", "orbax" or "safetensors"."""
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
+    def path(self) -> Path | str:
+        """The checkpoint's directory or file, or its URL."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -291,7 +291,7 @@ class CheckpointWriter(Protocol):
 
     @property
     def format(self) -> str:
-        """ "dcp" or "orbax"."""
+        """ "dcp", "orbax" or "safetensors"."""
 
     @property
     def path(self) -> Path:

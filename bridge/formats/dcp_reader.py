@@ -35,6 +35,7 @@ from bridge.formats.dcp_metadata import (
 from bridge.formats.manifest import object_checksum
 from bridge.formats.mapped_files import (
     ChunkIndex,
+    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -71,10 +72,12 @@ class DcpReader:
 
     format = "dcp"
 
-    def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], verify: bool = True, *, fetch: Fetch | None = None
+    ) -> None:
         self.path = Path(path)
         self._verify = verify
-        self._files = MappedFiles(self.path)
+        self._files = MappedFiles(self.path, fetch)
         self._metadata = self._read_metadata()
         self._check_files()
         self._verified: set[Extent] = set()
@@ -199,7 +202,7 @@ class DcpReader:
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
-        return looks_like_header(self._files.get(extent.file), extent.offset)
+        return looks_like_header(_file_of(self._files, extent), extent.offset)
 
     def _copy_from_chunk(self, info: TensorInfo, index: int, common: Box, target: np.ndarray) -> None:
         source, file, start = self._part(info, index, common)
@@ -211,7 +214,7 @@ class DcpReader:
         """Elements of a chunk, once it is verified, where they are in the file, and the first byte there."""
         chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
         stored = self._find(info, chunk, extent)
-        file = self._files.get(extent.file)
+        file = _file_of(self._files, extent)
         if self._verify and extent not in self._verified:
             if stored.record is not None:
                 verify_record(file, stored.record, self._what(info, chunk, extent))
@@ -230,7 +233,7 @@ class DcpReader:
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
         what = self._what(info, chunk, extent)
-        file = self._files.get(extent.file)
+        file = _file_of(self._files, extent)
         if self._is_safetensors(extent):
             array = self._header(extent, what).arrays.get(info.name)
             if array is None:
@@ -260,7 +263,7 @@ class DcpReader:
         key = (extent.file, extent.offset)
         with self._lock:
             if key not in self._headers:
-                self._headers[key] = read_header(self._files.get(extent.file), what, extent.offset)
+                self._headers[key] = read_header(_file_of(self._files, extent), what, extent.offset)
             return self._headers[key]
 
     def _require_same(
@@ -278,6 +281,10 @@ class DcpReader:
                 f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
                 f"stored its own; {_ADVICE}"
             )
+
+
+def _file_of(files: MappedFiles, extent: Extent) -> mmap.mmap:
+    return files.get(extent.file, extent.offset, extent.offset + extent.length)
 
 
 def _fill(stored: _Stored) -> tuple[int, int]:
@@ -319,7 +326,7 @@ class _Objects(Mapping[str, object]):
     def _read(self, name: str, extent: Extent) -> object:
         what = f"{self._files.directory / extent.file}: object {name!r}"
         try:
-            return read_value(self._files.get(extent.file), extent.offset, extent.length, what)
+            return read_value(_file_of(self._files, extent), extent.offset, extent.length, what)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_ADVICE}") from error
 

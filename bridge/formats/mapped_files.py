@@ -10,8 +10,10 @@ import re
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from bridge.formats.dcp_archive import BLOCK, drop_pages
 _MAX_OPEN_FILES = 64
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
+
+Fetch: TypeAlias = Callable[[Path, int, int], None]
+"""Makes bytes [start, stop) of a file present, where files are filled as they are read; see `Mirror`."""
 
 
 def is_plain_name(name: object) -> bool:
@@ -63,14 +68,20 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
 class MappedFiles:
     """Read-only maps of a directory's files, the most recently used ones kept open. Thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, fetch: Fetch | None = None) -> None:
         self.directory = directory
+        self._fetch = fetch
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
 
-    def get(self, name: str) -> mmap.mmap:
-        """The map of a file. CheckpointError when it cannot be read, ValueError after `close`."""
+    def get(self, name: str, start: int, stop: int) -> mmap.mmap:
+        """The map of a file, for its bytes [start, stop): others may not be there.
+
+        CheckpointError when it cannot be read, ValueError after `close`.
+        """
+        if self._fetch is not None:
+            self._fetch(self.directory / name, start, stop)
         with self._lock:
             if self._closed:
                 raise ValueError(f"the checkpoint {self.directory} was closed")

@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
-from bridge.formats.mapped_files import copy_mapped, lend_mapped
+from bridge.formats.mapped_files import Fetch, copy_mapped, lend_mapped
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
 from bridge.formats.orbax_store import (
     MANIFEST,
@@ -58,7 +58,9 @@ class OrbaxReader:
 
     format = "orbax"
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, verify: bool = True, fetch: Fetch | None = None
+    ) -> None:
         self.path = Path(os.path.abspath(path))
         if not self.path.is_dir():
             raise FileNotFoundError(f"expected a checkpoint directory at {self.path}, found none")
@@ -69,6 +71,7 @@ class OrbaxReader:
                 stacklevel=2,
             )
         self._verify = verify
+        self._fetch = fetch
         self._lock = threading.Lock()
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
         self._raw_starts: dict[str, int] = {}
@@ -104,6 +107,8 @@ class OrbaxReader:
             raise ValueError(f"tensor {name!r}: expected a box inside shape {layout.shape}, got {box}")
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             chunks = list(layout.chunks(box))
+            if self._fetch is not None and not layout.raw:
+                self._fetch_values(layout, (index for index, _ in chunks))
             if len(chunks) == 1 and chunks[0][1] == box and not layout.raw:
                 return np.asarray(self._array(name)[box.slices()].read().result(), order="C")
             out = np.empty(box.sizes, layout.dtype)
@@ -242,6 +247,8 @@ class OrbaxReader:
         """Every array's layout by leaf name, in the order of the tree; all their chunks are known to exist."""
         assert self._store is not None
         with explain(f"{self._item}: cannot list the array store"):
+            if self._fetch is not None and self._ocdbt:
+                self._fetch_index(tree)
             present = set(self._store.list().result())
             keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
@@ -268,14 +275,38 @@ class OrbaxReader:
 
     def _find_values(self) -> StoredValues:
         """Where raw chunks are."""
-        raw = [layout for layout in self._layouts.values() if layout.raw]
+        mapped = [layout for layout in self._layouts.values() if layout.raw or self._fetch is not None]
         places: dict[str, Place] = {}
         with explain(f"{self._item}: cannot find the stored chunks"):
             if self._ocdbt:
                 places = places_in_ocdbt(self._item, str(self._item))
-            elif raw:
-                places = places_in_files(self._item, (key for layout in raw for key in layout.stored_keys()))
-        return StoredValues(self._item, places)
+            elif mapped:
+                places = places_in_files(
+                    self._item, (key for layout in mapped for key in layout.stored_keys())
+                )
+        return StoredValues(self._item, places, self._fetch)
+
+    def _fetch_index(self, tree: Tree) -> None:
+        """Make present what tensorstore reads of files that are filled as they are read: nodes, metadata of arrays."""
+        assert self._fetch is not None
+        places = places_in_ocdbt(self._item, str(self._item), self._fetch)
+        for path in tree.arrays:
+            place = places.get(metadata_key(storage_key(path), zarr3=tree.use_zarr3))
+            if place is not None:
+                self._fetch(self._item / place.file, place.start, place.start + place.size)
+
+    def _fetch_values(self, layout: ArrayLayout, chunks: Iterable[tuple[int, ...]]) -> None:
+        """Make present the stored values that tensorstore decodes for chunks at these positions of their grid."""
+        keys = {
+            layout.chunk_key(
+                tuple(i * n // s for i, n, s in zip(index, layout.chunk, layout.stored_chunk, strict=True))
+            )
+            for index in chunks
+        }
+        for key in keys:
+            # Small values lie in the index itself.
+            if key in self._values:
+                self._values.open(key)
 
     def _read_strings(self, tree: Tree) -> dict[TreePath, object]:
         if not tree.strings:

@@ -10,7 +10,7 @@ checked against the files before anything is read there.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.mapped_files import MappedFiles
+from bridge.formats.mapped_files import Fetch, MappedFiles
 
 _MAX_DEPTH = 16
 
@@ -36,10 +36,10 @@ class Place:
 class StoredValues:
     """The values that lie in files of their own or inside of OCDBT's, mapped. Reading is thread-safe."""
 
-    def __init__(self, item: Path, places: Mapping[str, Place]) -> None:
+    def __init__(self, item: Path, places: Mapping[str, Place], fetch: Fetch | None = None) -> None:
         self._item = item
         self._places = places
-        self._files = MappedFiles(item)
+        self._files = MappedFiles(item, fetch)
         sizes: dict[str, int] = {}
         home = item.resolve()
         for key, place in places.items():
@@ -57,7 +57,7 @@ class StoredValues:
     def open(self, key: str) -> tuple[mmap.mmap, Place]:
         """The mapped file that holds a value, and where in it."""
         place = self._places[key]
-        return self._files.get(place.file), place
+        return self._files.get(place.file, place.start, place.start + place.size), place
 
     def close(self) -> None:
         """Release the files."""
@@ -69,36 +69,53 @@ def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
     return {key: Place(key, 0, (item / key).stat().st_size) for key in keys}
 
 
-def places_in_ocdbt(item: Path, what: str) -> dict[str, Place]:
-    """The place of every value that is not inline. CheckpointError for a reference that leads out of the item."""
+def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:
+    """The place of every value that is not inline, nodes being fetched where files are filled as they are read.
+
+    CheckpointError for a reference that leads out of the item.
+    """
     base = ts.KvStore.open({"driver": "file", "path": f"{item}/"}).result()
     manifest = ts.ocdbt.dump(base).result()
     places: dict[str, Place] = {}
+
+    def node_at(location: str) -> Mapping[str, Any]:
+        if fetch is not None:
+            place = _parse(location, what, "btreenode")
+            fetch(item / place.file, place.start, place.start + place.size)
+        node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
+        return node
+
     versions = manifest["versions"]
     if versions and "location" in versions[-1]["root"]:
-        _walk(base, versions[-1]["root"]["location"], b"", places, what, 0)
+        _walk(node_at, versions[-1]["root"]["location"], b"", places, what, 0)
     return places
 
 
 def _walk(
-    base: ts.KvStore, location: str, prefix: bytes, places: dict[str, Place], what: str, depth: int
+    node_at: Callable[[str], Mapping[str, Any]],
+    location: str,
+    prefix: bytes,
+    places: dict[str, Place],
+    what: str,
+    depth: int,
 ) -> None:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{what}: expected a B-tree of at most {_MAX_DEPTH} levels, got more")
-    node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
-    for entry in node["entries"]:
+    for entry in node_at(location)["entries"]:
         if "location" in entry:
-            _walk(base, entry["location"], prefix + entry["subtree_common_prefix"], places, what, depth + 1)
+            _walk(
+                node_at, entry["location"], prefix + entry["subtree_common_prefix"], places, what, depth + 1
+            )
         elif "indirect_value" in entry:
             key = (prefix + entry["key"]).decode("utf-8", "surrogateescape")
-            places[key] = _parse(entry["indirect_value"], what)
+            places[key] = _parse(entry["indirect_value"], what, "value")
 
 
-def _parse(reference: str, what: str) -> Place:
-    """A reference `value:<folder>:<file>:<offset>:<length>`, its names percent-encoded."""
+def _parse(reference: str, what: str, kind: str) -> Place:
+    """A reference `<kind>:<folder>:<file>:<offset>:<length>`, its names percent-encoded."""
     parts = reference.split(":")
-    if len(parts) != 5 or parts[0] != "value" or not (parts[3].isdecimal() and parts[4].isdecimal()):
-        raise CheckpointError(f"{what}: expected a reference to a value, got {reference[:80]!r}")
+    if len(parts) != 5 or parts[0] != kind or not (parts[3].isdecimal() and parts[4].isdecimal()):
+        raise CheckpointError(f"{what}: expected a reference to a {kind}, got {reference[:80]!r}")
     file = unquote(parts[1]) + unquote(parts[2])
     if file.startswith("/") or ".." in file.split("/"):
         raise CheckpointError(

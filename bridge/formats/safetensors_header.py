@@ -28,7 +28,7 @@ MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""
 
 METADATA_KEY: Final = "__metadata__"
-_LENGTH_BYTES: Final = 8
+LENGTH_BYTES: Final = 8
 _ZIP: Final = b"PK\3\4"
 _MAX_NAME: Final = 4096
 _MAX_RANK: Final = 64  # NumPy's
@@ -113,9 +113,14 @@ def dtype_code(dtype: np.dtype) -> str:
 
 def looks_like_header(file: mmap.mmap | bytes, start: int) -> bool:
     """Whether a safetensors file may begin at this byte of a file."""
-    length = int.from_bytes(file[start : start + _LENGTH_BYTES], "little")
-    begin = start + _LENGTH_BYTES
+    length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
+    begin = start + LENGTH_BYTES
     return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == b"{"
+
+
+def header_length(file: mmap.mmap | bytes, start: int = 0) -> int:
+    """Bytes of the header of a safetensors file, as its first bytes say, and at most MAX_HEADER."""
+    return min(MAX_HEADER, int.from_bytes(file[start : start + LENGTH_BYTES], "little"))
 
 
 def read_header(file: mmap.mmap | bytes, what: str, start: int = 0) -> Header:
@@ -124,20 +129,20 @@ def read_header(file: mmap.mmap | bytes, what: str, start: int = 0) -> Header:
     CheckpointError, beginning with `what`, unless the arrays fill the file after the header without overlaps and gaps.
     """
     size = len(file)
-    if size - start < _LENGTH_BYTES:
+    if size - start < LENGTH_BYTES:
         _refuse(what, f"the file has {size - start} bytes")
-    length = int.from_bytes(file[start : start + _LENGTH_BYTES], "little")
+    length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
     if file[start : start + len(_ZIP)] == _ZIP:
         _refuse(
             what,
             "it begins with a pickle: PyTorch's HuggingFaceStorageWriter was given values that are not tensors, and "
             "makes of them a file that nothing can read; save the tensors alone",
         )
-    base = start + _LENGTH_BYTES + length
+    base = start + LENGTH_BYTES + length
     if length > MAX_HEADER or base > size:
         _refuse(what, f"its header of {length} bytes is longer than the file of {size} or {MAX_HEADER} bytes")
     try:
-        text = file[start + _LENGTH_BYTES : base].decode()
+        text = file[start + LENGTH_BYTES : base].decode()
     except UnicodeDecodeError:
         _refuse(what, "its header is not UTF-8 text")
     arrays, metadata = _Parser(text, what, base).run()
@@ -176,7 +181,7 @@ def format_header(
             f"expected names, shapes and values that are not tensors of at most {MAX_HEADER} bytes in one safetensors "
             f"file, got {len(text)}"
         )
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _refuse(what: str, why: str) -> Never:

@@ -21,6 +21,7 @@ from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import as_integers
 from bridge.formats.mapped_files import (
     ChunkIndex,
+    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -30,7 +31,14 @@ from bridge.formats.mapped_files import (
 )
 from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, parse_extras
 from bridge.formats.safetensors_files import FileSet, find_files
-from bridge.formats.safetensors_header import METADATA_KEY, Header, StoredArray, read_header
+from bridge.formats.safetensors_header import (
+    LENGTH_BYTES,
+    METADATA_KEY,
+    Header,
+    StoredArray,
+    header_length,
+    read_header,
+)
 
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"
@@ -66,10 +74,10 @@ class SafetensorsReader:
 
     format = "safetensors"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, fetch: Fetch | None = None) -> None:
         self.path = Path(path)
         fileset = find_files(self.path)
-        self._files = MappedFiles(fileset.directory)
+        self._files = MappedFiles(fileset.directory, fetch)
         headers = {name: self._header(name) for name in fileset.names}
         extras = {
             name: parse_extras(header.metadata[EXTRAS_KEY], str(fileset.directory / name))
@@ -123,12 +131,15 @@ class SafetensorsReader:
 
     def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """Elements of a piece where they are in the file, and the first byte there."""
-        file = self._files.get(piece.file)
+        file = self._files.get(piece.file, 0, 0)
         elements = piece.array.view(file)
-        skipped = sum(
+        part = elements[common.slices(piece.box)]
+        start = piece.array.start + sum(
             (o - p) * s for o, p, s in zip(common.offsets, piece.box.offsets, elements.strides, strict=True)
         )
-        return elements[common.slices(piece.box)], file, piece.array.start + skipped
+        span = part.itemsize + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+        self._files.get(piece.file, start, start + span)
+        return part, file, start
 
     def checksummed(self, name: str) -> bool:
         """Never: the format has no checksums."""
@@ -157,7 +168,8 @@ class SafetensorsReader:
     def _header(self, name: str) -> Header:
         asked_for = self.path == self._files.directory / name
         regular_file(self._files.directory, name, "a part of the checkpoint", links=asked_for)
-        return read_header(self._files.get(name), str(self._files.directory / name))
+        length = header_length(self._files.get(name, 0, LENGTH_BYTES))
+        return read_header(self._files.get(name, 0, LENGTH_BYTES + length), str(self._files.directory / name))
 
     def _find_pieces(self, fileset: FileSet, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
         pieces: dict[str, list[_Piece]] = {}

@@ -269,7 +269,7 @@ def data_offset(path: Path, name: str) -> tuple[Path, int]:
     """Where the first data byte of a one-chunk tensor is."""
     reader = DcpReader(path)
     (extent,) = reader._metadata.extents[name]
-    stored = module.find_tensor(reader._files.get(extent.file), extent.offset, extent.length, name)
+    stored = module.find_tensor(reader._files.get(extent.file, 0, 0), extent.offset, extent.length, name)
     return path / extent.file, stored.record.start
 
 

@@ -1,0 +1,61 @@
+"""Object stores: checkpoints at a URL, through fsspec.
+
+    s3://bucket/runs/step_40      needs s3fs          memory://step_40     for tests
+    gs://bucket/runs/step_40      needs gcsfs         file:///runs/step_40
+    hf://org/model                needs huggingface_hub
+
+Credentials and endpoints are those that fsspec's file systems find: environment, configuration files, fsspec.config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bridge.formats.base import CheckpointError
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+
+FileSystem: TypeAlias = Any
+"""An fsspec.AbstractFileSystem; fsspec has no types."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether this names an object store, not a local path."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def place_of(path: str | os.PathLike[str]) -> Path | str:
+    """A URL as it is, anything else as a path."""
+    return path if isinstance(path, str) and is_url(path) else Path(path)
+
+
+def open_store(url: str) -> tuple[FileSystem, str]:
+    """The file system of a URL, and the name there without an end slash.
+
+    CheckpointError when fsspec does not know the protocol, or its package is not installed.
+    """
+    # Not for those who have only local paths: it takes longer to import than to list a checkpoint.
+    import fsspec.core
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"cannot open {url}: {error}") from error
+    return system, root.rstrip("/")
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Whatever a file system raises, as an OSError that begins with `what`; of its own kind where it is one."""
+    try:
+        yield
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error

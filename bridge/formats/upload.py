@@ -1,0 +1,104 @@
+"""A checkpoint written to an object store: converted into a directory of its own, then uploaded.
+
+    1. data files, the manifest, other metadata     nothing reads a checkpoint by these alone
+    2. the files by which it is found               .metadata, _METADATA, the index, commit_success.txt
+
+Stores have no renaming: a checkpoint is there once the files of 2 are, and what an upload that fails has sent is
+removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final, Self
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.manifest import manifest_path
+from bridge.formats.stores import open_store, store_errors
+
+_FOUND_BY: Final = (
+    *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
+)
+"""Ends of the names of files that make a checkpoint, in the order in which they are sent."""
+
+
+class Upload:
+    """A place for a checkpoint that is to be at `url`; `path` is where it is to be written meanwhile.
+
+    As a context manager: removes that place at the end, unless `resume`, in which case it is found again by an upload
+    to the same URL, and an error leaves it. FileExistsError when something is at the URL. Temporary files are where
+    `tempfile` has them (TMPDIR), and need the space of the checkpoint.
+    """
+
+    def __init__(self, url: str, *, resume: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self._system, self._root = open_store(url)
+        self._keep = resume
+        self._require_nothing()
+        if resume:
+            number = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+            self._directory = Path(tempfile.gettempdir(), f"twinshard-upload-{os.getuid()}-{number}")
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            # Anybody may make a directory of this name in a shared place.
+            if self._directory.is_symlink() or self._directory.stat().st_uid != os.getuid():
+                raise CheckpointError(
+                    f"expected {self._directory} to be a directory of this user, found another's"
+                )
+        else:
+            self._directory = Path(tempfile.mkdtemp(prefix="twinshard-upload-"))
+        self.path = self._directory / self.url.rpartition("/")[2]
+
+    def publish(self) -> None:
+        """Send the checkpoint. OSError when the store refuses: what was sent is removed again."""
+        files = [self.path] if self.path.is_file() else [p for p in self.path.rglob("*") if p.is_file()]
+        if self.path.is_file() and manifest_path(self.path).is_file():
+            files.append(manifest_path(self.path))
+        files.sort(key=lambda file: (_rank(file, self.path), str(file)))
+        self._require_nothing()
+        sent: list[str] = []
+        try:
+            for file in files:
+                name = f"{self._root.rpartition('/')[0]}/{file.relative_to(self._directory)}"
+                with store_errors(
+                    f"cannot write {self.url.rpartition('/')[0]}/{file.relative_to(self._directory)}"
+                ):
+                    self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
+                    sent.append(name)
+                    self._system.put_file(str(file), name)
+        except BaseException:
+            self._remove(sent)
+            raise
+        self._keep = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._keep:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _remove(self, names: list[str]) -> None:
+        for name in reversed(names):
+            with store_errors(f"cannot remove {name}, which an upload that failed has left"):
+                if self._system.exists(name):
+                    self._system.rm_file(name)
+
+    def _require_nothing(self) -> None:
+        self._system.invalidate_cache()
+        with store_errors(f"cannot look at {self.url}"):
+            found = self._system.exists(self._root) and bool(self._system.find(self._root))
+        if found:
+            raise FileExistsError(
+                f"expected nothing at {self.url}, found something: remove it first or choose another name"
+            )
+
+
+def _rank(file: Path, checkpoint: Path) -> int:
+    """Files by which the checkpoint is found come last; one file alone comes after its manifest."""
+    if file == checkpoint:
+        return len(_FOUND_BY) + 1
+    return 1 + next((k for k, end in enumerate(_FOUND_BY) if file.name.endswith(end)), -1)

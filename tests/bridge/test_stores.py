@@ -1,0 +1,345 @@
+"""Checkpoints at URLs: read by ranges, written whole or not at all. fsspec's memory stands for an object store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
+
+from bridge.cli import app
+from bridge.convert import ConvertOptions, convert, planned
+from bridge.diff import diff
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats import mirror as mirror_module
+from bridge.formats.base import Box, CheckpointError
+from bridge.formats.mirror import Mirror
+from bridge.formats.upload import Upload
+from bridge.inspect import inspect
+from bridge.propose import propose
+from bridge.selection import Selection
+from bridge.verify import verify
+from tests.bridge.bits import random_bits
+
+FORMATS = ("dcp", "orbax", "safetensors")
+BLOCK = 4096
+
+
+class Counting(MemoryFileSystem):
+    """A store in memory that counts the bytes it gives."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    given: ClassVar[dict[str, int]] = {}
+    fails: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("counted://", "memory://"))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        data = super().cat_file(path, start=start, end=end, **kwargs)
+        self.given[path] = self.given.get(path, 0) + len(data)
+        return data
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        if any(rpath.endswith(end) for end in self.fails):
+            raise PermissionError(f"may not write {rpath}")
+        super().put_file(lpath, rpath, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Counting]:
+    fsspec.register_implementation("counted", Counting, clobber=True)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(mirror_module, "BLOCK", BLOCK)
+    for table in (Counting.store, Counting.given):
+        table.clear()
+    Counting.fails = set()
+    Counting.pseudo_dirs[:] = [""]
+    yield Counting()
+    assert not any((tmp_path / "temporary").iterdir()), "something temporary was left"
+
+
+def tensors() -> dict[str, np.ndarray]:
+    return {
+        "model.a": random_bits((300, 91), np.dtype(np.float32), 0),
+        "model.b": random_bits((41, 77), np.dtype(np.int16), 1),
+        "model.scalar": random_bits((), np.dtype(np.float64), 2),
+        "model.none": np.zeros((0, 3), np.float32),
+        "optimizer.state.model.a.exp_avg": random_bits((300, 91), np.dtype(np.float32), 3),
+    }
+
+
+def save(path: Path, format: str, arrays: Mapping[str, np.ndarray], objects: Mapping[str, object]) -> Path:
+    with create_checkpoint(path, format) as writer:
+        for name, value in objects.items():
+            writer.add_object(tuple(name.split(".")), value)
+        names = {
+            name: writer.add_tensor(tuple(name.split(".")), array.shape, array.dtype).name
+            for name, array in arrays.items()
+        }
+        for name, array in arrays.items():
+            for box in writer.chunks(names[name]):
+                writer.write(names[name], box, array[box.slices()])
+    return path
+
+
+def put(store: Counting, local: Path, url: str) -> None:
+    files = [local] if local.is_file() else [p for p in local.rglob("*") if p.is_file()]
+    for file in files:
+        name = url if file == local else f"{url}/{file.relative_to(local)}"
+        store.pipe_file(name, file.read_bytes())
+
+
+def local_source(tmp_path: Path, format: str) -> Path:
+    return save(tmp_path / f"source_{format}", format, tensors(), {"train.step": 7, "train.note": "none"})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_checkpoint_at_a_url_is_what_it_is_as_files(tmp_path: Path, store: Counting, format: str) -> None:
+    local, url = local_source(tmp_path, format), "counted://bucket/runs/step_40"
+    put(store, local, url)
+    with open_checkpoint(url) as there, open_checkpoint(local) as here:
+        assert (there.format, there.path) == (format, url)
+        assert dict(there.tensors) == dict(here.tensors)
+        assert dict(there.objects) == dict(here.objects)
+        for name, info in here.tensors.items():
+            assert there.read(name).tobytes() == here.read(name).tobytes()
+            if info.numel > 1:
+                box = Box((7, 30), (30, 41))
+                assert there.read(name, box).tobytes() == here.read(name, box).tobytes()
+    assert verify(url).good
+    assert verify(url).path == url
+    assert inspect(url).manifest
+    assert diff(url, local).max_ulp == 0
+    assert propose(url, local).rules == propose(local, local).rules
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_conversions_from_url_to_url(tmp_path: Path, store: Counting, format: str, target: str) -> None:
+    local, url, out = local_source(tmp_path, format), "counted://a/step_40", "counted://b/deep/step_40"
+    put(store, local, url)
+    report = convert(url, out, to=target, workers=2)
+    assert (report.source, report.destination) == (url, out)
+    assert verify(out).good
+    back = tmp_path / "back"
+    convert(out, back, to=format)
+    assert diff(local, back).within
+    with open_checkpoint(local) as one, open_checkpoint(back) as other:
+        assert {n: one.read(n).tobytes() for n in one.tensors} == {
+            n: other.read(n).tobytes() for n in other.tensors
+        }
+        assert dict(one.objects) == dict(other.objects)
+
+
+def test_one_safetensors_file_and_its_manifest(tmp_path: Path, store: Counting) -> None:
+    local = tmp_path / "weights.safetensors"
+    save(local, "safetensors", tensors(), {})
+    convert(local, "counted://b/w.safetensors", to="safetensors")
+    assert sorted(store.find("b")) == ["/b/w.safetensors", "/b/w.safetensors.manifest.json"]
+    assert verify("counted://b/w.safetensors").manifest
+    assert diff(local, "counted://b/w.safetensors").max_ulp == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_only_what_is_needed_is_fetched(tmp_path: Path, store: Counting, format: str) -> None:
+    big = {f"t{k}": random_bits((64, 256), np.dtype(np.float32), k) for k in range(16)}
+    save(tmp_path / "big", format, big, {})
+    url = "counted://bucket/big"
+    put(store, tmp_path / "big", url)
+    data = max(store.find("bucket/big"), key=lambda name: store.info(name)["size"])
+    size = store.info(data)["size"]
+    inspect(url)
+    assert store.given.get(data, 0) <= size / 8
+    store.given.clear()
+    with planned(url, ConvertOptions(selection=Selection(("t3",)))):
+        assert store.given.get(data, 0) <= size / 8
+    convert(url, tmp_path / "part", to="safetensors", selection=Selection(("t3",)))
+    assert 64 * 256 * 4 <= store.given[data] <= size / 3
+    with open_checkpoint(url) as reader:
+        store.given.clear()
+        for name in reader.tensors:
+            reader.read(name)
+            reader.read(name)
+        assert store.given[data] <= size
+
+
+def test_what_stock_orbax_compresses_and_shards_is_read(tmp_path: Path, store: Counting) -> None:
+    import orbax.checkpoint as ocp
+
+    rng = np.random.default_rng(2)
+    tree = {"w": rng.standard_normal((200, 130)).astype(np.float32), "tiny": np.arange(3, dtype=np.int32)}
+    for number, options in enumerate(
+        ({"use_ocdbt": True}, {"use_ocdbt": False}, {"use_ocdbt": True, "use_zarr3": True})
+    ):
+        local = tmp_path / f"stock{number}"
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+            checkpointer.save(local, tree)
+        url = f"counted://bucket/stock{number}"
+        put(store, local, url)
+        with open_checkpoint(url) as reader:
+            for name, array in tree.items():
+                assert reader.read(name).tobytes() == array.tobytes()
+            assert reader.read("w", Box((150, 7), (20, 100))).tobytes() == tree["w"][150:170, 7:107].tobytes()
+
+
+def test_damage_in_a_store_is_named_by_url(tmp_path: Path, store: Counting) -> None:
+    put(store, local_source(tmp_path, "dcp"), "counted://bucket/step_1")
+    (name,) = (n for n in store.find("bucket/step_1") if n.endswith(".distcp"))
+    data = bytearray(store.cat_file(name))
+    with open_checkpoint("counted://bucket/step_1") as reader:
+        start, _ = reader._reader.data_ranges()[name.rpartition("/")[2]][0]  # type: ignore[attr-defined] # in no protocol
+    data[start] ^= 1
+    store.pipe_file(name, bytes(data))
+    with pytest.raises(CheckpointError, match=r"^counted://bucket/step_1/__0_0.distcp: tensor .* damaged"):
+        convert("counted://bucket/step_1", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    problems = verify("counted://bucket/step_1").problems
+    assert problems
+    assert all(str(tmp_path) not in problem.text for problem in problems)
+    assert any("counted://bucket/step_1/__0_0.distcp" in problem.text for problem in problems)
+
+
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, store: Counting) -> None:
+    put(store, local_source(tmp_path, "safetensors"), "counted://bucket/x")
+    (name,) = (n for n in store.find("bucket/x") if n.endswith(".safetensors"))
+    with open_checkpoint("counted://bucket/x") as reader:
+        store.pipe_file(name, store.cat_file(name)[:20000])
+        with pytest.raises(
+            (CheckpointError, OSError), match=r"counted://bucket/x/model.safetensors: expected"
+        ):
+            reader.read("model.a")
+        store.rm_file(name)
+        with pytest.raises(OSError, match=r"cannot read counted://bucket/x/model.safetensors: FileNotFound"):
+            reader.read("model.a")
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/outside", "a//b"])
+def test_names_that_lead_elsewhere_are_refused(
+    store: Counting, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store.pipe_file("/bucket/x/.metadata", b"1")
+    listing = {
+        "/bucket/x/.metadata": {"size": 1, "type": "file"},
+        f"/bucket/x/{name}": {"size": 1, "type": "file"},
+    }
+    monkeypatch.setattr(Counting, "find", lambda *_, **__: dict(listing))
+    with pytest.raises(CheckpointError, match="expected names of files below it"):
+        Mirror("counted://bucket/x")
+
+
+def test_names_that_cannot_be_files_beside_each_other_are_refused(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = {f"/bucket/x/{n}": {"size": 1, "type": "file"} for n in ("a", "a/b")}
+    monkeypatch.setattr(Counting, "find", lambda *_, **__: dict(listing))
+    with pytest.raises(
+        CheckpointError, match=r"counted://bucket/x: '/bucket/x/a/b' of 1 bytes cannot be a file"
+    ):
+        Mirror("counted://bucket/x")
+
+
+def test_sizes_that_no_file_has_are_refused(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (1 << 62, -1, None):
+        listing = {"/bucket/x/a": {"size": size, "type": "file"}}
+        monkeypatch.setattr(Counting, "find", lambda *_, listing=listing, **__: dict(listing))
+        with pytest.raises(CheckpointError, match="counted://bucket/x"):
+            Mirror("counted://bucket/x")
+    monkeypatch.setattr(
+        Counting, "find", lambda *_, **__: {"/bucket/x/.metadata": {"size": 1 << 31, "type": "file"}}
+    )
+    with pytest.raises(CheckpointError, match="expected metadata of at most"):
+        Mirror("counted://bucket/x")
+
+
+def test_nothing_there_and_stores_that_are_not_known() -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"expected a checkpoint at counted://bucket/none, found nothing"
+    ):
+        convert("counted://bucket/none", "out")
+    with pytest.raises(CheckpointError, match=r"cannot open nosuch://x: Protocol not known"):
+        inspect("nosuch://x")
+
+
+@pytest.mark.parametrize("end", [".distcp", "twinshard_manifest.json", ".metadata"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_upload_that_fails_leaves_nothing_and_can_be_resumed(
+    tmp_path: Path, store: Counting, end: str, resume: bool
+) -> None:
+    local, out = local_source(tmp_path, "orbax"), "counted://bucket/out"
+    Counting.fails = {end}
+    with pytest.raises(OSError, match=rf"cannot write counted://bucket/out/.*{end}: PermissionError"):
+        convert(local, out, resume=resume)
+    assert not store.find("bucket")
+    Counting.fails = set()
+    if resume:
+        assert any((tmp_path / "temporary").iterdir())
+    convert(local, out, resume=resume)
+    assert verify(out).good
+    assert diff(local, out).max_ulp == 0
+
+
+def test_metadata_is_sent_last(tmp_path: Path, store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    put_file = Counting.put_file
+    monkeypatch.setattr(
+        Counting,
+        "put_file",
+        lambda self, local, name, *a, **k: (sent.append(name), put_file(self, local, name, *a, **k))[1],
+    )
+    local = local_source(tmp_path, "orbax")
+    for format, last in (("dcp", [".metadata"]), ("orbax", ["_METADATA", "commit_success.txt"])):
+        sent.clear()
+        convert(local, f"counted://bucket/{format}", to=format)
+        assert [name.rpartition("/")[2] for name in sent[-len(last) :]] == last
+
+
+def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Path, store: Counting) -> None:
+    local = local_source(tmp_path, "dcp")
+    store.pipe_file("/bucket/out/file", b"precious")
+    with pytest.raises(FileExistsError, match=r"expected nothing at counted://bucket/out, found something"):
+        convert(local, "counted://bucket/out")
+    with pytest.raises(CheckpointError, match=r"in object stores nothing can be exchanged"):
+        convert(local, "counted://bucket/out", replace=True)
+    put(store, local, "counted://bucket/source")
+    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+        convert("counted://bucket/source", "counted://bucket/source/below")
+    assert store.cat_file("/bucket/out/file") == b"precious"
+
+
+def test_the_place_of_a_resumed_upload_is_this_users(tmp_path: Path) -> None:
+    with Upload("counted://bucket/x", resume=True) as upload:
+        directory = upload.path.parent
+    assert directory.stat().st_mode & 0o077 == 0
+    directory.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"expected .* to be a directory of this user"):
+        Upload("counted://bucket/x", resume=True)
+    os.unlink(directory)
+
+
+def test_a_store_of_files_from_the_command_line(tmp_path: Path) -> None:
+    local = local_source(tmp_path, "dcp")
+    run = CliRunner()
+    result = run.invoke(app, ["convert", f"file://{local}", f"file://{tmp_path}/there/orbax"])
+    assert result.exit_code == 0, result.output
+    assert f"file://{tmp_path}/there/orbax (orbax)" in result.output
+    assert run.invoke(app, ["verify", f"file://{tmp_path}/there/orbax"]).exit_code == 0
+    assert run.invoke(app, ["diff", str(local), f"file://{tmp_path}/there/orbax"]).exit_code == 0
+    shown = run.invoke(app, ["inspect", f"file://{tmp_path}/there/orbax", "--layout"])
+    assert shown.output.startswith(f"file://{tmp_path}/there/orbax: orbax"), shown.output
+    failed = run.invoke(app, ["convert", "nosuch://a", "b"])
+    assert failed.exit_code == 2
+    assert "error: cannot open nosuch://a: Protocol not known: nosuch" in failed.output
