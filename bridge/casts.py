@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TreePath, dtype_from_name
+from bridge.mapping.operations import rounded
 from bridge.mapping.plan import PlannedTensor
 from bridge.mapping.relation import TensorView
 
@@ -102,7 +103,8 @@ class Output:
         if not self.is_cast:
             return array
         with np.errstate(over="ignore", invalid="ignore"):
-            result = array.astype(self.dtype)
+            wide = array.dtype in (np.float64, np.complex128)
+            result = rounded(array, self.dtype) if wide else array.astype(self.dtype)
         lost = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(result)))
         if lost:
             with self._lock:

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -88,6 +95,7 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[tensor]}", markup=False),
         )
@@ -97,13 +105,22 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
                 task, completed=done, total=total, tensor=printable(name)
             )
         return
-    last = time.monotonic()
+    last = started = time.monotonic()
+    first: int | None = None
 
     def line(done: int, total: int, name: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PLAIN_SECONDS:
-            last = time.monotonic()
-            print_line(console, f"{title}: {human_bytes(done)} of {human_bytes(total)}, {name}")
+        nonlocal last, first
+        # What a resumed conversion had before it began says nothing about its speed.
+        first = done if first is None else first
+        now = time.monotonic()
+        if now - last >= PLAIN_SECONDS:
+            last = now
+            rate = (done - first) / (now - started)
+            left = f", {(total - done) / rate:.0f} s left" if rate > 0 else ""
+            print_line(
+                console,
+                f"{title}: {human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(rate))}/s{left}, {name}",
+            )
 
     yield line
 

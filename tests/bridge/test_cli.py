@@ -284,12 +284,16 @@ def test_a_terminal_gets_a_progress_bar_and_tables_that_fold_long_names() -> Non
 
 
 def test_a_pipe_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = io.StringIO()
-    with byte_progress(Console(file=pipe), "convert") as progress:
-        progress(1, 1000, "model.a")
-        monkeypatch.setattr("bridge.cli_output.PLAIN_SECONDS", 0.0)
-        progress(500, 1000, "model.w")
-    assert pipe.getvalue() == "convert: 500 B of 1 kB, model.w\n"
+    pipe, now = io.StringIO(), iter([0.0, 1.0, 11.0, 21.0])
+    monkeypatch.setattr("bridge.cli_output.time.monotonic", lambda: next(now))
+    with byte_progress(Console(file=pipe, width=200), "convert") as progress:
+        progress(100, 1000, "model.a")
+        progress(100, 1000, "model.b")
+        progress(520, 1000, "model.w")
+    assert pipe.getvalue().splitlines() == [
+        "convert: 100 B of 1 kB, 0 B/s, model.b",
+        "convert: 520 B of 1 kB, 20 B/s, 24 s left, model.w",
+    ]
 
 
 def test_json_has_no_numbers_outside_the_standard() -> None:

@@ -15,13 +15,15 @@ from typer.testing import CliRunner
 from bridge.cli import app
 from bridge.convert import ConvertOptions, convert, planned
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.formats.journal import Journal
 from bridge.formats.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
 from bridge.selection import Selection
 from tests.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)
+F64 = np.dtype(np.float64)
+SMALL_FLOATS = [d for d in DTYPES.values() if d.kind in "fV" and d.itemsize <= 2]
 
 
 def values(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -133,6 +135,28 @@ def test_a_cast_rounds_to_nearest_even_and_counts_what_overflows(tmp_path: Path)
     report = convert(tmp_path / "a", tmp_path / "half", casts=["w=float16"])
     assert report.overflowed == {"w": 3}
     assert np.isinf(contents(tmp_path / "half")[0]["w"]).sum() == 4
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS, ids=str)
+def test_a_cast_from_float64_rounds_once(tmp_path: Path, dtype: np.dtype) -> None:
+    # Between two neighbours there is a middle; a little beside it, float32 sees the middle itself.
+    numbers = np.arange(256 ** min(dtype.itemsize, 2), dtype=f"u{dtype.itemsize}").view(dtype)
+    with np.errstate(invalid="ignore"):
+        wide = numbers.astype(np.float64)
+    values = np.unique(wide[np.isfinite(wide)])
+    if dtype == ml_dtypes.float8_e8m0fnu:
+        # ml_dtypes itself rounds denormal float32 up to powers of two.
+        values = values[values >= np.finfo(np.float32).tiny]
+    low, high = values[:-1], values[1:]
+    middle = low + (high - low) / 2
+    step = (high - low) * 2.0**-30
+    array = np.concatenate([middle - step, middle + step])
+    expected = np.concatenate([low, high])
+    with create_checkpoint(tmp_path / "a", "dcp") as writer:
+        writer.write(writer.add_tensor(("w",), array.shape, F64).name, writer.chunks("w")[0], array)
+    convert(tmp_path / "a", tmp_path / "b", casts=[f"w={dtype.name}"])
+    found = contents(tmp_path / "b")[0]["w"]
+    assert (found.astype(np.float64) == expected).all()
 
 
 @pytest.mark.parametrize(
