@@ -23,10 +23,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_impl
 from bridge.formats import Box, CheckpointError, open_checkpoint
@@ -34,40 +30,13 @@ from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.safetensors_reader import SafetensorsReader
 from tests.bridge.bits import same_bits
 from tests.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save
+from tests.bridge.plain_torch import build, optimizer_of, shard, train, trees
 from tests.ranks import RankGroup
 
 Arrays = Mapping[str, np.ndarray]
 
 
 # On the ranks.
-
-
-class Lonely(nn.Module):
-    """One row of bfloat16: all ranks but one have none of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 4).bfloat16())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.float().sum()
-
-
-def build() -> nn.Sequential:
-    """Rows that divide by no world, and fewer rows than ranks."""
-    torch.manual_seed(5)
-    linear = nn.Linear(14, 3, bias=False)
-    return nn.Sequential(nn.Linear(6, 14), nn.LayerNorm(14), linear, nn.Linear(3, 5), Lonely())
-
-
-def train(model: nn.Module) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
-    for step in range(2):
-        random = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(3, 6, generator=random)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
 
 
 def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
@@ -80,27 +49,13 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.nd
     return {name: array_of(value) for name, value in found.items()}
 
 
-def trees(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": state, "step": torch.tensor(2), "note": ("x", 1)}
-
-
 def sharded(kind: str) -> tuple[nn.Module, torch.optim.AdamW]:
+    """Trained for two steps."""
     model = build()
-    mesh = None
-    if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif kind == "fsdp x tp":
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        columns, rows = (
-            ColwiseParallel(output_layouts=Replicate()),
-            RowwiseParallel(input_layouts=Replicate()),
-        )
-        parallelize_module(model, both["tp"], {"0": columns, "2": rows})
-        mesh = both["dp"]
-    fully_shard(model[-1], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, train(model)
+    place = shard(model, kind)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, place, range(2))
+    return model, optimizer
 
 
 def save_stock(kind: str, path: str, how: str = "save") -> dict[str, np.ndarray]:
@@ -123,7 +78,8 @@ def save_stock(kind: str, path: str, how: str = "save") -> dict[str, np.ndarray]
 def save_ours(path: str) -> dict[str, np.ndarray]:
     """Rows as our layout cuts them, which is not as torch.chunk does."""
     model = torch_impl.fully_shard(build())
-    optimizer = train(model)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, (dist.get_rank(), dist.get_world_size()), range(2))
     torch_impl.save_checkpoint(path, model, optimizer)
     weights = {f"model.{n}": torch_impl.full_tensor(p.detach()) for n, p in model.named_parameters()}
     return {name: array_of(value) for name, value in weights.items()}
