@@ -193,6 +193,7 @@ def _convert(
         attempt = Attempt(replace=replace, key=key, resume=resume)
         with (
             large_buffers_returned(),
+            _naming(destination),
             create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
@@ -296,6 +297,17 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
             )
         # Not anything that happens to be there: only what is a checkpoint.
         detect_format(destination)
+
+
+@contextmanager
+def _naming(destination: Path) -> Iterator[None]:
+    """Errors of the system name the destination, not a temporary file that is gone when they are read."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(destination)) from error
 
 
 def _require_space(destination: Path, nbytes: int) -> None:

@@ -98,6 +98,9 @@ class AtomicDirectory(CommitOrAbort):
         self.sidecars: dict[str, str] = {}
         self._refuse_existing()
         self._new_parents = [p for p in self.path.parents if not p.exists()]
+        found = next(p for p in self.path.parents if p.exists())
+        if not found.is_dir():
+            raise NotADirectoryError(f"expected a directory at {found}, to hold {self.path}, found a file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resumed is None:
             self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")

@@ -32,9 +32,12 @@ class DataFile:
         if self._descriptor < 0:
             raise ValueError(f"expected an open file {self.path}, got one that was closed")
         view = memoryview(data)
-        while view:
-            written = os.pwrite(self._descriptor, view, offset)
-            view, offset = view[written:], offset + written
+        try:
+            while view:
+                written = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def write_parts(self, offset: int, parts: Iterable[bytes | memoryview]) -> None:
         """Fill a reserved place with parts that follow each other."""

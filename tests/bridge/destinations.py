@@ -1,0 +1,171 @@
+"""Conversions to places that refuse: a disk that is full, or becomes so, one that may not be written.
+
+    unshare --mount --map-root-user python -m tests.bridge.destinations MOUNT OUTSIDE
+
+mounts a small tmpfs at MOUNT, which nobody else sees, and prints what happened as JSON: by format and case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typer.testing import CliRunner
+
+from bridge import convert as conversion
+from bridge.cli import app
+from bridge.formats import create_checkpoint, data_file, open_checkpoint
+
+FORMATS = ("dcp", "orbax", "safetensors")
+DISK = 12 << 20
+TENSORS, ROWS = 24, 256
+SIZE = TENSORS * ROWS * 256 * 4
+
+
+def source(path: Path, seed: int) -> Path:
+    rng = np.random.default_rng(seed)
+    with create_checkpoint(path, "dcp") as writer:
+        writer.add_object(("note",), f"seed {seed}")
+        for number in range(TENSORS):
+            name = writer.add_tensor((f"t{number}",), (ROWS, 256), np.dtype(np.float32)).name
+            for box in writer.chunks(name):
+                writer.write(name, box, rng.standard_normal(box.sizes).astype(np.float32))
+    return path
+
+
+def digest(path: Path) -> str | None:
+    """Of all tensors and objects, None if nothing is there."""
+    if not os.path.lexists(path):
+        return None
+    found = hashlib.sha256()
+    with open_checkpoint(path) as reader:
+        for name in sorted(reader.tensors):
+            found.update(name.encode() + reader.read(name).tobytes())
+        found.update(repr(dict(reader.objects)).encode())
+    return found.hexdigest()
+
+
+def command(*arguments: object) -> dict[str, Any]:
+    """What `twinshard convert` does and says."""
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments), "--workers", "2"])
+    crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
+    return {
+        "status": result.exit_code,
+        "said": result.stderr.splitlines(),
+        "printed": result.stdout,
+        "crashed": repr(result.exception) if crashed else None,
+    }
+
+
+def fill(mount: Path, left: int) -> None:
+    """Leave so many bytes of the disk."""
+    free = shutil.disk_usage(mount).free
+    with open(mount / "ballast", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - left)
+
+
+def vanishing(mount: Path, left: int) -> Callable[[Path, int], None]:
+    """A check of the free space after which somebody else takes it."""
+
+    def check(destination: Path, nbytes: int) -> None:
+        require_space(destination, nbytes)
+        fill(mount, left)
+
+    return check
+
+
+require_space = conversion._require_space
+
+
+def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
+    """Too little space from the beginning, and space that vanishes: fresh, over an old checkpoint, resumed."""
+    old, new, target = outside / "old", outside / "new", mount / "out"
+    found: dict[str, Any] = {"new": digest(new)}
+
+    fill(mount, SIZE // 2)
+    found["too small"] = command(new, target, "--to", format) | {"there": names(mount)}
+    (mount / "ballast").unlink()
+
+    conversion._require_space = vanishing(mount, SIZE // 3)
+    found["vanished"] = command(new, target, "--to", format) | {"there": names(mount)}
+    (mount / "ballast").unlink()
+
+    # A weight is enough for the old one: two whole ones have no space.
+    conversion._require_space = require_space
+    command(old, target, "--to", format, "--select", "t1", "--select", "note")
+    found["old"] = digest(target)
+    conversion._require_space = vanishing(mount, SIZE // 3)
+    found["replace"] = command(new, target, "--to", format, "--replace") | {"there": names(mount)}
+    found["replace"]["digest"] = digest(target)
+    (mount / "ballast").unlink()
+
+    found["interrupted"] = command(new, target, "--to", format, "--replace", "--resume")
+    found["interrupted"] |= {"there": names(mount), "digest": digest(target)}
+    (mount / "ballast").unlink()
+    conversion._require_space = require_space
+    found["resumed"] = command(new, target, "--to", format, "--replace", "--resume", "--json")
+    found["resumed"] |= {"there": names(mount), "digest": digest(target)}
+    shutil.rmtree(target)
+    return found
+
+
+def refused(mount: Path, outside: Path, format: str) -> dict[str, Any]:
+    """A directory that may not be written to, a read-only file system, a parent that is a file."""
+    new = outside / "new"
+    found: dict[str, Any] = {}
+    (mount / "private").mkdir(mode=0o555)
+    found["protected"] = without_privileges(lambda: command(new, mount / "private" / "out", "--to", format))
+    found["protected"]["there"] = names(mount / "private")
+    (mount / "private").rmdir()
+    (mount / "file").write_text("precious")
+    found["a file"] = command(new, mount / "file" / "out", "--to", format)
+    (mount / "file").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+    found["read-only"] = command(new, mount / "out", "--to", format)
+    subprocess.run(["mount", "-o", "remount,rw", str(mount)], check=True)
+    found["there"] = names(mount)
+    return found
+
+
+def without_privileges(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a function returns in a process that has no superuser's rights."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        version_3, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert ctypes.CDLL(None, use_errno=True).capset(version_3, sets) == 0
+        os.write(send, json.dumps(run()).encode())
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as answers:
+        data = answers.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(data))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def main() -> None:
+    mount, outside = map(Path, sys.argv[1:])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(mount)], check=True)
+    data_file.SYNC_BYTES = 1 << 20
+    source(outside / "old", 1)
+    source(outside / "new", 2)
+    found = {f: {**full_disk(mount, outside, f), "refused": refused(mount, outside, f)} for f in FORMATS}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
