@@ -84,6 +84,7 @@ class Copier:
         self._done, self._total, self._progress = done, total, progress
         self._lock = threading.Lock()
         self._stop = False
+        self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
         """Copy everything. When it returns or raises, no worker is at work any more."""
@@ -98,8 +99,9 @@ class Copier:
                 # A signal ended the waiting.
                 self._stop = True
                 raise
-            for future in futures:
-                future.result()
+        if self._error is not None:
+            # Not that of the first worker: others fail when a writer refuses to go on.
+            raise self._error
 
     def _copy(self) -> None:
         while True:
@@ -111,8 +113,9 @@ class Copier:
                 for region in run:
                     if not self._stop:
                         self._copy_region(region)
-            except BaseException:
-                self._stop = True
+            except BaseException as error:
+                with self._lock:
+                    self._stop, self._error = True, self._error or error
                 raise
 
     def _copy_region(self, region: Region) -> None:

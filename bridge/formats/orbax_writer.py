@@ -87,6 +87,7 @@ class OrbaxPart(RecordedChunks):
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}
         self._state: Literal["open", "failed", "closed"] = "open"
+        self._failure: BaseException | None = None
 
     def add_tensor(
         self,
@@ -138,7 +139,8 @@ class OrbaxPart(RecordedChunks):
                 crc = self._store.write(layout, box, parts)
                 self._record.end(name, number, crc)
                 self._store.wrote(layout)
-        except BaseException:
+        except BaseException as error:
+            self._failure = self._failure or error
             self._state = "failed"
             raise
 
@@ -160,7 +162,11 @@ class OrbaxPart(RecordedChunks):
 
     def _require_open(self) -> None:
         if self._state != "open":
-            reason = "a write failed" if self._state == "failed" else "it was committed or aborted"
+            reason = (
+                f"a write failed: {self._failure}"
+                if self._state == "failed"
+                else "it was committed or aborted"
+            )
             raise CheckpointError(f"{self.path}: expected an unfinished checkpoint, but {reason}")
 
 
