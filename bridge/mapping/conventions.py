@@ -25,6 +25,7 @@ ADAM: tuple[Section, ...] = ("exp_avg", "exp_avg_sq")
 MOMENTS: tuple[Section, ...] = (*ADAM, "max_exp_avg_sq", "momentum_buffer")
 SECTIONS: tuple[Section, ...] = ("weights", *MOMENTS, "step")
 WEIGHT = "{w}"
+MODEL_WEIGHTS = f"model.{WEIGHT}"
 
 WORDS: Mapping[Section, str] = MappingProxyType(
     {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
@@ -85,7 +86,7 @@ class Convention:
     def _usual(self) -> dict[Section, str]:
         if not self.is_tree:
             kept = {s: f"optimizer.state.{WEIGHT}.{s}" for s in (*MOMENTS, "step")}
-            return {"weights": f"model.{WEIGHT}", **kept}
+            return {"weights": MODEL_WEIGHTS, **kept}
         first = self.places.get("exp_avg", f"opt_state/mu/{WEIGHT}")
         node, word, rest = first.rpartition("mu/")
         return {"weights": f"params/{WEIGHT}", **tree_places(node if word else "opt_state/", rest, "")}

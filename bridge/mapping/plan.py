@@ -16,7 +16,7 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.mapping import trees
 from bridge.mapping.apply import Axes, View, apply_rule
-from bridge.mapping.conventions import MOMENTS, POWERS, Convention, Section
+from bridge.mapping.conventions import MODEL_WEIGHTS, MOMENTS, POWERS, WEIGHT, Convention, Section
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
@@ -221,6 +221,9 @@ class _Planner:
         if target.name in self.notes:
             return noted(target, self.notes[target.name])
         self.kept = self.source.is_tree == target.is_tree
+        if self.to == "safetensors" and target.places["weights"] == MODEL_WEIGHTS:
+            # Where `from_pretrained` and all others look for them in such files.
+            target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
 
     def _noted(self) -> dict[TreePath, object]:

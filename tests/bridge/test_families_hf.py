@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from bridge.convert import convert
 from jax_impl.models import next_token_loss
@@ -29,7 +31,7 @@ from tests.bridge.family_checkpoints import (
     train_step,
     trained,
 )
-from tests.bridge.family_models import flax_model, flax_weights, hf_logits, tokens
+from tests.bridge.family_models import flax_model, flax_weights, hf_logits, hf_model, tokens
 
 JAX_HYPERPARAMETERS = {
     "learning_rate": HYPERPARAMETERS["lr"],
@@ -71,6 +73,52 @@ def test_a_trained_model_becomes_flax_and_comes_back_bit_for_bit(tmp_path: Path,
     assert [train_step(*again, seed) for seed in (2, 3)] == [
         train_step(model, optimizer, seed) for seed in (2, 3)
     ]
+
+
+@pytest.mark.parametrize("family", ["llama", *(family for family, _ in CASES)])
+def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads(
+    tmp_path: Path, family: str
+) -> None:
+    model = hf_model(family)
+    model.save_pretrained(tmp_path / "hub")
+    axes = {"d": head_dim(model)}
+    into = "flax" if family == "llama" else None
+    back = "hf" if family in ("llama", "mixtral") else None
+    convert(tmp_path / "hub", tmp_path / "orbax", mapping=family, axes=axes, into=into)
+    tree = orbax_tree(tmp_path / "orbax")
+    weights = dict(flat(tree["params"]))
+    same_bits(weights, flax_weights(model))
+    # As if trained in JAX: nothing says where it came from.
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "jax", {"params": tree["params"]})
+    convert(tmp_path / "jax", tmp_path / "back", to="safetensors", mapping=family, axes=axes, into=back)
+    shutil.copy(tmp_path / "hub" / "config.json", tmp_path / "back")
+    again, info = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    expected = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    same_bits({name: tensor.numpy() for name, tensor in again.state_dict().items()}, expected)
+
+
+def test_mixtrals_experts_are_one_tensor_each_on_the_hub_and_one_for_all_in_the_class(tmp_path: Path) -> None:
+    model, optimizer = trained("mixtral")
+    save_dcp(tmp_path / "dcp", model, optimizer)
+    model.save_pretrained(tmp_path / "hub")
+    axes = {"d": head_dim(model)}
+    convert(tmp_path / "hub", tmp_path / "loaded", to="dcp", mapping="mixtral", axes=axes)
+    found, expected = dcp_tensors(tmp_path / "loaded"), dcp_tensors(tmp_path / "dcp")
+    same_bits(found, {name: a for name, a in expected.items() if name.startswith("model.")})
+    # Moments are cut like their weights.
+    convert(tmp_path / "dcp", tmp_path / "cut", to="safetensors", mapping="mixtral", axes=axes)
+    cut = load_file(tmp_path / "cut" / "model.safetensors")
+    moment = expected["optimizer.state.model.layers.1.mlp.experts.gate_up_proj.exp_avg"]
+    half = moment.shape[1] // 2
+    for name, part in (("w1", moment[2, :half]), ("w3", moment[2, half:])):
+        stored = cut[f"optimizer.state.model.layers.1.block_sparse_moe.experts.2.{name}.weight.exp_avg"]
+        assert np.array_equal(stored, part)
+    hub = load_file(tmp_path / "hub" / "model.safetensors")
+    assert all(np.array_equal(cut[name], array) for name, array in hub.items())
+    convert(tmp_path / "cut", tmp_path / "whole", to="dcp", mapping="mixtral", axes=axes)
+    same_bits(dcp_tensors(tmp_path / "whole"), expected)
 
 
 def _batch(seed: int) -> np.ndarray:
