@@ -41,6 +41,7 @@ def main() -> None:
     import bridge.formats.safetensors_writer  # noqa: F401 (imported for its time only)
 
     data_file.SYNC_BYTES = 1000
+    data_file._DIRECT_BYTES = data_file.BLOCK
     count = itertools.count(1)
 
     def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
