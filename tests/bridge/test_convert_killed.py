@@ -24,9 +24,11 @@ FORMATS = ("dcp", "orbax", "safetensors")
 def make(path: Path, seed: int) -> dict[str, np.ndarray]:
     """A small checkpoint of many chunks."""
     arrays = {f"w{k}": random_bits((40 + k, 7), np.dtype(np.float32), 100 * seed + k) for k in range(8)}
+    # Written past the system's cache, which small ones are not.
+    arrays["large"] = random_bits((3000, 7), np.dtype(np.float32), seed)
     with create_checkpoint(path, "dcp") as writer:
         for name, array in arrays.items():
-            writer.add_tensor((name,), array.shape, array.dtype, (16, 7))
+            writer.add_tensor((name,), array.shape, array.dtype, (max(16, len(array) // 2), 7))
             for box in writer.chunks(name):
                 writer.write(name, box, array[box.slices()])
         writer.add_object(("note",), f"seed {seed}")
