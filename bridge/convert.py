@@ -164,8 +164,11 @@ def convert(
         if is_url(src) and f"{dst}/".startswith(f"{str(src).rstrip('/')}/"):
             raise CheckpointError(f"expected a destination outside the source {src}, got {dst}")
         with Upload(str(dst), resume=resume) as upload:
-            staged = _convert(src, upload.path, options, resume, resume, progress, workers)
-            upload.publish()
+            converting, sending = _halves(progress)
+            staged = _convert(src, upload.path, options, resume, resume, converting, workers)
+            upload.publish(
+                lambda sent, total: sending(sent * staged.bytes // max(total, 1), staged.bytes, str(dst))
+            )
         return dataclasses.replace(staged, destination=str(dst), seconds=time.perf_counter() - started)
     return _convert(src, dst, options, replace, resume, progress, workers)
 
@@ -297,6 +300,19 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
             )
         # Not anything that happens to be there: only what is a checkpoint.
         detect_format(destination)
+
+
+def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
+    """Progress of the first and of the second half of the work, each over as many bytes."""
+
+    def first(done: int, total: int, name: str) -> None:
+        if progress is not None:
+            progress(done, 2 * total, name)
+
+    def second(done: int, total: int, name: str) -> None:
+        first(total + done, total, name)
+
+    return first, second
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Mirror:
             repr(sorted((n, self._version(i)) for n, i in listing.items())).encode()
         ).hexdigest()[:16]
         self._ready = threading.Condition()
-        self._directory = Path(tempfile.mkdtemp(prefix="twinshard-"))
+        self._directory = Path(os.path.abspath(tempfile.mkdtemp(prefix="twinshard-")))
         try:
             self.path = self._directory / (PurePosixPath(root).name or "root")
             below = self._directory if root in listing else self.path
@@ -82,10 +82,10 @@ class Mirror:
         return text.replace(f"{home}/", f"{store}/")
 
     def fetch(self, path: Path, start: int, stop: int) -> None:
-        """Make bytes [start, stop) of a file present. OSError when the store does not give them."""
+        """Make bytes [start, stop) of a file present. OSError when the store has no such file or does not give them."""
         file = self._files.get(path)
         if file is None:
-            return
+            raise FileNotFoundError(f"expected one of the files of {self.url}, got {self.renamed(str(path))}")
         number, last = start // BLOCK, -(-min(stop, file.size) // BLOCK)
         while number < last:
             count = self._claim(file, number, last)

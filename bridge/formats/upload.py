@@ -13,8 +13,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.manifest import manifest_path
@@ -52,14 +53,18 @@ class Upload:
             self._directory = Path(tempfile.mkdtemp(prefix="twinshard-upload-"))
         self.path = self._directory / self.url.rpartition("/")[2]
 
-    def publish(self) -> None:
-        """Send the checkpoint. OSError when the store refuses: what was sent is removed again."""
+    def publish(self, progress: Callable[[int, int], None] = lambda sent, total: None) -> None:
+        """Send the checkpoint, telling how many bytes of all have been sent.
+
+        OSError when the store refuses: what was sent is removed again.
+        """
         files = [self.path] if self.path.is_file() else [p for p in self.path.rglob("*") if p.is_file()]
         if self.path.is_file() and manifest_path(self.path).is_file():
             files.append(manifest_path(self.path))
         files.sort(key=lambda file: (_rank(file, self.path), str(file)))
         self._require_nothing()
         sent: list[str] = []
+        before, total = 0, sum(file.stat().st_size for file in files)
         try:
             for file in files:
                 name = f"{self._root.rpartition('/')[0]}/{file.relative_to(self._directory)}"
@@ -68,7 +73,9 @@ class Upload:
                 ):
                     self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
                     sent.append(name)
-                    self._system.put_file(str(file), name)
+                    self._system.put_file(str(file), name, callback=_told(progress, before, total))
+                before += file.stat().st_size
+                progress(before, total)
         except BaseException:
             self._remove(sent)
             raise
@@ -95,6 +102,17 @@ class Upload:
             raise FileExistsError(
                 f"expected nothing at {self.url}, found something: remove it first or choose another name"
             )
+
+
+def _told(progress: Callable[[int, int], None], before: int, total: int) -> Any:
+    """fsspec's callback for one file, after so many bytes of others."""
+    from fsspec.callbacks import Callback
+
+    class Told(Callback):
+        def call(self, *_: object, **__: object) -> None:
+            progress(min(before + self.value, total), total)
+
+    return Told()
 
 
 def _rank(file: Path, checkpoint: Path) -> int:

@@ -130,7 +130,12 @@ def test_a_checkpoint_at_a_url_is_what_it_is_as_files(tmp_path: Path, store: Cou
 def test_conversions_from_url_to_url(tmp_path: Path, store: Counting, format: str, target: str) -> None:
     local, url, out = local_source(tmp_path, format), "counted://a/step_40", "counted://b/deep/step_40"
     put(store, local, url)
-    report = convert(url, out, to=target, workers=2)
+    told: list[tuple[int, int]] = []
+    report = convert(url, out, to=target, workers=2, progress=lambda done, all_, _: told.append((done, all_)))
+    assert {all_ for _, all_ in told} == {2 * report.bytes}
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1][0] == 2 * report.bytes
+    assert any(report.bytes < done < 2 * report.bytes for done, _ in told)
     assert (report.source, report.destination) == (url, out)
     assert verify(out).good
     back = tmp_path / "back"
