@@ -28,6 +28,7 @@ from bridge.formats.stored_reader import StoredReader
 from bridge.formats.stores import is_url, place_of
 from bridge.formats.upload import Upload
 from bridge.formats.working import Attempt
+from bridge.mapping.config_sizes import with_config
 from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.memory import large_buffers_returned
@@ -231,6 +232,8 @@ def planned(
     with open_checkpoint(source) as whole:
         reader: CheckpointReader = whole
         left_out: Sequence[str] = ()
+        if table is not None:
+            table = with_config(table, whole)
         if not options.selection.everything:
             reader = selected = SelectedReader(whole, options.selection)
             left_out = selected.left_out

@@ -18,6 +18,7 @@ import numpy as np
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.stores import place_of
+from bridge.mapping.config_sizes import with_config
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
@@ -115,6 +116,8 @@ def diff(
     tolerance = tolerance or Tolerance()
     table = mapping_table(mapping, axes)
     with large_buffers_returned(), open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
+        if table is not None:
+            table = with_config(table, reader_a)
         into = _convention_of(reader_b, table) if table is not None else None
         plan = make_plan(reader_a, reader_b.format, table, into=into)
         infos = reader_b.tensors

@@ -63,7 +63,10 @@ _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 
 @dataclass(frozen=True)
 class MappingTable:
-    """A validated mapping table. ``conventions``: by name, those that the rules speak of. tied: see `tied.py`."""
+    """A validated mapping table. ``conventions``: by name, those that the rules speak of. tied: see `tied.py`.
+
+    config: where a `config.json` beside the source has sizes of axes, see `config_sizes.py`.
+    """
 
     name: str
     rules: tuple[Rule, ...]
@@ -71,6 +74,7 @@ class MappingTable:
     drop: tuple[str, ...] = ()
     conventions: Mapping[str, Convention] = field(default_factory=dict)
     tied: Tied | None = None
+    config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -81,9 +85,8 @@ class MappingTable:
         known = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
         known |= {axis.partition(".")[0] for axis in known}
         known |= {axis for entry in entries if entry.operation for axis in entry.operation.axes}
-        unknown = sorted(
-            set(self.axes) - known - {value for value in self.axes.values() if isinstance(value, str)}
-        )
+        alias = {value for value in self.axes.values() if isinstance(value, str)}
+        unknown = sorted({*self.axes, *self.config} - known - alias)
         if unknown:
             raise MappingError(
                 f"expected sizes for axes of mapping {self.name} ({', '.join(sorted(known)) or 'it has none'}), "
@@ -193,13 +196,15 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
     _only_keys(
-        table, {"name", "description", "drop", "axes", "rule", "convention", "tied"}, f"mapping {origin}"
+        table,
+        {"name", "description", "drop", "axes", "config", "rule", "convention", "tied"},
+        f"mapping {origin}",
     )
     rules = table.get("rule", [])
     if not isinstance(rules, list) or not rules:
         raise MappingError(f"expected [[rule]] tables in mapping {origin}, got none")
     drop = table.get("drop", [])
-    if not isinstance(drop, list) or not all(isinstance(pattern, str) for pattern in drop):
+    if not _is_texts(drop):
         raise MappingError(f"expected a list of tensor names for drop in mapping {origin}, got {drop!r}")
     axes = table.get("axes", {})
     for axis, value in axes.items() if isinstance(axes, dict) else ():
@@ -209,6 +214,11 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
             )
     if not isinstance(axes, dict):
         raise MappingError(f"expected a table [axes] in mapping {origin}, got {axes!r}")
+    config = table.get("config", {})
+    if not isinstance(config, dict) or not all(_is_texts(texts) for texts in config.values()):
+        raise MappingError(
+            f"expected a table [config] of lists of fields in mapping {origin}, got {config!r:.200}"
+        )
     given = table.get("convention", {"torch": {}, "jax": {}})
     if not isinstance(given, dict) or not all(_is_text_table(data) for data in given.values()):
         raise MappingError(
@@ -218,9 +228,14 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
     try:
         conventions = {name: _convention(name, data, parsed) for name, data in given.items()}
         name = str(table.get("name", Path(origin).stem))
-        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"))
+        fields = {axis: tuple(texts) for axis, texts in config.items()}
+        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"), fields)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
+
+
+def _is_texts(data: object) -> bool:
+    return isinstance(data, list) and all(isinstance(text, str) for text in data)
 
 
 def _is_text_table(data: object) -> bool:
