@@ -320,13 +320,22 @@ def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
 
 @contextmanager
 def _naming(destination: Path) -> Iterator[None]:
-    """Errors of the system name the destination, not a temporary file that is gone when they are read."""
+    """Errors of the system name the destination, not a temporary file that is gone when they are read.
+
+    Those of the source keep the name that they have.
+    """
+    place = os.path.abspath(destination)
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        name = error.filename
+        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else place
+        # The destination, what is in it or in its working directory, or a directory that is to hold it.
+        ours = f"{path}/".startswith((f"{place}/", f"{place}.tmp-")) or place.startswith(f"{path}/")
+        if error.errno is None or not ours:
             raise
-        raise type(error)(error.errno, error.strerror, str(destination)) from error
+        # OSError picks the subclass that belongs to the number.
+        raise OSError(error.errno, error.strerror, str(destination)) from error
 
 
 def _require_space(destination: Path, nbytes: int) -> None:

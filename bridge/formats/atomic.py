@@ -77,7 +77,8 @@ class AtomicDirectory(CommitOrAbort):
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at
     construction and again at commit, unless `replace`: then it is kept until the commit. `resumed`: the working
-    directory of an earlier attempt, to go on with. `keep`: abort leaves the working directory, to be resumed.
+    directory of an earlier attempt, to go on with. `keep`: whether abort leaves the working directory, to be resumed;
+    one that is resumed is kept.
     `payload`: the name, in `temporary`, of the one file that is to be `path`; with `sidecars`, files that go beside it,
     each by its name in `temporary` and the end of its name beside `path`.
     """
@@ -88,12 +89,11 @@ class AtomicDirectory(CommitOrAbort):
         *,
         replace: bool = False,
         resumed: Path | None = None,
-        keep: bool = False,
         payload: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self._replace = replace
-        self._keep = keep
+        self.keep = resumed is not None
         self._payload = payload
         self.sidecars: dict[str, str] = {}
         self._refuse_existing()
@@ -101,13 +101,15 @@ class AtomicDirectory(CommitOrAbort):
         found = next(p for p in self.path.parents if p.exists())
         if not found.is_dir():
             raise NotADirectoryError(f"expected a directory at {found}, to hold {self.path}, found a file")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resumed is None:
-            self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
-            self.temporary.mkdir()
-        else:
-            self.temporary = resumed
+        self.temporary = resumed or self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self._open = True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resumed is None:
+                self.temporary.mkdir()
+        except BaseException:
+            self.abort()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -138,7 +140,7 @@ class AtomicDirectory(CommitOrAbort):
         """Remove the temporary directory, unless it is to be kept. Does nothing after commit or abort."""
         if self._open:
             self._open = False
-            if self._keep:
+            if self.keep:
                 return
             shutil.rmtree(self.temporary, ignore_errors=True)
             for parent in self._new_parents:
@@ -147,11 +149,18 @@ class AtomicDirectory(CommitOrAbort):
 
     def _appear(self) -> None:
         if self._payload is not None:
-            for name, suffix in self.sidecars.items():
-                os.replace(self.temporary / name, self.path.with_name(self.path.name + suffix))
             if os.path.isdir(self.path) and not self.path.is_symlink():
                 raise IsADirectoryError(f"expected a file to replace at {self.path}, found a directory")
-            os.replace(self.temporary / self._payload, self.path)
+            replaced = os.path.lexists(self.path)
+            # The sidecar of one must never be beside the other: for a moment one that is replaced has none.
+            for suffix in self.sidecars.values() if replaced else ():
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            if replaced:
+                os.replace(self.temporary / self._payload, self.path)
+            for name, suffix in self.sidecars.items():
+                os.replace(self.temporary / name, self.path.with_name(self.path.name + suffix))
+            if not replaced:
+                os.replace(self.temporary / self._payload, self.path)
         elif os.path.lexists(self.path):
             _exchange(self.temporary, self.path)
         else:

@@ -16,6 +16,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -138,6 +139,7 @@ class DataFiles:
         self._files: list[DataFile] = []
         self._lock = threading.Lock()
         self._unsynced = 0
+        self._closed = False
 
     def open(self, path: Path) -> DataFile:
         """One more file. Before any is written to."""
@@ -161,6 +163,10 @@ class DataFiles:
         self._record.synced(written)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Let go of the files. What stays when the attempt fails is brought to disk and noted before."""
+        if self._record.kept and not self._closed:
+            with suppress(OSError):
+                self.sync()
+        self._closed = True
         for file in self._files:
             file.close()

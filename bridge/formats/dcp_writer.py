@@ -58,7 +58,11 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
         self._files = DataFiles(self._record)
-        self._data = self._files.open(self._directory.temporary / _DATA_FILE)
+        try:
+            self._data = self._files.open(self._directory.temporary / _DATA_FILE)
+        except BaseException:
+            self.abort()
+            raise
         self._lock = threading.Lock()
         self._extents: dict[str, tuple[Extent, ...]] = {}
         self._objects: dict[str, Extent] = {}

@@ -36,11 +36,12 @@ Done = dict[str, dict[int, int]]
 
 @dataclass
 class Journal:
-    """An open journal; it holds the lock until `close`."""
+    """An open journal; it holds the lock until `close`. kept: whether it stays when the attempt fails."""
 
     directory: Path
     descriptor: int
     done: Done = field(default_factory=dict)
+    kept: bool = False
 
     @classmethod
     def create(cls, directory: Path, key: Key) -> Self:
@@ -48,14 +49,18 @@ class Journal:
         descriptor = os.open(
             directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644
         )
-        _lock(descriptor)
-        os.write(descriptor, json.dumps(dict(key)).encode() + b"\n")
+        try:
+            _lock(descriptor)
+            _write(descriptor, json.dumps(dict(key)).encode() + b"\n")
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(directory, descriptor)
 
     def record(self, entries: Iterable[tuple[str, int, int]]) -> None:
         """Note chunks that have been synced to disk: (tensor, number of the chunk, CRC-32C)."""
         lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        os.write(self.descriptor, lines.encode())
+        _write(self.descriptor, lines.encode())
 
     def close(self) -> None:
         """Release the lock."""
@@ -120,6 +125,12 @@ def remove_abandoned(path: Path) -> None:
     """Remove what earlier attempts to write `path` left behind."""
     for directory in abandoned(path):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """All of it: a disk that is almost full takes a part."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _lock(descriptor: int) -> bool:

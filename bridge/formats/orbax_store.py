@@ -47,7 +47,9 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, IndexError, TypeError, MemoryError) as error:
-        text = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
+        # What the system says of a file in a working directory names something that is gone when it is read.
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        text = said.splitlines()[0][:500] if said else type(error).__name__
         raise CheckpointError(f"{what}: {text}") from error
 
 

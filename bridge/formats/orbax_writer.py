@@ -195,7 +195,11 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         self._directory = WorkingDirectory(path, attempt or Attempt())
         self._layout = layout
         item = self._directory.temporary / ("state" if layout == "v1" else "")
-        super().__init__(self._directory.path, item, process, self._directory.journal)
+        try:
+            super().__init__(self._directory.path, item, process, self._directory.journal)
+        except BaseException:
+            self._directory.abort()
+            raise
         self._started = time.time_ns()
         self._objects: dict[TreePath, object] = {}
 

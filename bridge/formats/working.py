@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,18 +46,35 @@ class WorkingDirectory(CommitOrAbort):
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None) -> None:
         target = Path(os.path.abspath(path))
         journal = resume(target, attempt.key) if attempt.resume else None
+        if journal is not None and payload is not None and not (journal.directory / payload).exists():
+            # Killed between the renaming of the one file and the end: what the journal tells of is not there any more.
+            journal.close()
+            shutil.rmtree(journal.directory)
+            journal = None
         self.resumed = journal is not None
-        self._directory = AtomicDirectory(
-            target,
-            replace=attempt.replace,
-            resumed=journal.directory if journal else None,
-            keep=attempt.resume,
-            payload=payload,
-        )
+        try:
+            self._directory = AtomicDirectory(
+                target,
+                replace=attempt.replace,
+                resumed=journal.directory if journal else None,
+                payload=payload,
+            )
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
         self.path, self.temporary = self._directory.path, self._directory.temporary
         self.sidecars = self._directory.sidecars
         if journal is None and attempt.key:
-            journal = Journal.create(self.temporary, attempt.key)
+            try:
+                journal = Journal.create(self.temporary, attempt.key)
+            except BaseException:
+                # Without a journal it could not be resumed.
+                self._directory.abort()
+                raise
+        self._directory.keep = attempt.resume
+        if journal is not None:
+            journal.kept = attempt.resume
         self.journal = journal
 
     @property
@@ -98,6 +116,11 @@ class ChunkRecord:
         self._writing: set[tuple[str, int]] = set()
         self._written: list[tuple[str, int, int]] = []
         self._lock = threading.Lock()
+
+    @property
+    def kept(self) -> bool:
+        """Whether what is written stays when the attempt fails."""
+        return self._journal is not None and self._journal.kept
 
     def declare(self, info: TensorInfo) -> None:
         """Expect the chunks of this tensor."""

@@ -15,6 +15,7 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.atomic import temporaries_of
 from bridge.formats.base import CheckpointError
 from bridge.formats.journal import JOURNAL_FILE
+from bridge.verify import verify
 from tests.bridge.bits import random_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,27 @@ def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
         convert(source[0], folder / "c", to=format, replace=True)
         assert_holds(folder / "c", source[1])
         assert [path.name for path in folder.iterdir() if path.name != "c" and journaled(path)] == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume",)])
+def test_a_replaced_file_and_its_manifest_always_belong_together(
+    tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], flags: tuple[str, ...]
+) -> None:
+    old = make(tmp_path / "old", 2)
+    place = tmp_path / "c.safetensors"
+    convert(tmp_path / "old", place, to="safetensors")
+    operations = int(killed(source[0], place, "safetensors", 0, "--replace", *flags).stdout)
+    for last in range(operations - 7, operations + 1):
+        convert(tmp_path / "old", place, to="safetensors", replace=True)
+        assert killed(source[0], place, "safetensors", last, "--replace", *flags).returncode == -9
+        with open_checkpoint(place) as reader:
+            new = same_bits(reader.read("w0"), source[1]["w0"])
+        assert_holds(place, source[1] if new else old)
+        assert verify(place).problems == ()
+        convert(source[0], place, to="safetensors", replace=True, resume=bool(flags))
+        assert_holds(place, source[1])
+        assert verify(place).manifest
+        assert verify(place).good
 
 
 def journaled(path: Path) -> bool:

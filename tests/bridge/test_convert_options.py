@@ -315,3 +315,30 @@ def counted(operation: Callable[..., int], events: list[str]) -> Callable[..., i
         return operation(*args)
 
     return call
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_an_attempt_that_fails_keeps_all_that_it_has_written_where_it_is_to_be_resumed(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
+    seen: list[str] = []
+
+    def interrupted(done: int, total: int, name: str) -> None:
+        seen.append(name)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    for resume in (False, True):
+        seen.clear()
+        events.clear()
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", to=format, resume=resume, progress=interrupted, workers=1)
+        assert bool(events) == resume
+    report = convert(source, tmp_path / "out", to=format, resume=True)
+    with open_checkpoint(source) as reader:
+        assert report.resumed_bytes == sum(reader.tensors[name.replace("/", ".")].nbytes for name in seen)
+    with open_checkpoint(tmp_path / "out") as reader:
+        found = {".".join(map(str, info.path)): reader.read(name) for name, info in reader.tensors.items()}
+    assert all(same_bits(found[".".join(path)], array) for path, array in ARRAYS.items())

@@ -11,17 +11,27 @@ from typing import Any
 
 import pytest
 
-from tests.bridge.destinations import FORMATS
+from bridge.formats.dcp_reader import DcpReader
+from tests.bridge.destination_sweep import SIZE, TARGETS, contents
+from tests.bridge.destinations import FORMATS, command, source
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--mount", "--map-root-user"]
 
+# `twinshard` without a superuser's rights: permissions hold for it.
+UNPRIVILEGED = (
+    "import ctypes\n"
+    "header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+    "assert ctypes.CDLL(None).capset(header, sets) == 0\n"
+    "from bridge.cli import main\n"
+    "main()\n"
+)
+
 Found = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def happened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Found]]:
-    folder = tmp_path_factory.mktemp("destinations")
+def in_a_namespace(module: str, folder: Path) -> tuple[Path, dict[str, Found]]:
+    """The mount point, and what a program that mounts a small disk there prints; skips where mounting is refused."""
     mount, outside = folder / "mount", folder / "outside"
     mount.mkdir()
     outside.mkdir()
@@ -34,7 +44,7 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     if possible.returncode:
         pytest.skip(f"mounting a small disk is not permitted here: {possible.stderr.decode().strip()}")
     done = subprocess.run(
-        [*NAMESPACE, sys.executable, "-m", "tests.bridge.destinations", str(mount), str(outside)],
+        [*NAMESPACE, sys.executable, "-m", module, str(mount), str(outside)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -42,6 +52,16 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return mount, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Found]]:
+    return in_a_namespace("tests.bridge.destinations", tmp_path_factory.mktemp("destinations"))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Found]]:
+    return in_a_namespace("tests.bridge.destination_sweep", tmp_path_factory.mktemp("swept"))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -98,3 +118,111 @@ def test_places_that_cannot_be_written_to_are_named(
     ):
         assert (cases[name]["status"], cases[name]["said"]) == (2, [line])
     assert cases["protected"]["there"] == cases["there"] == []
+
+
+@pytest.mark.parametrize("format", TARGETS)
+@pytest.mark.parametrize("case", ["vanished", "begun_full", "no_more_files"])
+def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
+    swept: tuple[Path, dict[str, Found]], case: str, format: str
+) -> None:
+    mount, found = swept
+    results = found[format][case]
+    for result in results:
+        assert result["crashed"] is None
+        if result["status"] == 0:
+            assert result["complete"]
+            continue
+        assert (result["status"], result["there"], result["printed"]) == (2, [], "")
+        (line,) = result["said"]
+        assert line.startswith("error: ")
+        assert str(mount / TARGETS[format]) in line
+        assert ".tmp-" not in line
+        assert line.endswith("No space left on device") or "bytes of free space for" in line
+    complete = [result["complete"] for result in results]
+    assert complete == sorted(complete)
+    assert not complete[0]
+    assert complete[-1] == (case != "begun_full")
+
+
+@pytest.mark.parametrize("format", TARGETS)
+def test_whenever_a_disk_was_full_resuming_writes_the_same_files(
+    swept: tuple[Path, dict[str, Found]], format: str
+) -> None:
+    _, found = swept
+    failed = [case for case in found[format]["resumed"] if case["first"]["status"] != 0]
+    assert len(failed) >= 5
+    for case in failed:
+        assert case["first"]["status"] == 2
+        # Every file of the old one is as it was.
+        assert case["kept"]
+        assert case["second"]["complete"]
+        assert not [name for name in case["second"]["there"] if ".tmp-" in name]
+    taken = [case["bytes"] for case in failed]
+    assert taken[0] == 0
+    # The last of them have failed after most of the data.
+    assert max(taken) >= SIZE * 3 // 4
+
+
+@pytest.mark.parametrize("format", TARGETS)
+def test_a_process_whose_disk_fills_up_says_so_in_one_line(
+    swept: tuple[Path, dict[str, Found]], format: str
+) -> None:
+    mount, found = swept
+    case = found[format]["in a process"]
+    assert (case["status"], case["printed"], case["there"]) == (2, "", [])
+    assert case["said"].count("\n") == 1
+    assert case["said"].startswith("error: ")
+    assert str(mount / TARGETS[format]) in case["said"]
+    assert case["said"].endswith("No space left on device\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+@pytest.mark.parametrize("format", TARGETS)
+def test_a_directory_that_may_not_be_written_to_stays_as_it_is(tmp_path: Path, format: str) -> None:
+    new, old = source(tmp_path / "new", 5), source(tmp_path / "old", 6)
+    place = tmp_path / "place"
+    to = ["--to", "safetensors" if format == "one file" else format]
+    there, absent = place / TARGETS[format], place / f"b{TARGETS[format]}"
+    assert command(old, there, *to)["status"] == 0
+    before, read = contents(place), contents(new)
+    for directory in (place, there.parent):
+        directory.chmod(0o555)
+    for target, flag in ((absent, "--resume"), (there, "--replace")):
+        done = subprocess.run(
+            [sys.executable, "-c", UNPRIVILEGED, "convert", new, target, *to, flag],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"error: '{target}': Permission denied\n"
+        assert contents(place) == before
+        assert [path for path in place.rglob("*") if ".tmp-" in path.name] == []
+    assert contents(new) == read
+
+
+def test_what_the_source_refuses_is_not_put_down_to_the_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = source(tmp_path / "c", 7) / "__0_0.distcp"
+
+    class StoreError(OSError):
+        """Like those of network libraries, made of other things than an OSError."""
+
+        def __init__(self, host: str) -> None:
+            super().__init__(111, f"Connection refused by {host}")
+
+    for error, line in (
+        (PermissionError(13, "Permission denied", str(data)), f"error: '{data}': Permission denied"),
+        (OSError("no such bucket"), "error: no such bucket"),
+        (StoreError("host"), f"error: '{tmp_path}/out': Connection refused by host"),
+    ):
+
+        def refuse(*_: object, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(DcpReader, "read", refuse)
+        monkeypatch.setattr(DcpReader, "lend", refuse)
+        result = command(tmp_path / "c", tmp_path / "out", "--to", "orbax")
+        assert (result["status"], result["said"], result["crashed"]) == (2, [line], None)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
