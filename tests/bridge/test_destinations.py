@@ -139,7 +139,6 @@ def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
         assert ".tmp-" not in line
         assert line.endswith("No space left on device") or "bytes of free space for" in line
     complete = [result["complete"] for result in results]
-    assert complete == sorted(complete)
     assert not complete[0]
     assert complete[-1] == (case != "begun_full")
 
