@@ -88,19 +88,24 @@ def trees(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": state, "step": torch.tensor(2), "note": ("x", 1)}
 
 
-def save_and_go_on(kind: str, path: str) -> list[float]:
+def save_and_go_on(
+    kind: str, path: str, lonely: torch.dtype = torch.float32, how: str = "save"
+) -> list[float]:
     """Two steps, a save, two more steps: the losses of all four."""
-    model = build(torch.float32)
+    model = build(lonely)
     place = shard(model, kind)
     optimizer = optimizer_of(model)
     losses = train(model, optimizer, place, range(2))
-    dcp.save(trees(model, optimizer), checkpoint_id=path)
+    if how == "async":
+        dcp.async_save(trees(model, optimizer), checkpoint_id=path).result()
+    else:
+        dcp.save(trees(model, optimizer), checkpoint_id=path)
     return losses + train(model, optimizer, place, range(2, 4))
 
 
-def load_and_go_on(kind: str, path: str) -> list[float]:
+def load_and_go_on(kind: str, path: str, lonely: torch.dtype = torch.float32) -> list[float]:
     """The losses of two more steps of a model and an optimizer that began as others."""
-    model = build(torch.float32, seed=6)
+    model = build(lonely, seed=6)
     place = shard(model, kind)
     optimizer = optimizer_of(model, lr=1.0)
     state = trees(model, optimizer)
