@@ -25,7 +25,7 @@ from bridge.engine import Copier, default_workers, runs
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.stored_reader import StoredReader
-from bridge.formats.stores import is_url, place_of
+from bridge.formats.stores import is_url, local_path, place_of, without_end
 from bridge.formats.upload import Upload
 from bridge.formats.working import Attempt
 from bridge.mapping.config_sizes import with_config
@@ -162,8 +162,11 @@ def convert(
                 f"expected a new place at {dst}, as in object stores nothing can be exchanged for what is there, got "
                 "replace (--replace)"
             )
-        if is_url(src) and f"{dst}/".startswith(f"{str(src).rstrip('/')}/"):
+        if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
             raise CheckpointError(f"expected a destination outside the source {src}, got {dst}")
+        local = local_path(str(dst))
+        if local is not None:
+            _require_place(place_of(src), local, replace_it=False)
         with Upload(str(dst), resume=resume) as upload:
             converting, sending = _halves(progress)
             staged = _convert(src, upload.path, options, resume, resume, converting, workers)
@@ -286,8 +289,9 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
             "replace it (--replace)"
         )
     real_destination = Path(os.path.realpath(destination))
-    if not isinstance(source, str):
-        real_source = Path(os.path.realpath(source))
+    local_source = local_path(source)
+    if local_source is not None:
+        real_source = Path(os.path.realpath(local_source))
         if real_source == real_destination or real_source in real_destination.parents:
             raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
         if there and real_destination in real_source.parents:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.stores import open_store, store_errors
+from bridge.formats.stores import open_store, store_errors, without_end
 
 BLOCK: Final = 8 << 20
 """Bytes fetched at least: a request costs as much time as some of them."""
@@ -52,7 +52,7 @@ class Mirror:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_end(url)
         self._system, root = open_store(url)
         listing, home = self._listing(root)
         self._digest = hashlib.sha256(

@@ -34,6 +34,20 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
+def local_path(place: Path | str) -> Path | None:
+    """Where a path, or a URL of this machine's own files, is; None in other stores."""
+    if isinstance(place, Path):
+        return place
+    if place.lower().startswith(("file://", "local://")):
+        return Path(open_store(place)[1])
+    return None
+
+
+def without_end(url: str) -> str:
+    """A URL without slashes at its end."""
+    return url if url.endswith("://") else url.rstrip("/")
+
+
 def open_store(url: str) -> tuple[FileSystem, str]:
     """The file system of a URL, and the name there without an end slash.
 

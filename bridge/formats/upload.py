@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.manifest import manifest_path
-from bridge.formats.stores import open_store, store_errors
+from bridge.formats.stores import open_store, store_errors, without_end
 
 _FOUND_BY: Final = (
     *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
@@ -36,7 +36,7 @@ class Upload:
     """
 
     def __init__(self, url: str, *, resume: bool = False) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_end(url)
         self._system, self._root = open_store(url)
         self._keep = resume
         self._require_nothing()

@@ -323,6 +323,24 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
     assert store.cat_file("/bucket/out/file") == b"precious"
 
 
+def test_urls_of_local_files_are_known_to_be_the_source(tmp_path: Path) -> None:
+    source = local_source(tmp_path, "safetensors")
+    before = sorted(path.name for path in source.iterdir())
+    outside = "expected a destination (outside|that does not hold) the source"
+    for src, dst in (
+        (f"file://{source}", str(source)),
+        (f"file://{source}", str(source / "below")),
+        (f"local://{source}", str(tmp_path)),
+    ):
+        with pytest.raises(CheckpointError, match=outside):
+            convert(src, dst, to="safetensors", replace=True)
+    with pytest.raises(CheckpointError, match=outside):
+        convert(source, f"file://{source}/below", to="safetensors")
+    with pytest.raises(FileExistsError):
+        convert(source, f"file://{source}", to="safetensors")
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
 def test_the_place_of_a_resumed_upload_is_this_users(tmp_path: Path) -> None:
     with Upload("counted://bucket/x", resume=True) as upload:
         directory = upload.path.parent
