@@ -58,8 +58,9 @@ def test_the_first_fields_that_are_there_give_the_size(tmp_path: Path, config: o
 
 
 def test_what_the_caller_or_the_table_says_goes_first(tmp_path: Path) -> None:
-    path = source(tmp_path / "a", {"head": 6})
-    convert(path, tmp_path / "b", mapping=table(), axes={"d": 4})
+    path = source(tmp_path / "a", {"head": 6, "model": 5})
+    both = parse_mapping(TABLE.replace("[config]", '[config]\nm = ["model"]'), "test")
+    convert(path, tmp_path / "b", mapping=both, axes={"d": 4})
     convert(path, tmp_path / "c", mapping=table("[axes]\nd = 2\n"))
     for name, shape in (("b", (5, 3, 4)), ("c", (5, 6, 2))):
         with open_checkpoint(tmp_path / name) as reader:
