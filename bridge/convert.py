@@ -166,7 +166,7 @@ def convert(
             raise CheckpointError(f"expected a destination outside the source {src}, got {dst}")
         local = local_path(str(dst))
         if local is not None:
-            _require_place(place_of(src), local, replace_it=False)
+            _require_apart(place_of(src), local)
         with Upload(str(dst), resume=resume) as upload:
             converting, sending = _halves(progress)
             staged = _convert(src, upload.path, options, resume, resume, converting, workers)
@@ -288,25 +288,29 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
             f"expected no file or directory at {destination}, found one: remove it first, choose another name, or "
             "replace it (--replace)"
         )
-    real_destination = Path(os.path.realpath(destination))
-    local_source = local_path(source)
-    if local_source is not None:
-        real_source = Path(os.path.realpath(local_source))
-        if real_source == real_destination or real_source in real_destination.parents:
-            raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
-        if there and real_destination in real_source.parents:
-            raise CheckpointError(
-                f"expected a destination that does not hold the source {source}, as it is to be replaced, got "
-                f"{destination}"
-            )
+    _require_apart(source, destination)
     if there:
         if destination.is_symlink():
             raise CheckpointError(
                 f"expected a directory or file to replace at {destination}, found a symbolic link: give "
-                f"{real_destination} instead"
+                f"{os.path.realpath(destination)} instead"
             )
         # Not anything that happens to be there: only what is a checkpoint.
         detect_format(destination)
+
+
+def _require_apart(source: Path | str, destination: Path) -> None:
+    local_source = local_path(source)
+    if local_source is None:
+        return
+    real_source, real_destination = Path(os.path.realpath(local_source)), Path(os.path.realpath(destination))
+    if real_source == real_destination or real_source in real_destination.parents:
+        raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
+    if os.path.lexists(destination) and real_destination in real_source.parents:
+        raise CheckpointError(
+            f"expected a destination that does not hold the source {source}, as it is to be replaced, got "
+            f"{destination}"
+        )
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:

@@ -4,16 +4,19 @@
     2. the files by which it is found               .metadata, _METADATA, the index, commit_success.txt
 
 Stores have no renaming: a checkpoint is there once the files of 2 are, and what an upload that fails has sent is
-removed.
+removed. What one that is killed has sent stays; with `resume` it is listed beforehand, and replaced by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -26,12 +29,16 @@ _FOUND_BY: Final = (
 )
 """Ends of the names of files that make a checkpoint, in the order in which they are sent."""
 
+_SENDING: Final = "twinshard.sending"
+"""In the temporary directory: sizes by name of the files that are being sent; locked by the process that does it."""
+
 
 class Upload:
     """A place for a checkpoint that is to be at `url`; `path` is where it is to be written meanwhile.
 
     As a context manager: removes that place at the end, unless `resume`, in which case it is found again by an upload
-    to the same URL, and an error leaves it. FileExistsError when something is at the URL. Temporary files are where
+    to the same URL, and an error leaves it. FileExistsError when something is at the URL, unless `resume` and it is
+    a part of what such an upload was sending; CheckpointError when one is still at it. Temporary files are where
     `tempfile` has them (TMPDIR), and need the space of the checkpoint.
     """
 
@@ -39,7 +46,8 @@ class Upload:
         self.url = without_end(url)
         self._system, self._root = open_store(url)
         self._keep = resume
-        self._require_nothing()
+        self._lock = -1
+        self._sending: dict[str, int] = {}
         if resume:
             number = hashlib.sha256(self.url.encode()).hexdigest()[:16]
             self._directory = Path(tempfile.gettempdir(), f"twinshard-upload-{os.getuid()}-{number}")
@@ -49,7 +57,15 @@ class Upload:
                 raise CheckpointError(
                     f"expected {self._directory} to be a directory of this user, found another's"
                 )
+            self._sending = self._claim()
+            try:
+                self._require_nothing()
+            except BaseException:
+                self._keep = len(os.listdir(self._directory)) > 1
+                self.__exit__()
+                raise
         else:
+            self._require_nothing()
             self._directory = Path(tempfile.mkdtemp(prefix="twinshard-upload-"))
         self.path = self._directory / self.url.rpartition("/")[2]
 
@@ -63,21 +79,26 @@ class Upload:
             files.append(manifest_path(self.path))
         files.sort(key=lambda file: (_rank(file, self.path), str(file)))
         self._require_nothing()
+        above = self._root.rpartition("/")[0]
+        names = {file: f"{above}/{file.relative_to(self._directory)}" for file in files}
+        sizes = {name: file.stat().st_size for file, name in names.items()}
+        self._remove(list(self._sending))
+        self._note(sizes)
         sent: list[str] = []
-        before, total = 0, sum(file.stat().st_size for file in files)
+        before, total = 0, sum(sizes.values())
         try:
-            for file in files:
-                name = f"{self._root.rpartition('/')[0]}/{file.relative_to(self._directory)}"
+            for file, name in names.items():
                 with store_errors(
                     f"cannot write {self.url.rpartition('/')[0]}/{file.relative_to(self._directory)}"
                 ):
                     self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
                     sent.append(name)
                     self._system.put_file(str(file), name, callback=_told(progress, before, total))
-                before += file.stat().st_size
+                before += sizes[name]
                 progress(before, total)
         except BaseException:
             self._remove(sent)
+            self._note({})
             raise
         self._keep = False
 
@@ -87,6 +108,29 @@ class Upload:
     def __exit__(self, *_: object) -> None:
         if not self._keep:
             shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _claim(self) -> dict[str, int]:
+        """Take the directory for this process; what one before it was sending."""
+        self._lock = os.open(self._directory / _SENDING, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise CheckpointError(
+                f"{self.url} is being written by another process: wait for it, or stop it"
+            ) from error
+        with suppress(ValueError):
+            return json.loads(os.pread(self._lock, os.fstat(self._lock).st_size, 0))
+        return {}
+
+    def _note(self, sizes: Mapping[str, int]) -> None:
+        if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, json.dumps(sizes).encode(), 0)
+            os.fsync(self._lock)
 
     def _remove(self, names: list[str]) -> None:
         for name in reversed(names):
@@ -97,11 +141,18 @@ class Upload:
     def _require_nothing(self) -> None:
         self._system.invalidate_cache()
         with store_errors(f"cannot look at {self.url}"):
-            found = self._system.exists(self._root) and bool(self._system.find(self._root))
-        if found:
-            raise FileExistsError(
-                f"expected nothing at {self.url}, found something: remove it first or choose another name"
-            )
+            there = self._system.find(self._root, detail=True) if self._system.exists(self._root) else {}
+        found = {name: info.get("size") for name, info in there.items()}
+        if not found or (found.keys() <= self._sending.keys() and not self._sent(found)):
+            return
+        raise FileExistsError(
+            f"expected nothing at {self.url}, found something: remove it first or choose another name"
+        )
+
+    def _sent(self, found: Mapping[str, int | None]) -> bool:
+        """Whether all that was being sent has arrived below the URL."""
+        below = (n for n in self._sending if n == self._root or n.startswith(f"{self._root}/"))
+        return all(found.get(name) == self._sending[name] for name in below)
 
 
 def _told(progress: Callable[[int, int], None], before: int, total: int) -> Any:
