@@ -69,12 +69,15 @@ def print_table(
         console.print(table)
         return
     widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
+    lines = []
     for row in (columns, *rows):
         cells = (
             cell.ljust(w) if k < left else cell.rjust(w)
             for k, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        print_line(console, "  ".join(cells).rstrip())
+        lines.append("  ".join(cells).rstrip())
+    # One call: each costs as much time as a hundred lines.
+    print_line(console, "\n".join(lines))
 
 
 def human_bytes(count: int) -> str:
@@ -127,4 +130,6 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
 
 def printable(text: str) -> str:
     """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
