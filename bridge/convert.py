@@ -24,6 +24,7 @@ from bridge.casts import Output, apply_casts, parse_casts
 from bridge.engine import Copier, default_workers, runs
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
+from bridge.formats.journal import abandoned
 from bridge.formats.stored_reader import StoredReader
 from bridge.formats.stores import is_url, local_path, place_of, without_end
 from bridge.formats.upload import Upload
@@ -349,9 +350,11 @@ def _naming(destination: Path) -> Iterator[None]:
 def _require_space(destination: Path, nbytes: int) -> None:
     free = shutil.disk_usage(destination.parent).free
     if free < nbytes:
+        left = [str(directory) for directory in abandoned(destination)]
+        hint = f"; killed attempts left {', '.join(left)}: resume (--resume), or remove them" if left else ""
         raise CheckpointError(
             f"expected {nbytes} bytes of free space for {destination}, found {free}: free some, choose another place, "
-            "or convert less (--select, --weights-only)"
+            f"or convert less (--select, --weights-only){hint}"
         )
 
 

@@ -264,6 +264,11 @@ def test_too_little_space_is_said_before_the_first_byte(
     ):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    with pytest.raises(CheckpointError, match=r"--weights-only\)$"):
+        convert(source, tmp_path / "out", resume=True)
+    (left,) = tmp_path.glob("out.tmp-*")
+    with pytest.raises(CheckpointError, match=rf"killed attempts left {left}: resume"):
+        convert(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
