@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TreePath, dtype_from_name
-from bridge.mapping.operations import rounded
+from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import PlannedTensor
 from bridge.mapping.relation import TensorView
 
@@ -32,7 +32,8 @@ _MAX_LOOKED_AT = 4096
 class Output:
     """A tensor as it will be written: a planned one, cast or not.
 
-    A cast rounds to nearest, ties to even. `overflowed` counts finite elements that became infinite.
+    A cast rounds to nearest, ties to even. `overflowed` counts finite elements that became infinite, or
+    NaN in dtypes without infinity.
     """
 
     planned: PlannedTensor
@@ -102,9 +103,7 @@ class Output:
         array = self.planned.read(reader, box)
         if not self.is_cast:
             return array
-        with np.errstate(over="ignore", invalid="ignore"):
-            wide = array.dtype in (np.float64, np.complex128)
-            result = rounded(array, self.dtype) if wide else array.astype(self.dtype)
+        result = as_dtype(array, self.dtype)
         lost = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(result)))
         if lost:
             with self._lock:

@@ -206,6 +206,6 @@ def _print_report(out: Console, report: ConvertReport) -> None:
     if report.inexact:
         print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
     for name, count in report.overflowed.items():
-        print_line(out, f"warning: {name}: {count} finite elements became infinite by the cast")
+        print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
     if report.dropped:
         print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped)}")

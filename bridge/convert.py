@@ -106,8 +106,8 @@ class ConvertReport:
     """What a conversion wrote.
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
-    source that did not go along. overflowed: by name, how many finite elements a cast made infinite. inexact: names of
-    tensors that the mapping calculated, with rounding.
+    source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
+    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
     """
 
     source: Path | str

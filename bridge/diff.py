@@ -22,6 +22,7 @@ from bridge.mapping.config_sizes import with_config
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
+from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.memory import large_buffers_returned
@@ -228,19 +229,14 @@ class _Pair:
 
     def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None]:
         """The difference within a box, and the sum of squares of ``a`` there if there is any difference."""
-        left, right = self._read_a(box, dtype), _as(self.reader_b.read(self.info.name, box), dtype)
-        cast = self.planned.dtype != self.info.dtype
+        left, right = self._read_a(box, dtype), as_dtype(self.reader_b.read(self.info.name, box), dtype)
         # A cast does not keep a NaN's payload.
-        found = compare(left, right, self.tolerance, any_nan=cast).shifted(box.offsets)
+        any_nan = self.planned.dtype != self.info.dtype
+        found = compare(left, right, self.tolerance, any_nan=any_nan).shifted(box.offsets)
         return found, sum_of_squares(left) if found.differing else None
 
     def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
-        return _as(self.planned.read(self.reader_a, box), dtype)
-
-
-def _as(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return array.astype(dtype, copy=False)
+        return as_dtype(self.planned.read(self.reader_a, box), dtype)
 
 
 def _ratio(error: float, reference: float) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from bridge.diff import common_dtype
 from bridge.formats.base import Box, CheckpointReader
 from bridge.mapping.expression import Expression
+from bridge.mapping.operations import as_dtype
 from bridge.propose_axes import Entry, Fit
 from bridge.propose_names import INDEX_NAMES, Family
 from bridge.propose_text import Namer, entry_text
@@ -55,8 +56,7 @@ class Evidence:
                 dtype = common_dtype(x.dtype, y.dtype)
                 if dtype is None:
                     return "differ"
-                with np.errstate(all="ignore"):
-                    x, y = x.astype(dtype), y.astype(dtype)
+                x, y = as_dtype(x, dtype), as_dtype(y, dtype)
                 if x.tobytes() != y.tobytes():
                     return "differ"
                 seen.add(x.tobytes())

@@ -172,6 +172,14 @@ class ChangedView:
         return target
 
 
+def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The elements in ``dtype``, rounded once; the same array if it has this dtype. Overflow gives infinity or NaN."""
+    with np.errstate(all="ignore"):
+        if array.dtype.type in (np.float64, np.complex128):
+            return rounded(array, dtype) if dtype != array.dtype else array
+        return array.astype(dtype, copy=False)
+
+
 def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """float64 or complex128 rounded once to ``dtype``, to nearest, ties to even.
 

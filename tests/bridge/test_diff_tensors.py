@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 
 from bridge import regions
 from bridge.cli_diff import diff as diff_command
+from bridge.convert import convert
 from bridge.diff import common_dtype, diff
-from bridge.formats import create_checkpoint
+from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES
 from tests.bridge.bits import random_bits
 from tests.bridge.test_convert import write
@@ -138,6 +139,17 @@ def test_a_cast_checkpoint_is_exactly_the_original_rounded(tmp_path: Path, wide:
     b.view(f"u{b.itemsize}")[5, 5] ^= 1
     report = diff(paths[0], one_tensor(tmp_path / "c", "orbax", b), rounded=True)
     assert (report.within, report.total.differing) == (False, 1)
+
+
+def test_float64_is_rounded_as_a_conversion_rounds_it(tmp_path: Path) -> None:
+    # The middle of two numbers of bfloat16 in float32, but above it in float64.
+    a = np.asarray([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, -3.0])
+    source = one_tensor(tmp_path / "a", "dcp", a)
+    convert(source, tmp_path / "b", casts=["w=bfloat16"])
+    with open_checkpoint(tmp_path / "b") as reader:
+        np.testing.assert_array_equal(reader.read("w").astype(np.float64), [1 + 2**-7, 1, -3])
+    assert diff(source, tmp_path / "b", rounded=True).within
+    assert diff(tmp_path / "b", source, rounded=True).within
 
 
 def test_a_nan_stays_a_nan_whatever_the_cast_makes_of_its_payload(tmp_path: Path) -> None:
