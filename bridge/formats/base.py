@@ -28,6 +28,10 @@ import numpy as np
 TreePath: TypeAlias = tuple[str | int, ...]
 
 
+MAX_NAME = 4096
+"""Characters of a tensor's or object's name, in all formats."""
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
 

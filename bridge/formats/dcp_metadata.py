@@ -21,6 +21,7 @@ import numpy as np
 
 from bridge.formats.base import (
     DTYPES,
+    MAX_NAME,
     Box,
     CheckpointError,
     TensorInfo,
@@ -48,7 +49,6 @@ _STORAGE_INFO: Final = f"{_PACKAGE}.filesystem._StorageInfo"
 _SIZE: Final = "torch.Size"
 _LAYOUT: Final = "torch.serialization._get_layout"
 
-_MAX_NAME = 4096
 _VOCABULARY = Vocabulary(
     max_bytes=256 << 20,
     calls=frozenset({_SIZE, _LAYOUT, _MEMORY_FORMAT})
@@ -154,9 +154,9 @@ def _part(data: bytes, what: str) -> _Part:
     tensors: dict[str, _Claim] = {}
     objects: dict[str, tuple[TreePath, Extent]] = {}
     for name, entry in entries.items():
-        if not isinstance(name, str) or len(name) > _MAX_NAME:
+        if not isinstance(name, str) or len(name) > MAX_NAME:
             raise CheckpointError(
-                f"{what}: expected names to be text of at most {_MAX_NAME} characters, got {type(name).__name__}"
+                f"{what}: expected names to be text of at most {MAX_NAME} characters, got {type(name).__name__}"
             )
         places = stored.pop(name, {})
         path = _path(name, paths.get(name), what)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.base import MAX_NAME, CheckpointError, TreePath
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -160,6 +160,11 @@ class Claims:
         if not text or "" in text or text[-1].endswith("/"):
             raise CheckpointError(
                 f"{self._what}: expected a leaf path of non-empty keys, the last not ending in '/', got {path}"
+            )
+        if (length := len(leaf_name(path))) > MAX_NAME:
+            raise CheckpointError(
+                f"{self._what}: expected leaf names of at most {MAX_NAME} characters, got one of {length}: "
+                f"{leaf_name(path)[:80]!r}..."
             )
         prefixes = [text[:depth] for depth in range(1, len(text))]
         other = (

@@ -22,7 +22,7 @@ from typing import Final, Never
 
 import numpy as np
 
-from bridge.formats.base import DTYPES, CheckpointError
+from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""
@@ -30,7 +30,6 @@ MAX_HEADER: Final = 100_000_000
 METADATA_KEY: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
 _ZIP: Final = b"PK\3\4"
-_MAX_NAME: Final = 4096
 _MAX_RANK: Final = 64  # NumPy's
 _SPACE: Final = r"[ \t\n\r]*+"
 _STRING: Final = r'"((?:[^"\\\x00-\x1f]|\\.)*+)"'
@@ -235,7 +234,7 @@ class _Parser:
         return self.match(_NEXT, "',' or '}'") == ","
 
     def key(self) -> str:
-        return self.unquoted(self.match(_KEY, "a name"), _MAX_NAME)
+        return self.unquoted(self.match(_KEY, "a name"), MAX_NAME)
 
     def unquoted(self, raw: str, longest: int) -> str:
         if "\\" in raw:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
-from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, dtype_name
+from bridge.formats.base import MAX_NAME, Box, CheckpointError, Elements, TensorInfo, TreePath, dtype_name
 from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
@@ -228,7 +228,8 @@ class RecordedChunks:
 def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
     """The name of a tree path in formats whose names join it by ".", and the path.
 
-    CheckpointError for an empty path, keys that are neither text nor list positions, and text that is not Unicode.
+    CheckpointError for an empty path, keys that are neither text nor list positions, text that is not Unicode,
+    and names above MAX_NAME characters.
     """
     parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
     if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
@@ -236,4 +237,8 @@ def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
     name = ".".join(map(str, parts))
     if not is_unicode(name):
         raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"expected a name of at most {MAX_NAME} characters, got one of {len(name)}: {name[:80]!r}..."
+        )
     return name, parts

@@ -16,7 +16,7 @@ import torch
 
 from bridge.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError, TensorInfo, TreePath
 from bridge.mapping import MappingError
 from tests.bridge import stock_dcp
 from tests.bridge.bits import random_bits, same_bits
@@ -39,12 +39,13 @@ def write(
 ) -> None:
     paths = {name: info.path for name, info in MemoryReader(format, arrays).tensors.items()}
     with create_checkpoint(path, format) as writer:
+        # First, as the header of safetensors, which has them, comes before the data.
+        for object_path, value in objects.items():
+            writer.add_object(object_path, value)
         for name, array in arrays.items():
             stored = writer.add_tensor(paths[name], array.shape, array.dtype).name
             for box in writer.chunks(stored):
                 writer.write(stored, box, array if not array.shape else array[box.slices()])
-        for object_path, value in objects.items():
-            writer.add_object(object_path, value)
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
@@ -171,6 +172,19 @@ def test_a_stock_checkpoint_of_another_model_passes_through_and_loads_in_stock_t
     convert(tmp_path / "orbax", tmp_path / "back")
     loaded, _ = stock_dcp.load(tmp_path / "back", steps=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_what_a_writer_takes_as_a_name_a_reader_takes(tmp_path: Path, format: str) -> None:
+    longest = "x" * MAX_NAME
+    write(tmp_path / "a", format, {longest: np.ones(3)}, {"y" * MAX_NAME: 1})
+    with open_checkpoint(tmp_path / "a") as reader:
+        assert (list(reader.tensors), list(reader.objects)) == ([longest], ["y" * MAX_NAME])
+    match = f"expected .*name.? of at most {MAX_NAME} characters, got one of {MAX_NAME + 1}: 'x"
+    for tensors, objects in (({longest + "x": np.ones(3)}, {}), ({"w": np.ones(3)}, {longest + "x": 1})):
+        with pytest.raises(CheckpointError, match=match):
+            write(tmp_path / "b", format, tensors, objects)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_progress_ends_at_the_total_and_never_goes_back(tmp_path: Path) -> None:
