@@ -20,6 +20,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeGuard
 
 import numpy as np
@@ -223,8 +224,7 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
         order = _small_record(file, records, "byteorder", 16, what)
         if order != b"little":
             raise CheckpointError(f"{what}: expected little-endian data, got byte order {order!r}")
-    described = read_pickle(_small_record(file, records, "data.pkl", _TENSOR.max_bytes, what), _TENSOR, what)
-    match described:
+    match _description(_small_record(file, records, "data.pkl", _TENSOR.max_bytes, what), what):
         case Call(
             name=function, args=(Persistent(id=storage), first, shape, strides, bool(), {**hooks}, *rest)
         ) if not hooks and function in (REBUILD, REBUILD_UNTYPED):
@@ -264,6 +264,19 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
     strides = tuple(s if n > 1 and numel else 0 for n, s in zip(shape, strides, strict=True))
     first = first if numel else 0
     return StoredTensor(dtype, shape, strides, first, record)
+
+
+def _description(data: bytes, what: str) -> object:
+    try:
+        return _read_description(data)
+    except CheckpointError:
+        return read_pickle(data, _TENSOR, what)
+
+
+@lru_cache(maxsize=256)
+def _read_description(data: bytes) -> object:
+    # Chunks of one shape have the same description, and reading it takes longer than small data.
+    return read_pickle(data, _TENSOR, "")
 
 
 def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
