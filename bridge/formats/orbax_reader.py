@@ -76,6 +76,7 @@ class OrbaxReader:
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
         self._raw_starts: dict[str, int] = {}
         self._arrays: dict[str, ts.TensorStore] = {}
+        self._places: dict[str, Place] = {}
         self._context = new_context()
         tree = parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
         self._store = self._open_store(tree)
@@ -247,8 +248,11 @@ class OrbaxReader:
         """Every array's layout by leaf name, in the order of the tree; all their chunks are known to exist."""
         assert self._store is not None
         with explain(f"{self._item}: cannot list the array store"):
-            if self._fetch is not None and self._ocdbt:
-                self._fetch_index(tree)
+            if self._ocdbt:
+                # Before tensorstore looks at the keys: of a hostile tree there may be any number.
+                self._places = places_in_ocdbt(self._item, str(self._item), self._fetch)
+            if self._fetch is not None:
+                self._fetch_metadata(tree)
             present = set(self._store.list().result())
             keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
@@ -276,22 +280,19 @@ class OrbaxReader:
     def _find_values(self) -> StoredValues:
         """Where raw chunks are."""
         mapped = [layout for layout in self._layouts.values() if layout.raw or self._fetch is not None]
-        places: dict[str, Place] = {}
+        places = self._places
         with explain(f"{self._item}: cannot find the stored chunks"):
-            if self._ocdbt:
-                places = places_in_ocdbt(self._item, str(self._item))
-            elif mapped:
+            if mapped and not self._ocdbt:
                 places = places_in_files(
                     self._item, (key for layout in mapped for key in layout.stored_keys())
                 )
         return StoredValues(self._item, places, self._fetch)
 
-    def _fetch_index(self, tree: Tree) -> None:
-        """Make present what tensorstore reads of files that are filled as they are read: nodes, metadata of arrays."""
+    def _fetch_metadata(self, tree: Tree) -> None:
+        """Make present what tensorstore reads of arrays' metadata, where files are filled as they are read."""
         assert self._fetch is not None
-        places = places_in_ocdbt(self._item, str(self._item), self._fetch)
         for path in tree.arrays:
-            place = places.get(metadata_key(storage_key(path), zarr3=tree.use_zarr3))
+            place = self._places.get(metadata_key(storage_key(path), zarr3=tree.use_zarr3))
             if place is not None:
                 self._fetch(self._item / place.file, place.start, place.start + place.size)
 

@@ -72,15 +72,24 @@ def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
 def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:
     """The place of every value that is not inline, nodes being fetched where files are filled as they are read.
 
-    CheckpointError for a reference that leads out of the item.
+    CheckpointError for a reference that leads out of the item, and for a node with two parents: then few nodes can
+    claim any number of keys, and tensorstore would list them all.
     """
     base = ts.KvStore.open({"driver": "file", "path": f"{item}/"}).result()
     manifest = ts.ocdbt.dump(base).result()
     places: dict[str, Place] = {}
 
+    seen: set[tuple[int, int, int]] = set()
+
     def node_at(location: str) -> Mapping[str, Any]:
+        place = _parse(location, what, "btreenode")
+        # Of the file itself: it may go by several names.
+        status = (item / place.file).stat()
+        identity = status.st_dev, status.st_ino, place.start
+        if identity in seen:
+            raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
+        seen.add(identity)
         if fetch is not None:
-            place = _parse(location, what, "btreenode")
             fetch(item / place.file, place.start, place.start + place.size)
         node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
         return node

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
+import google_crc32c
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 
+from bridge.formats import ocdbt
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.ocdbt import OcdbtWriter
+from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_store import ArrayLayout, new_context
 from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
 from bridge.formats.working import ChunkRecord
@@ -161,6 +165,66 @@ def test_references_that_lead_out_of_the_store_are_refused(
     monkeypatch.setattr(ts.ocdbt, "dump", lambda *args: Node(dump(*args)))
     with pytest.raises(CheckpointError, match="expected values in files of the checkpoint"):
         places_in_ocdbt(tmp_path / "s", "s")
+
+
+def hostile_tree(item: Path, levels: int, fan: int, spellings: tuple[str, ...]) -> int:
+    """A store whose root leads to fan ** levels keys, as all entries of a node lead to one other; its size in bytes."""
+    (item / "d").mkdir(parents=True)
+    nodes = bytearray(ocdbt._leaf_node("d/x", {"": b"v"}, {}))
+    child = (0, len(nodes))
+    keys = [b"%03d" % k for k in range(fan)]
+    table = b"".join(
+        (
+            ocdbt._varint(len(spellings)),
+            ocdbt._varints([0] * (len(spellings) - 1)),
+            ocdbt._varints(map(len, spellings)),
+            ocdbt._varints([0] * len(spellings)),
+            *(name.encode() for name in spellings),
+        )
+    )
+    for height in range(1, levels + 1):
+        lengths = [0] * (fan - 1), [3] * fan, [3] * fan
+        files = [k % len(spellings) for k in range(fan)]
+        places = files, [child[0]] * fan, [child[1]] * fan, [1] * fan, [100] * fan, [0] * fan
+        body = b"".join(
+            (
+                bytes([height]) + table + ocdbt._varint(fan),
+                *map(ocdbt._varints, lengths),
+                *keys,
+                *map(ocdbt._varints, places),
+            )
+        )
+        node = struct.pack(">I", ocdbt._NODE_MAGIC) + struct.pack("<Q", 18 + len(body)) + b"\0\0" + body
+        node += struct.pack("<I", google_crc32c.value(node))
+        child = (len(nodes), len(node))
+        nodes += node
+    (item / "d" / "x").write_bytes(nodes)
+    root = {
+        "location": f"btreenode::d/x:{child[0]}:{child[1]}",
+        "statistics": {"num_keys": 1, "num_tree_bytes": 100, "num_indirect_value_bytes": 0},
+    }
+    version = {"generation_number": 1, "root_height": levels, "commit_time": 1, "root": root}
+    config = {**ocdbt._CONFIG, "uuid": "0" * 32}
+    manifest = ts.ocdbt.undump_manifest({"config": config, "versions": [version], "version_tree_nodes": []})
+    (item / "manifest.ocdbt").write_bytes(manifest)
+    return len(nodes)
+
+
+@pytest.mark.parametrize("spellings", [("d/x",), ("d/x", "d/./x", "d/y")])
+def test_a_small_tree_with_any_number_of_keys_is_refused(tmp_path: Path, spellings: tuple[str, ...]) -> None:
+    hostile_tree(tmp_path / "small", 3, 5, ("d/x",))
+    assert len(stored(tmp_path / "small").list().result()) == 5**3
+    item = tmp_path / "item"
+    # tensorstore would list them for ever.
+    assert hostile_tree(item, 12, 20, spellings) < 10_000
+    (item / "d" / "y").hardlink_to(item / "d" / "x")
+    keys = [{"key": "w", "key_type": 2}]
+    leaf = {"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}
+    tree = {"tree_metadata": {"('w',)": leaf}, "use_ocdbt": True, "use_zarr3": True}
+    (item / "_METADATA").write_text(json.dumps(tree))
+    (item / "commit_success.txt").touch()
+    with pytest.raises(CheckpointError, match="expected a B-tree, found two ways to its node"):
+        OrbaxReader(item)
 
 
 def test_a_resumed_store_writes_to_the_same_file(tmp_path: Path) -> None:
