@@ -62,6 +62,17 @@ def test_every_module_imports_while_the_other_framework_is_missing(package: str)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("package", ["torch_impl", "jax_impl"])
+def test_the_tests_of_a_package_import_while_the_other_framework_is_missing(package: str) -> None:
+    script = (
+        "import sys, pytest\n"
+        f"sys.modules.update(dict.fromkeys({sorted(FORBIDDEN[package])!r}))\n"
+        f"sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', 'tests/{package}']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("extra", "absent"), [("torch", "jax"), ("jax", "torch")])
