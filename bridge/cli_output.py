@@ -93,7 +93,8 @@ def human_bytes(count: int) -> str:
 @contextmanager
 def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
-    if console.is_terminal:
+    # Not a dumb one, which cannot go back in a line.
+    if console.is_interactive:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

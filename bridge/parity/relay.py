@@ -79,7 +79,7 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not console.is_interactive)
 
 
 class _Runner:
@@ -182,7 +182,7 @@ class _Runner:
 
     def _start(self, title: str, total: int) -> tuple[TaskID, Callable[[str], None]]:
         task = self.progress.add_task(title, total=total, note="")
-        plain = not self.progress.console.is_terminal
+        plain = not self.progress.console.is_interactive
         if plain:
             self.progress.console.print(f"{title} ...", highlight=False)
 

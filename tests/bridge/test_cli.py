@@ -270,7 +270,10 @@ def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(call("inspect", dcp).exception, ZeroDivisionError)
 
 
-def test_a_terminal_gets_a_progress_bar_and_tables_that_fold_long_names() -> None:
+def test_a_terminal_gets_a_progress_bar_and_tables_that_fold_long_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=60, legacy_windows=False)
     with byte_progress(terminal, "convert") as progress:
@@ -283,10 +286,16 @@ def test_a_terminal_gets_a_progress_bar_and_tables_that_fold_long_names() -> Non
     assert "[red]" in re.sub(r"[^\[\]a-z]", "", screen.getvalue())
 
 
-def test_a_pipe_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dumb", [False, True])
+def test_a_pipe_and_a_dumb_terminal_get_a_line_of_progress_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, dumb: bool
+) -> None:
+    if dumb:
+        monkeypatch.setenv("TERM", "dumb")
     pipe, now = io.StringIO(), iter([0.0, 1.0, 11.0, 21.0])
+    console = Console(file=pipe, width=200, force_terminal=dumb)
     monkeypatch.setattr("bridge.cli_output.time.monotonic", lambda: next(now))
-    with byte_progress(Console(file=pipe, width=200), "convert") as progress:
+    with byte_progress(console, "convert") as progress:
         progress(100, 1000, "model.a")
         progress(100, 1000, "model.b")
         progress(520, 1000, "model.w")
