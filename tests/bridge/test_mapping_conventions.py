@@ -107,7 +107,7 @@ def test_llama_becomes_what_each_convention_has_by_hand() -> None:
     assert f"opt_state/0/nu/params/{name}" in maxtext
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(FORMATS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMATS, 2)))
 @pytest.mark.parametrize("moments", [True, False])
 def test_every_pair_of_conventions_goes_there_and_back(first: str, second: str, moments: bool) -> None:
     original = reader("dcp", hf_checkpoint(moments=moments))

@@ -40,7 +40,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     }
     state = {
-        "w": torch.from_numpy(arrays["w"]),
+        "w": torch.from_numpy(arrays["w"].copy()),
         "deep": {
             "t": torch.arange(24.0).reshape(4, 6).t(),
             "lr": 0.1,
