@@ -131,6 +131,6 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
 
 def printable(text: str) -> str:
     """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
-    if text.isprintable():
+    if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
