@@ -22,9 +22,10 @@ from pathlib import Path
 import bridge
 from bridge.casts import Output, apply_casts, parse_casts
 from bridge.engine import Copier, default_workers, runs
-from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
+from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.journal import abandoned
+from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stored_reader import StoredReader
 from bridge.formats.stores import is_url, local_path, place_of, without_end
 from bridge.formats.upload import Upload
@@ -71,14 +72,15 @@ class Conversion:
     """A conversion that was planned: what the destination will hold.
 
     outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
-    files: a digest of the source's files by name, size and time. left_out: names in the source that do not go along,
-    dropped or not selected. inexact: names in the destination of
-    tensors that the mapping calculates, with rounding.
+    files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
+    in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
+    mapping calculates, with rounding.
     """
 
     source: Path | str
     source_format: str
-    files: str
+    files: tuple[Path, ...]
+    digest: str
     format: str
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
@@ -191,9 +193,10 @@ def _convert(
     source, destination = place_of(src), Path(dst)
     with planned(source, options) as (conversion, reader):
         _require_place(source, destination, replace)
+        _require_untouched(conversion.files, destination)
         key = {
             "source": source if isinstance(source, str) else os.path.abspath(source),
-            "files": conversion.files,
+            "files": conversion.digest,
             "format": conversion.format,
             "plan": conversion.fingerprint,
             "twinshard": bridge.__version__,
@@ -205,6 +208,11 @@ def _convert(
             create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
+            if conversion.files and digest_of(conversion.files) != conversion.digest:
+                raise CheckpointError(
+                    f"{source} was changed while it was being converted: expected one checkpoint, found parts of two: "
+                    "convert it again when nothing writes to it any more"
+                )
         return ConvertReport(
             source,
             destination,
@@ -244,13 +252,15 @@ def planned(
             if table is not None:
                 # A part of a model does not have what the rules of the whole require.
                 table = table.part()
+        files = () if isinstance(whole, StoredReader) else tuple(whole.files())
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         yield (
             Conversion(
                 place_of(source),
                 reader.format,
-                whole.fingerprint if isinstance(whole, StoredReader) else _fingerprint(Path(source)),
+                files,
+                whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
                 target,
                 apply_casts(plan.tensors.values(), casts),
                 {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
@@ -291,13 +301,18 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
         )
     _require_apart(source, destination)
     if there:
-        if destination.is_symlink():
+        require_replaceable(destination)
+
+
+def _require_untouched(sources: Sequence[Path], destination: Path) -> None:
+    """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
+    place = Path(os.path.realpath(destination))
+    for source in sources:
+        file = Path(os.path.realpath(source))
+        if place == file or place in file.parents:
             raise CheckpointError(
-                f"expected a directory or file to replace at {destination}, found a symbolic link: give "
-                f"{os.path.realpath(destination)} instead"
+                f"expected a destination apart from the source's files, got {destination}, which is or holds {source}"
             )
-        # Not anything that happens to be there: only what is a checkpoint.
-        detect_format(destination)
 
 
 def _require_apart(source: Path | str, destination: Path) -> None:
@@ -358,11 +373,10 @@ def _require_space(destination: Path, nbytes: int) -> None:
         )
 
 
-def _fingerprint(source: Path) -> str:
-    """A digest of the source's files by name, size and time, so that a changed one is not mixed with its past."""
+def digest_of(files: Sequence[Path]) -> str:
+    """A digest of files by name, size and time, so that a changed checkpoint is not mixed with its past."""
     digest = hashlib.sha256()
-    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    for path in paths:
+    for path in sorted(files):
         status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

@@ -105,11 +105,11 @@ class Copier:
 
     def _copy(self) -> None:
         while True:
-            with self._lock:
-                run = None if self._stop else next(self._work, None)
-            if run is None:
-                return
             try:
+                with self._lock:
+                    run = None if self._stop else next(self._work, None)
+                if run is None:
+                    return
                 for region in run:
                     if not self._stop:
                         self._copy_region(region)

@@ -103,6 +103,10 @@ class SelectedReader:
         """One block where it is in the file."""
         return self._reader.lend(name, box)
 
+    def files(self) -> Sequence[Path]:
+        """Those of the whole checkpoint."""
+        return self._reader.files()
+
     def close(self) -> None:
         self._reader.close()
 

@@ -12,20 +12,20 @@ out of it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import secrets
 import shutil
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bridge.formats import renaming
+
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def is_temporary(path: Path) -> bool:
@@ -37,8 +37,8 @@ def temporaries_of(path: Path) -> list[Path]:
     """Working directories, of this process or others, of what is to become `path`."""
     if not path.parent.is_dir():
         return []
-    prefix = f"{path.name}.tmp-"
-    return sorted(p for p in path.parent.iterdir() if p.name.startswith(prefix) and is_temporary(p))
+    own = re.compile(re.escape(path.name) + _TEMPORARY.pattern)
+    return sorted(p for p in path.parent.iterdir() if own.match(p.name))
 
 
 class CommitOrAbort(ABC):
@@ -79,8 +79,7 @@ class AtomicDirectory(CommitOrAbort):
     construction and again at commit, unless `replace`: then it is kept until the commit. `resumed`: the working
     directory of an earlier attempt, to go on with. `keep`: whether abort leaves the working directory, to be resumed;
     one that is resumed is kept.
-    `payload`: the name, in `temporary`, of the one file that is to be `path`; with `sidecars`, files that go beside it,
-    each by its name in `temporary` and the end of its name beside `path`.
+    `payload`: the name, in `temporary`, of the one file that is to be `path`; `sidecar`: of one to go beside it.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class AtomicDirectory(CommitOrAbort):
         self._replace = replace
         self.keep = resumed is not None
         self._payload = payload
-        self.sidecars: dict[str, str] = {}
+        self.sidecar: str | None = None
         self._refuse_existing()
         self._new_parents = [p for p in self.path.parents if not p.exists()]
         found = next(p for p in self.path.parents if p.exists())
@@ -123,18 +122,21 @@ class AtomicDirectory(CommitOrAbort):
             for directory, _, files in os.walk(self.temporary):
                 for name in files:
                     _fsync(os.path.join(directory, name))
-                _fsync(directory)
+                fsync_directory(directory)
             self._refuse_existing()
             self._appear()
         except BaseException:
             self.abort()
             raise
         self._open = False
-        _fsync(self.path.parent)
+        fsync_directory(self.path.parent)
         for parent in self._new_parents:
-            _fsync(parent.parent)
+            fsync_directory(parent.parent)
+        if self._payload is None and self.temporary.is_file():
+            # A directory replaced a file, which it now is.
+            remove(sidecar_of(self.path))
         # With `payload`, or where a checkpoint was replaced, something is left of it.
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        remove(self.temporary)
 
     def abort(self) -> None:
         """Remove the temporary directory, unless it is to be kept. Does nothing after commit or abort."""
@@ -149,50 +151,69 @@ class AtomicDirectory(CommitOrAbort):
 
     def _appear(self) -> None:
         if self._payload is not None:
-            if os.path.isdir(self.path) and not self.path.is_symlink():
-                raise IsADirectoryError(f"expected a file to replace at {self.path}, found a directory")
-            replaced = os.path.lexists(self.path)
-            # The sidecar of one must never be beside the other: for a moment one that is replaced has none.
-            for suffix in self.sidecars.values() if replaced else ():
-                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-            if replaced:
-                os.replace(self.temporary / self._payload, self.path)
-            for name, suffix in self.sidecars.items():
-                os.replace(self.temporary / name, self.path.with_name(self.path.name + suffix))
-            if not replaced:
-                os.replace(self.temporary / self._payload, self.path)
-        elif os.path.lexists(self.path):
-            _exchange(self.temporary, self.path)
+            self._appear_as_file(self.temporary / self._payload)
+        elif self._replace and os.path.lexists(self.path):
+            renaming.exchange(self.temporary, self.path)
         else:
-            os.rename(self.temporary, self.path)
+            try:
+                os.rename(self.temporary, self.path)
+            except OSError as error:
+                # An empty directory may give way, nothing else.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise self._exists() from None
+
+    def _appear_as_file(self, payload: Path) -> None:
+        beside, aside = sidecar_of(self.path), self.temporary / "replaced"
+        replaced = self._replace and os.path.lexists(self.path)
+        had = os.path.lexists(beside)
+        # The sidecar of one must never be beside the other: for a moment one that is replaced has none.
+        if had:
+            os.rename(beside, aside)
+        try:
+            if replaced:
+                os.replace(payload, self.path)
+            if self.sidecar is not None:
+                renaming.rename_new(self.temporary / self.sidecar, beside)
+            if not replaced:
+                renaming.rename_new(payload, self.path)
+        except BaseException as error:
+            if payload.exists():
+                beside.unlink(missing_ok=True)
+                if had:
+                    os.rename(aside, beside)
+            if isinstance(error, FileExistsError):
+                raise self._exists() from None
+            raise
 
     def _refuse_existing(self) -> None:
         # lexists: a dangling symlink is something, too.
         if not self._replace and os.path.lexists(self.path):
-            raise FileExistsError(
-                f"expected no file or directory at {self.path}, found one: remove it first, choose another name, or "
-                "ask for it to be replaced"
+            raise self._exists()
+        if self._payload is not None and self.path.is_dir() and not self.path.is_symlink():
+            raise IsADirectoryError(
+                f"expected a file to replace at {self.path}, found a directory: remove it first, or choose another name"
             )
 
+    def _exists(self) -> FileExistsError:
+        return FileExistsError(
+            f"expected no file or directory at {self.path}, found one: remove it first, choose another name, or "
+            "ask for it to be replaced"
+        )
 
-def _exchange(new: Path, old: Path) -> None:
-    """Let the two change names at once where the system can; else the old one is missing for a moment."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is not None:
-        if renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-            raise OSError(code, os.strerror(code), str(old))
-    aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
-    os.rename(old, aside)
-    try:
-        os.rename(new, old)
-    except BaseException:
-        os.rename(aside, old)
-        raise
-    os.rename(aside, new)
+
+def sidecar_of(path: Path) -> Path:
+    """The place of the file that goes beside a checkpoint which is one file."""
+    return path.with_name(f"{path.name}.manifest.json")
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all that is in it, as far as the system lets."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _fsync(path: str | Path) -> None:
@@ -201,3 +222,13 @@ def _fsync(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_directory(path: str | Path) -> None:
+    """Bring the entries of a directory to disk, where the file system can do that for this user."""
+    try:
+        _fsync(path)
+    except OSError as error:
+        # A directory that may be written to but not read; file systems over a network without this operation.
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise

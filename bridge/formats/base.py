@@ -276,6 +276,9 @@ class CheckpointReader(Protocol):
         Saves the copy. Errors as `read`.
         """
 
+    def files(self) -> Sequence[Path]:
+        """The files that hold the checkpoint, those that reading opens; none if it is in a store, at a URL."""
+
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Final
 
 import numpy as np
 
+from bridge.formats.atomic import fsync_directory
 from bridge.formats.working import ChunkRecord
 
 SYNC_BYTES = 256 << 20
@@ -36,6 +38,7 @@ Whole pages of the cache, so that none of them holds what is written directly be
 
 _DIRECT_BYTES: Final = 1 << 20
 _BUFFER_BYTES: Final = 4 << 20
+_OTHER_FILES: Final = 512
 
 
 class _Buffers(threading.local):
@@ -86,6 +89,14 @@ class DataFile:
             self.write(offset, part)
             offset += len(part)
 
+    def read(self, offset: int, length: int) -> bytes:
+        """What is in a reserved place; less where the file is shorter."""
+        parts = []
+        while length and (part := os.pread(self._descriptor, length, offset)):
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return b"".join(parts)
+
     def sync(self) -> None:
         """Bring to disk what is written."""
         os.fdatasync(self._descriptor)
@@ -118,6 +129,16 @@ class DataFile:
         _pwrite(self._descriptor, piece[written:], offset + written)
 
 
+def _allow_open_files(count: int) -> None:
+    """Let this process open so many files beside those that it has, as far as the system allows it to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _open_direct(path: Path) -> int | None:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
@@ -141,11 +162,15 @@ class DataFiles:
         self._record = record
         self._files: list[DataFile] = []
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
+        self._lost: OSError | None = None
         self._unsynced = 0
         self._closed = False
+        self._entered = False
 
     def open(self, path: Path) -> DataFile:
         """One more file. Before any is written to."""
+        _allow_open_files(2 * (len(self._files) + 1))
         self._files.append(DataFile(path))
         return self._files[-1]
 
@@ -159,11 +184,30 @@ class DataFiles:
         self.sync()
 
     def sync(self) -> None:
-        """Bring to disk what is written, then note it in the journal."""
-        written = self._record.take_written()
-        for file in self._files:
-            file.sync()
-        self._record.synced(written)
+        """Bring to disk what is written, then note it in the journal.
+
+        OSError when the disk fails, and at every call from then on: the system says once that it lost something.
+        """
+        with self._syncing:
+            if self._lost is not None:
+                raise self._lost
+            written = self._record.take_written()
+            try:
+                for file in self._files:
+                    file.sync()
+                if not self._entered:
+                    self._sync_entries()
+            except OSError as error:
+                self._lost = error
+                raise
+            self._record.synced(written)
+
+    def _sync_entries(self) -> None:
+        """Bring to disk that the files, and the directories they are in, are there."""
+        top = self._record.path.parent
+        for directory in {d for file in self._files for d in file.path.parents if d.is_relative_to(top)}:
+            fsync_directory(directory)
+        self._entered = True
 
     def close(self) -> None:
         """Let go of the files. What stays when the attempt fails is brought to disk and noted before."""

@@ -126,6 +126,10 @@ class DcpReader:
             return None
         return lend_mapped(*self._part(info, touching[0], box))
 
+    def files(self) -> Sequence[Path]:
+        """The metadata and every file that a chunk, its copies or an object is stored in."""
+        return (*metadata_files(self.path), *(self.path / name for name in self._data_files))
+
     def checksummed(self, name: str) -> bool:
         """Whether every chunk of a tensor has a CRC-32, which reading verifies."""
         info = self.tensors[name]
@@ -190,6 +194,7 @@ class DcpReader:
                     f"{self.path / extent.file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but "
                     f"{extent.length} are stored"
                 )
+        self._data_files = tuple(sizes)
         entries.sort(key=lambda entry: (entry[1].file, entry[1].offset, entry[1].length))
         for (name, first, _), (other, second, _) in itertools.pairwise(entries):
             if first.file == second.file and second.offset < first.offset + first.length:

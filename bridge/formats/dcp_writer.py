@@ -173,6 +173,15 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
     def ended(self) -> bool:
         return self._directory.ended
 
+    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
+        extent, dtype = self._extents[name][number], self._record.infos[name].dtype
+        found = self._data.read(extent.offset, extent.length)
+        start = len(tensor_archive(dtype, box.sizes, extent.offset, 0)[0])
+        data = found[start : start + box.numel * dtype.itemsize]
+        before, after = tensor_archive(dtype, box.sizes, extent.offset, zlib.crc32(data))
+        whole = found.startswith(before) and found.endswith(after) and len(found) == extent.length
+        return array_checksum(np.frombuffer(data, np.uint8)) if whole else None
+
     def _next(self, length: int) -> Extent:
         return Extent(_DATA_FILE, self._data.reserve(length), length)
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bridge.formats.atomic import temporaries_of
+from bridge.formats.atomic import remove, temporaries_of
 from bridge.formats.base import CheckpointError
 
 JOURNAL_FILE = "twinshard.journal"
@@ -45,12 +44,15 @@ class Journal:
 
     @classmethod
     def create(cls, directory: Path, key: Key) -> Self:
-        """A new one in a working directory, locked."""
+        """A new one in a working directory, locked. CheckpointError when another process holds the lock."""
         descriptor = os.open(
             directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644
         )
         try:
-            _lock(descriptor)
+            if not _lock(descriptor):
+                raise CheckpointError(
+                    f"{directory}: expected to be its only user, found it locked: try again"
+                )
             _write(descriptor, json.dumps(dict(key)).encode() + b"\n")
         except BaseException:
             os.close(descriptor)
@@ -108,7 +110,7 @@ def abandoned(path: Path) -> list[Path]:
     for directory in temporaries_of(path):
         try:
             descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # A replaced checkpoint that was not removed any more; or a directory made this moment.
             if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
                 found.append(directory)
@@ -124,7 +126,7 @@ def abandoned(path: Path) -> list[Path]:
 def remove_abandoned(path: Path) -> None:
     """Remove what earlier attempts to write `path` left behind."""
     for directory in abandoned(path):
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
 
 
 def _write(descriptor: int, data: bytes) -> None:

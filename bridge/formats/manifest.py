@@ -30,9 +30,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from bridge.formats.atomic import sidecar_of
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
 
 MANIFEST_FILE = "twinshard_manifest.json"
+_MARK = "twinshard_manifest"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
 _BLOCK = 8 << 20
@@ -78,7 +80,22 @@ def manifest_path(checkpoint: Path) -> Path:
     """Where the manifest of a checkpoint, a directory or a single file, is."""
     if checkpoint.is_dir():
         return checkpoint / MANIFEST_FILE
-    return checkpoint.with_name(f"{checkpoint.name}.manifest.json")
+    return sidecar_of(checkpoint)
+
+
+def require_own(path: Path) -> None:
+    """CheckpointError when there is a file at the place of a manifest that is none: it must not be written over."""
+    if not os.path.lexists(path):
+        return
+    start = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(256)
+    if _MARK.encode() not in start:
+        raise CheckpointError(
+            f"expected no file at {path}, where the manifest of the checkpoint goes, found one that is no manifest: "
+            "move it away, or choose another name for the checkpoint"
+        )
 
 
 def array_checksum(*parts: np.ndarray) -> int:
@@ -142,7 +159,7 @@ def render_manifest(manifest: Manifest) -> bytes:
         for name, tensor in manifest.tensors.items()
     }
     data = {
-        "twinshard_manifest": _VERSION,
+        _MARK: _VERSION,
         "format": manifest.format,
         "tensors": tensors,
         "objects": {name: _hex(crc) for name, crc in manifest.objects.items()},
@@ -162,7 +179,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
     """A manifest from a file's content; `what` names the file in errors. CheckpointError if it is malformed."""
     try:
         root = json.loads(data)
-        if root["twinshard_manifest"] != _VERSION:
+        if root[_MARK] != _VERSION:
             raise ValueError(f"expected version {_VERSION}, got {root['twinshard_manifest']!r:.40}")
         return Manifest(
             _text(root["format"]),

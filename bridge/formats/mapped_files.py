@@ -6,6 +6,7 @@ Files are mapped, not read, and let go of page by page, so that reading needs me
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import stat
 import threading
@@ -63,6 +64,20 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
             f"{what} is stored in {file}, a link to {target}: expected a file in the checkpoint's directory"
         )
     return file, status.st_size
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All files in a directory and in those below it, links to directories included; each directory once."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for place, below, names in os.walk(directory, followlinks=True):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:
+            below.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        found += [Path(place, name) for name in names]
+    return [path for path in found if path.is_file()]
 
 
 class MappedFiles:

@@ -72,6 +72,10 @@ class OcdbtWriter:
         """Fill a reserved place, from its byte `start` on, with parts that follow each other."""
         self._file.write_parts(self._places[key][0] + start, parts)
 
+    def read(self, key: str) -> bytes:
+        """What is in a reserved place; less where the file is shorter."""
+        return self._file.read(*self._places[key])
+
     def wrote(self, length: int) -> None:
         """Count so many bytes as written; see `DataFiles.wrote`."""
         self._files.wrote(length)

@@ -62,7 +62,7 @@ class ChunkStore:
 
     def write(self, layout: ArrayLayout, box: Box, parts: list[np.ndarray]) -> int:
         """Store one chunk, given as bytes in parts; the CRC-32C of its elements. They may be changed afterwards."""
-        key = layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
+        key = _key(layout, box)
         if not self._complete:
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
@@ -70,10 +70,16 @@ class ChunkStore:
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc_stored = array_checksum(*parts)
-        numbers = _NUMBERS.pack(0, layout.chunk_bytes + _CRC.size)
-        trailer = _CRC.pack(crc_stored) + numbers + _CRC.pack(google_crc32c.value(numbers))
-        self._store.write(key, [*(part.data for part in parts), trailer])
+        self._store.write(key, [*(part.data for part in parts), _trailer(layout, crc_stored)])
         return crc
+
+    def crc_on_disk(self, layout: ArrayLayout, box: Box) -> int | None:
+        """The CRC-32C of the elements that are in the place of a chunk now, None if it is not whole."""
+        found = self._store.read(_key(layout, box))
+        data = np.frombuffer(found[: layout.chunk_bytes], np.uint8)
+        if found[layout.chunk_bytes :] != _trailer(layout, array_checksum(data)):
+            return None
+        return array_checksum(data.view(layout.dtype).reshape(layout.chunk)[tuple(map(slice, box.sizes))])
 
     def wrote(self, layout: ArrayLayout) -> None:
         """Count one more chunk of an array as written; see `DataFiles.wrote`."""
@@ -111,6 +117,15 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
                     )
             store.experimental_copy_range_to(own.with_transaction(transaction)).result()
         transaction.commit_async().result()
+
+
+def _key(layout: ArrayLayout, box: Box) -> str:
+    return layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
+
+
+def _trailer(layout: ArrayLayout, crc: int) -> bytes:
+    numbers = _NUMBERS.pack(0, layout.chunk_bytes + _CRC.size)
+    return _CRC.pack(crc) + numbers + _CRC.pack(google_crc32c.value(numbers))
 
 
 def _padded(parts: list[np.ndarray], box: Box, layout: ArrayLayout) -> np.ndarray:

@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
-from bridge.formats.mapped_files import Fetch, copy_mapped, lend_mapped
+from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
 from bridge.formats.orbax_store import (
     MANIFEST,
@@ -135,6 +135,10 @@ class OrbaxReader:
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             return lend_mapped(*self._raw_part(name, layout, index, box))
+
+    def files(self) -> Sequence[Path]:
+        """All files of the item that holds the arrays."""
+        return files_below(self._item)
 
     def checksummed(self, name: str) -> bool:
         """Whether every chunk of a tensor has a CRC-32C, which reading verifies."""

@@ -144,6 +144,9 @@ class OrbaxPart(RecordedChunks):
             self._state = "failed"
             raise
 
+    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
+        return self._store.crc_on_disk(self._layouts[name], box)
+
     def finish(self) -> None:
         """Commit what this process wrote to disk."""
         self._require_open()

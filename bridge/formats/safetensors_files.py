@@ -33,12 +33,13 @@ _RANK_FILE: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 class FileSet:
     """The files of a checkpoint, all in one directory.
 
-    weight_map: which file the index gives for each tensor, None without an index.
+    weight_map: which file the index gives for each tensor, index: its name; both None without one.
     """
 
     directory: Path
     names: tuple[str, ...]
     weight_map: Mapping[str, str] | None = None
+    index: str | None = None
 
 
 def holds_safetensors(path: Path) -> bool:
@@ -81,7 +82,7 @@ def _indexed(index: Path) -> FileSet:
             raise CheckpointError(
                 f"{index}: tensor {tensor!r:.200}: expected the name of a file beside the index, got {name!r:.200}"
             )
-    return FileSet(index.parent, names, weight_map)
+    return FileSet(index.parent, names, weight_map, index.name)
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

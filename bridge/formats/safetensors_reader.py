@@ -78,6 +78,7 @@ class SafetensorsReader:
         self.path = Path(path)
         fileset = find_files(self.path)
         self._files = MappedFiles(fileset.directory, fetch)
+        self._fileset = fileset
         headers = {name: self._header(name) for name in fileset.names}
         extras = {
             name: parse_extras(header.metadata[EXTRAS_KEY], str(fileset.directory / name))
@@ -140,6 +141,12 @@ class SafetensorsReader:
         span = part.itemsize + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
         self._files.get(piece.file, start, start + span)
         return part, file, start
+
+    def files(self) -> Sequence[Path]:
+        """The safetensors files and their index."""
+        directory = self._fileset.directory
+        index = () if self._fileset.index is None else (directory / self._fileset.index,)
+        return (*index, *(directory / name for name in self._fileset.names))
 
     def checksummed(self, name: str) -> bool:
         """Never: the format has no checksums."""

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.atomic import CommitOrAbort
+from bridge.formats.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.data_file import DataFile, DataFiles
 from bridge.formats.dcp_writer import default_chunk_shape
@@ -30,9 +30,9 @@ from bridge.formats.manifest import (
     ManifestFile,
     array_checksum,
     file_checksum,
-    manifest_path,
     object_checksum,
     render_manifest,
+    require_own,
     rest_checksum,
 )
 from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, encode_value, format_extras
@@ -47,7 +47,7 @@ SHARD_BYTES: Final = 5_000_000_000
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's first element is."""
+    """Where the first element of a tensor or of a chunk is."""
 
     file: DataFile
     offset: int
@@ -56,9 +56,10 @@ class _Place:
 class SafetensorsWriter(RecordedChunks, CommitOrAbort):
     """A new safetensors checkpoint at `path`, a file or a directory; see `CheckpointWriter`.
 
-    FileExistsError when `path` exists. shard_bytes: tensors of more bytes in all are spread over several files, unless
-    `path` is to be one file. Tensors are written in pieces of at most 32 MiB. Memory: none beyond the caller's array,
-    or one copy of it if it is not contiguous. May be used by several threads.
+    FileExistsError when `path` exists, CheckpointError when the place of its manifest is taken. shard_bytes: tensors of
+    more bytes in all are spread over several files, unless `path` is to be one file. Tensors are written in pieces of
+    at most 32 MiB. Memory: none beyond the caller's array, or one copy of it if it is not contiguous. May be used by
+    several threads.
     """
 
     format = "safetensors"
@@ -73,6 +74,8 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         if shard_bytes < 1:
             raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
         single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
+        if single is not None:
+            require_own(sidecar_of(Path(path)))
         self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
         self._single = single
@@ -122,12 +125,10 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         """
         self._require_open()
         number, parts = self._record.begin(name, box, array)
-        info, place = self._record.infos[name], self._laid_out()[name]
-        # A chunk is a run of whole rows, or of a part of one: it has one place.
-        first = sum(o * math.prod(info.shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
-        place.file.write_parts(place.offset + first * info.dtype.itemsize, [part.data for part in parts])
+        place = self._place(name, box)
+        place.file.write_parts(place.offset, [part.data for part in parts])
         self._record.end(name, number, array_checksum(*parts))
-        self._files.wrote(box.numel * info.dtype.itemsize)
+        self._files.wrote(box.numel * self._record.infos[name].dtype.itemsize)
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Keep None, bool, int, float, str, bytes, or a list, tuple or dict of these (keys str, int, bool, None).
@@ -174,6 +175,17 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
     @property
     def ended(self) -> bool:
         return self._directory.ended
+
+    def _place(self, name: str, box: Box) -> _Place:
+        """Where a chunk is: a run of whole rows, or of a part of one, has one place."""
+        info, place = self._record.infos[name], self._laid_out()[name]
+        first = sum(o * math.prod(info.shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
+        return _Place(place.file, place.offset + first * info.dtype.itemsize)
+
+    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
+        place, length = self._place(name, box), box.numel * self._record.infos[name].dtype.itemsize
+        found = place.file.read(place.offset, length)
+        return array_checksum(np.frombuffer(found, np.uint8)) if len(found) == length else None
 
     def _laid_out(self) -> dict[str, _Place]:
         """Every tensor's place; decided, and the headers written, at the first call."""
@@ -255,8 +267,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
         (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
         if self._single is not None:
-            beside = manifest_path(self._directory.temporary / self._single).name
-            self._directory.sidecars[MANIFEST_FILE] = beside.removeprefix(self._single)
+            self._directory.place_beside(MANIFEST_FILE)
 
     def _name(self, path: str | Sequence[str | int]) -> tuple[str, TreePath]:
         self._require_open()

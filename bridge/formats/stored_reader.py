@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,10 @@ class StoredReader:
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and versions in the store."""
         return self._mirror.fingerprint
+
+    def files(self) -> Sequence[Path]:
+        """None: they are in the store."""
+        return ()
 
     @property
     def home(self) -> Path:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.atomic import AtomicDirectory, CommitOrAbort
+from bridge.formats.atomic import AtomicDirectory, CommitOrAbort, is_temporary
 from bridge.formats.base import MAX_NAME, Box, CheckpointError, Elements, TensorInfo, TreePath, dtype_name
 from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
 from bridge.formats.manifest import ManifestTensor
+from bridge.formats.replaceable import require_replaceable
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class WorkingDirectory(CommitOrAbort):
 
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None) -> None:
         target = Path(os.path.abspath(path))
+        if is_temporary(target):
+            raise CheckpointError(
+                f"expected a name that does not end as those of unfinished checkpoints do, got {target}: choose another"
+            )
+        self._replace = attempt.replace
+        self._require_replaceable(target)
         journal = resume(target, attempt.key) if attempt.resume else None
         if journal is not None and payload is not None and not (journal.directory / payload).exists():
             # Killed between the renaming of the one file and the end: what the journal tells of is not there any more.
@@ -64,7 +72,6 @@ class WorkingDirectory(CommitOrAbort):
                 journal.close()
             raise
         self.path, self.temporary = self._directory.path, self._directory.temporary
-        self.sidecars = self._directory.sidecars
         if journal is None and attempt.key:
             try:
                 journal = Journal.create(self.temporary, attempt.key)
@@ -82,7 +89,15 @@ class WorkingDirectory(CommitOrAbort):
         return self._directory.ended
 
     def commit(self) -> None:
-        """Let the checkpoint appear, and remove what earlier attempts left."""
+        """Let the checkpoint appear, and remove what earlier attempts left.
+
+        CheckpointError when something that is no checkpoint has come to what is to be replaced.
+        """
+        try:
+            self._require_replaceable(self.path)
+        except BaseException:
+            self.abort()
+            raise
         self._directory.commit()
         if self.journal is not None:
             # After the renaming: a directory without it could not be resumed.
@@ -91,6 +106,14 @@ class WorkingDirectory(CommitOrAbort):
             self.journal.close()
             self.journal = None
             remove_abandoned(self.path)
+
+    def place_beside(self, name: str) -> None:
+        """Let the file of this name go beside the checkpoint, which is one file."""
+        self._directory.sidecar = name
+
+    def _require_replaceable(self, path: Path) -> None:
+        if self._replace and os.path.lexists(path):
+            require_replaceable(path)
 
     def abort(self) -> None:
         """Remove everything, or keep it to be resumed. Does nothing after commit or abort."""
@@ -113,6 +136,7 @@ class ChunkRecord:
         self._journal = journal
         self._numbers: dict[str, dict[Box, int]] = {}
         self._crcs: dict[str, dict[int, int]] = {}
+        self._unchecked: set[tuple[str, int]] = set()
         self._writing: set[tuple[str, int]] = set()
         self._written: list[tuple[str, int, int]] = []
         self._lock = threading.Lock()
@@ -129,10 +153,20 @@ class ChunkRecord:
             self._numbers[info.name] = {box: number for number, box in enumerate(info.chunks)}
             done = self._journal.done.get(info.name, {}) if self._journal else {}
             self._crcs[info.name] = {n: crc for n, crc in done.items() if 0 <= n < len(info.chunks)}
+            self._unchecked.update((info.name, number) for number in self._crcs[info.name])
 
-    def stored(self, name: str) -> frozenset[Box]:
-        """Chunks of a tensor that an earlier attempt has written."""
+    def stored(self, name: str, found: Callable[[int, Box], int | None]) -> frozenset[Box]:
+        """Chunks of a tensor that an earlier attempt has written, and that are on disk as it did.
+
+        found: the CRC-32C of the elements that are in the place of a chunk now, by its number and box; None when that
+        place does not hold a whole chunk.
+        """
         crcs = self._crcs[name]
+        for box, number in self._numbers[name].items():
+            if (name, number) in self._unchecked:
+                self._unchecked.discard((name, number))
+                if found(number, box) != crcs[number]:
+                    del crcs[number]
         return frozenset(box for box, number in self._numbers[name].items() if number in crcs)
 
     def begin(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
@@ -222,7 +256,11 @@ class RecordedChunks:
 
     def stored(self, name: str) -> frozenset[Box]:
         """Those of `chunks(name)` that a resumed attempt has written already."""
-        return self._record.stored(name)
+        return self._record.stored(name, partial(self._crc_on_disk, name))
+
+    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
+        """The CRC-32C of the elements that are in the place of a chunk now, None if it is not whole."""
+        raise NotImplementedError
 
 
 def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:

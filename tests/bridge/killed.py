@@ -1,8 +1,9 @@
 """A conversion that is killed before its n-th operation on files, run as a program.
 
-    python -m tests.bridge.killed SRC DST FORMAT N [--resume] [--replace]
+    python -m tests.bridge.killed SRC DST FORMAT N [--resume] [--replace] [--one]
 
-Prints how many operations there were, when N is 0 and nothing is killed.
+Prints how many operations there were, when N is 0 and nothing is killed. Two threads, whose operations differ by a few
+from run to run as one syncs what the other wrote; with --one there is one, and they are always the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPERATIONS = (
 def main() -> None:
     source, destination, format, last, *flags = sys.argv[1:]
     from bridge import convert
-    from bridge.formats import atomic, data_file, open_checkpoint
+    from bridge.formats import data_file, open_checkpoint, renaming
 
     # Everything that is imported late, before operations are counted.
     with open_checkpoint(source) as reader:
@@ -54,14 +55,15 @@ def main() -> None:
 
     for name in OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    atomic._exchange = counted(atomic._exchange)
+    renaming.exchange = counted(renaming.exchange)
+    renaming.rename_new = counted(renaming.rename_new)
     convert.convert(
         source,
         destination,
         to=format,
         resume="--resume" in flags,
         replace="--replace" in flags,
-        workers=2,
+        workers=1 if "--one" in flags else 2,
     )
     print(next(count) - 1)
 

@@ -44,6 +44,9 @@ class MemoryReader:
     def lend(self, name: str, box: Box) -> None:
         return None
 
+    def files(self) -> list[Path]:
+        return []
+
     def close(self) -> None:
         pass
 

@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from bridge import engine
 from bridge.cli import app
 from bridge.convert import ConvertOptions, convert, planned
 from bridge.formats import create_checkpoint, open_checkpoint
@@ -215,7 +217,7 @@ def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, s
     home = tmp_path / "home"
     home.mkdir()
     (home / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="expected a DCP checkpoint"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint to replace at"):
         convert(source, home, replace=True)
     assert (home / "letter.txt").read_text() == "dear"
     with pytest.raises(CheckpointError, match="expected a destination outside the source"):
@@ -347,3 +349,21 @@ def test_an_attempt_that_fails_keeps_all_that_it_has_written_where_it_is_to_be_r
     with open_checkpoint(tmp_path / "out") as reader:
         found = {".".join(map(str, info.path)): reader.read(name) for name, info in reader.tensors.items()}
     assert all(same_bits(found[".".join(path)], array) for path, array in ARRAYS.items())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_while_work_is_handed_out_is_the_one_that_is_raised(
+    tmp_path: Path, source: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(100))
+    group = engine.group_boxes
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise CheckpointError("planned wrong")
+        return group(*args)
+
+    monkeypatch.setattr(engine, "group_boxes", failing)
+    with pytest.raises(CheckpointError, match="planned wrong"):
+        convert(source, tmp_path / "out", to="orbax", workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,0 +1,97 @@
+"""Whether a place holds one whole checkpoint and nothing else: only that may be replaced, since it is then removed.
+
+runs/step_1/.metadata, __0_0.distcp              may be replaced
+runs/step_1/.metadata, __0_0.distcp, notes.txt   not: notes.txt would be lost
+runs            (step_1, step_2 and others)      not: they are several checkpoints
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.dcp_metadata import metadata_files
+from bridge.formats.journal import JOURNAL_FILE
+from bridge.formats.manifest import MANIFEST_FILE
+from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
+from bridge.formats.safetensors_files import INDEX_SUFFIX, SUFFIX, find_files
+
+_OURS: Final = (MANIFEST_FILE, JOURNAL_FILE)
+_DCP: Final = (".metadata", "__*.metadata", "*.distcp")
+_ORBAX_ROOTS: Final = (TREE_FILE, "_CHECKPOINT_METADATA", "orbax.checkpoint")
+_ORBAX_FILES: Final = (
+    *(*_ORBAX_ROOTS, COMMIT_FILE, "manifest.ocdbt", "_sharding", "_strings.json", "checkpoint"),
+    *("d", "array_metadatas", "ocdbt.process_*", "descriptor", "metrics"),
+)
+# What an item or an array has in it, whatever its directory is called: trees, zarr 2 and 3, JSON, msgpack.
+_ORBAX_MEMBERS: Final = (*_ORBAX_ROOTS, ".zarray", "zarr.json", "metadata", "metrics", "checkpoint")
+_SHOWN = 5
+
+
+def require_replaceable(path: Path) -> None:
+    """CheckpointError unless a checkpoint is at `path`, which is a file or a directory, and nothing else with it.
+
+    By the names of files: a damaged checkpoint may be replaced, too.
+    """
+    if path.is_symlink():
+        raise CheckpointError(
+            f"expected a directory or file to replace at {path}, found a symbolic link: give "
+            f"{os.path.realpath(path)} instead"
+        )
+    if not path.is_dir():
+        if not path.name.endswith(SUFFIX):
+            raise CheckpointError(
+                f"expected a checkpoint to replace at {path}, found a file that does not end in {SUFFIX}: remove it "
+                "yourself, or choose another name"
+            )
+        return
+    foreign = _foreign(path)
+    if foreign:
+        more = f", ... ({len(foreign)} in all)" if len(foreign) > _SHOWN else ""
+        raise CheckpointError(
+            f"expected nothing but one checkpoint in {path}, as all of it is to be replaced, found also "
+            f"{', '.join(foreign[:_SHOWN])}{more}: move that elsewhere, or choose another name"
+        )
+
+
+def _foreign(path: Path) -> list[str]:
+    """What does not belong to the checkpoint in this directory. CheckpointError when there is none."""
+    if metadata_files(path):
+        return _others(path, (*_DCP, *_OURS))
+    if any((path / name).exists() for name in _ORBAX_ROOTS):
+        return _others_of_orbax(path)
+    names = sorted(child.name for child in path.iterdir())
+    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        files = find_files(path)
+        return sorted(set(names) - {*files.names, files.index, *_OURS})
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    raise CheckpointError(
+        f"expected a checkpoint to replace at {path}, with its files directly in it, found "
+        f"{shown or 'an empty directory'}: give the path of one checkpoint, or choose another name"
+    )
+
+
+def _others_of_orbax(path: Path) -> list[str]:
+    foreign = []
+    for name in _others(path, (*_ORBAX_FILES, *_OURS)):
+        child = path / name
+        if not child.is_dir() or child.is_symlink():
+            foreign.append(name)
+        elif (child / TREE_FILE).exists():
+            foreign += [f"{name}/{other}" for other in _others_of_orbax(child)]
+        elif any(child.iterdir()) and not any((child / member).exists() for member in _ORBAX_MEMBERS):
+            foreign.append(name)
+    return foreign
+
+
+def _others(path: Path, patterns: Iterable[str]) -> list[str]:
+    known = tuple(patterns)
+    return sorted(
+        child.name
+        for child in path.iterdir()
+        if not any(fnmatch.fnmatchcase(child.name, pattern) for pattern in known)
+    )
