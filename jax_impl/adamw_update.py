@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """In the weights' dtype, of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``1 - lr * weight_decay``."""
+    """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``; in the dtype of weights."""
 
     step_size: Any
     correction: Any
@@ -106,16 +107,14 @@ def step_scalars(
     bias1, bias2 = 1 - powers(constants.b1), 1 - powers(constants.b2)
     correction = _at(count, np.sqrt(bias2).astype(dtype))
     if not isinstance(learning_rate, jax.Array):
-        decay = dtype.type(1 - learning_rate * constants.weight_decay)
+        # PyTorch's compiler contracts this, too. A fraction becomes a float with one rounding.
+        decay = dtype.type(float(1 - Fraction(learning_rate) * Fraction(constants.weight_decay)))
         return StepScalars(_at(count, (learning_rate / bias1).astype(dtype)), correction, decay)
     with jax.enable_x64(True):
         double = lax.convert_element_type(learning_rate, np.float64)
-        product = double * np.float64(constants.weight_decay)
-        # A select as above; a constant in it would let it move behind the difference, which has a constant too.
-        product = jnp.where(jnp.isnan(double), double, product)
-        step_size, decay = (
-            lax.convert_element_type(x, dtype) for x in (double / _at(count, bias1), np.float64(1) - product)
-        )
+        # Contracted, as PyTorch's compiler does.
+        left = np.float64(1) - double * np.float64(constants.weight_decay)
+        step_size, decay = (lax.convert_element_type(x, dtype) for x in (double / _at(count, bias1), left))
     return StepScalars(step_size, correction, decay)
 
 

@@ -8,7 +8,7 @@ computed in doubles and rounded once to the dtype of the update. Every operation
 ``x * y + z`` rounded once::
 
     1   g = the gradient in the dtype of the update
-    2   w = w * [1 - lr * weight_decay]
+    2   w = w * [fma(-lr, weight_decay, 1)]
     3   m = fma([1 - b1], g - m, m)                     if [1 - b1] < 0.5, else
         m = fma([1 - b1] - 1, g - m, g)
     4   v = fma([1 - b2] * g, g, v * [b2])              in whole vectors

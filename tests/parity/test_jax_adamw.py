@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -171,6 +172,26 @@ def test_a_schedule_gives_the_bits_that_torch_gives_with_its_learning_rates(dtyp
         found = jax_run(weights, gradients, main_weight_adamw(schedule, weight_decay=0.1), 8)
     assert len(set(rates)) >= {"constant": 1, "pieces": 3}.get(name, 50)
     assert_same_bits(found, torch_run(weights, gradients, rates, lr=1e-3, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_decay_is_rounded_once_as_torchs_compiler_does(scheduled: bool) -> None:
+    # For one learning rate in some two hundred this shows in doubles.
+    decay = 0.1
+    candidates = (float(x) for x in np.random.default_rng(0).uniform(1e-5, 1e-1, 10_000))
+    rates = [x for x in candidates if 1 - x * decay != float(1 - Fraction(x) * Fraction(decay))][:20]
+    assert len(rates) == 20
+    weights, gradients = problem((64,), np.float64, len(rates))
+    expected = torch_run(weights, gradients, rates, lr=1e-3, weight_decay=decay)
+    with jax.enable_x64(True):
+        if scheduled:
+            table = jnp.asarray(rates)
+            found = jax_run(weights, gradients, main_weight_adamw(lambda t: table[t], weight_decay=decay))
+            assert_same_bits(found, expected)
+            return
+        for rate in rates:
+            found = jax_run(weights, gradients[:1], main_weight_adamw(rate, weight_decay=decay))
+            assert_same_bits(found, torch_run(weights, gradients[:1], lr=rate, weight_decay=decay))
 
 
 @pytest.mark.parametrize(("gradient", "main"), [("bfloat16", "float32"), ("float16", "float32")])
