@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ _KINDS = {
     "b": "boolean",
 }
 
+_COUNTS = ("step", "count")
 
 _MAX_LOOKED_AT = 4096
 """Chunks of a tensor that are looked through for each box of it; readers have better ways with more."""
@@ -119,13 +121,15 @@ def _is_run(piece: Box, box: Box) -> bool:
 
 def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
     """`PATTERN=DTYPE` texts as a table, such as "model.*=bfloat16". CheckpointError for anything else."""
-    casts = {}
+    casts: dict[str, np.dtype] = {}
     for option in options:
         pattern, equals, name = option.rpartition("=")
         if not (pattern and equals and name):
             raise CheckpointError(
                 f"expected a cast PATTERN=DTYPE such as 'model.*=bfloat16', got {option[:80]!r}"
             )
+        # One that is given again counts where it is given last.
+        casts.pop(pattern, None)
         casts[pattern] = dtype_from_name(name)
     return casts
 
@@ -134,14 +138,15 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
     """The tensors with the dtype of the last pattern that matches their name in the destination.
 
     Only floating-point tensors are cast, to floating point, and complex to complex: a pattern that matches others too
-    leaves those as they are. CheckpointError for one that matches none that it could cast.
+    leaves those as they are. So does one like "*" with counts of steps, which bfloat16 would round from 257 on: only
+    one that ends in their name ("*.step") casts them. CheckpointError for one that matches none that it could cast.
     """
     outputs = {}
     used: dict[str, bool] = dict.fromkeys(casts, False)
     for tensor in tensors:
         dtype = tensor.dtype
         for pattern, wanted in casts.items():
-            if _can_cast(tensor.dtype, wanted) and fnmatchcase(tensor.name, pattern):
+            if _can_cast(tensor.dtype, wanted) and _means(pattern, tensor):
                 dtype, used[pattern] = wanted, True
         outputs[tensor.name] = Output(tensor, dtype)
     for pattern, wanted in casts.items():
@@ -152,6 +157,12 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
                 f"a name of this form, got {'dtypes ' + ', '.join(found) if found else 'no tensor'}"
             )
     return outputs
+
+
+def _means(pattern: str, tensor: PlannedTensor) -> bool:
+    last = re.split("[./]", tensor.name)[-1]
+    counts = tensor.shape == () and last in _COUNTS
+    return fnmatchcase(tensor.name, pattern) and (not counts or re.split("[./]", pattern)[-1] == last)
 
 
 def _can_cast(dtype: np.dtype, wanted: np.dtype) -> bool:

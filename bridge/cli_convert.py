@@ -65,7 +65,7 @@ def convert(
         typer.Option(
             "--cast",
             metavar="PATTERN=DTYPE",
-            help="Round tensors of these names in DST, such as '*=bfloat16'; repeatable.",
+            help="Round tensors of these names in DST, such as '*=bfloat16', but for counts of steps; repeatable.",
         ),
     ] = None,
     dry_run: Annotated[

@@ -101,7 +101,13 @@ def _print(out: Console, report: DiffReport, all_: bool) -> None:
             print_line(out, f"{tensor.name}{list(place.index)}: {place.a} in A, {place.b} in B (most ULP)")
         if larger is not None and larger != place:
             print_line(out, f"{tensor.name}{list(larger.index)}: {larger.a} in A, {larger.b} in B (largest)")
-    for title, names in (("only in A", report.missing), ("only in B", report.extra)):
+    only = (
+        ("only in A", report.missing),
+        ("only in B", report.extra),
+        ("values that are not tensors, only in A", report.objects_missing),
+        ("values that are not tensors, only in B", report.objects_extra),
+    )
+    for title, names in only:
         if names:
             print_line(out, f"{title}: {some(names)}")
     for name, text in report.mismatched:

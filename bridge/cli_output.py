@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
@@ -29,7 +30,10 @@ PLAIN_SECONDS = 10.0
 
 
 def plain_json(value: object) -> Any:
-    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan"."""
+    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
+
+    Bytes are an object with the one key "$bytes", in base 64.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -38,6 +42,8 @@ def plain_json(value: object) -> Any:
         return [plain_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Path | np.dtype):
         return str(value)
     return value
@@ -45,7 +51,7 @@ def plain_json(value: object) -> Any:
 
 def print_json(console: Console, value: object) -> None:
     """One JSON document, indented, whatever the terminal's width."""
-    console.out(json.dumps(plain_json(value), indent=1), highlight=False)
+    console.out(json.dumps(plain_json(value), indent=1, allow_nan=False), highlight=False)
 
 
 def print_line(console: Console, text: str = "") -> None:

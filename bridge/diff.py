@@ -22,6 +22,7 @@ from bridge.mapping.config_sizes import with_config
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
+from bridge.mapping.notes import PLACES
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, mapping_table
@@ -55,6 +56,7 @@ class DiffReport:
     missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
     objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
     and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
+    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
     """
 
     a: Path | str
@@ -66,6 +68,8 @@ class DiffReport:
     mismatched: tuple[tuple[str, str], ...]
     objects: tuple[tuple[str, object, object], ...]
     unreadable: tuple[tuple[str, str], ...]
+    objects_missing: tuple[str, ...]
+    objects_extra: tuple[str, ...]
 
     @property
     def total(self) -> Difference:
@@ -248,20 +252,32 @@ def _ratio(error: float, reference: float) -> float:
 
 def _objects(
     reader_a: CheckpointReader, plan: Plan, reader_b: CheckpointReader
-) -> tuple[tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...]]:
-    """What differs among the objects that both have, and which of them cannot be read."""
+) -> tuple[
+    tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]
+]:
+    """Of objects: those that both have and that differ, those that cannot be read, and the names only a and only b has.
+
+    With a mapping some have other names and values in ``b``'s convention, such as lists of weights' names.
+    """
     different, unreadable = [], []
-    for name, (_, old) in plan.objects.items():
+    renamed = {name: value for name, (path, value) in plan.notes.items() if path != PLACES}
+    kept = {name: old for name, (path, old) in plan.objects.items() if path != PLACES}
+    for name in (*kept, *renamed):
         if name not in reader_b.objects:
             continue
         try:
-            pair = reader_a.objects[old], reader_b.objects[name]
+            left = renamed[name] if name in renamed else reader_a.objects[kept[name]]
+            pair = left, reader_b.objects[name]
         except CheckpointError as error:
             unreadable.append((name, str(error)))
             continue
         if not _same(*pair):
             different.append((name, *pair))
-    return tuple(different), tuple(unreadable)
+    names_a = {*kept, *renamed}
+    names_b = [name for name, path in reader_b.object_paths.items() if path != PLACES]
+    missing = sorted(names_a - reader_b.object_paths.keys())
+    extra = [name for name in names_b if name not in names_a]
+    return tuple(different), tuple(unreadable), tuple(missing), tuple(extra)
 
 
 def _same(a: object, b: object) -> bool:

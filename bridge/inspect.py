@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.formats import open_checkpoint
+from bridge.formats import detect_format, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.manifest import MANIFEST_FILE, manifest_path
+from bridge.formats.manifest import manifest_path
+from bridge.formats.orbax_item import find_item
 from bridge.formats.stored_reader import StoredReader
 from bridge.formats.stores import place_of
 from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
@@ -83,14 +84,15 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
 
 def manifest_home(path: Path) -> Path:
-    """Which checkpoint a manifest would be of: ``path``, or the only one with a manifest at most two levels below it.
-
-    That is where a directory of steps has it.
-    """
+    """Whose manifest speaks for ``path``: that of ``path``, or of the only step or item in it."""
     if not path.is_dir() or manifest_path(path).exists():
         return path
-    below = [found for pattern in ("*/", "*/*/") for found in path.glob(pattern + MANIFEST_FILE)]
-    return below[0].parent if len(below) == 1 else path
+    try:
+        item = find_item(path) if detect_format(path) == "orbax" else path
+    except (CheckpointError, OSError):
+        return path
+    between = [place for place in (item, *item.parents) if place.is_relative_to(path)]
+    return next((place for place in between if manifest_path(place).is_file()), path)
 
 
 @dataclass(frozen=True)

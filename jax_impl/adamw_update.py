@@ -40,7 +40,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``; in the weights' dtype."""
+    """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in weights' dtype."""
 
     step_size: Any
     correction: Any

@@ -28,6 +28,7 @@ import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
+from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
 from bridge.formats.orbax_store import (
@@ -323,6 +324,10 @@ class OrbaxReader:
             if not isinstance(value, str):
                 raise CheckpointError(
                     f"{self._item}/_strings.json: expected a string for {leaf_name(path)!r}, found none"
+                )
+            if not is_unicode(value):
+                raise CheckpointError(
+                    f"{self._item}/_strings.json: expected Unicode text for {leaf_name(path)!r}, got {value!r:.80}"
                 )
             found[path] = value
         return found

@@ -14,7 +14,9 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
 from __future__ import annotations
 
 import base64
+import math
 import re
+import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 _SEQUENCE, _MAPPING = 1, 2
 _TUPLE = "__tuple__"
 _BYTES = "__bytes__"
+_FLOAT = "__float__"
 _MAX_DEPTH = 64
 _EXACT = frozenset({bool, int, float, str, list, tuple, dict})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
@@ -192,6 +195,9 @@ def encode_object(value: object, what: str, depth: int = 0) -> Json:
         raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
     # Exact types: a NumPy float or a named tuple is a subclass that would come back as something else.
     exact = type(value) in _EXACT
+    if type(value) is float and not math.isfinite(value):
+        # JSON has no such numbers, and would not tell one NaN from another.
+        return {_FLOAT: struct.pack(">d", value).hex()}
     if value is None or (exact and isinstance(value, bool | int | float | str)):
         return value
     if type(value) is bytes:
@@ -202,7 +208,7 @@ def encode_object(value: object, what: str, depth: int = 0) -> Json:
     if (
         exact
         and isinstance(value, dict)
-        and value.keys().isdisjoint((_TUPLE, _BYTES))
+        and value.keys().isdisjoint((_TUPLE, _BYTES, _FLOAT))
         and all(type(key) is str for key in value)
     ):
         return {key: encode_object(item, what, depth + 1) for key, item in value.items()}
@@ -223,6 +229,8 @@ def _decode_object(value: object, what: str, depth: int = 0) -> object:
             return tuple(_decode_object(item, what, depth + 1) for item in items)
         if len(value) == 1 and isinstance(value.get(_BYTES), str):
             return _decode_bytes(value[_BYTES], what)
+        if len(value) == 1 and isinstance(value.get(_FLOAT), str):
+            return _decode_float(value[_FLOAT], what)
         return {key: _decode_object(item, what, depth + 1) for key, item in value.items()}
     return value
 
@@ -232,6 +240,15 @@ def _decode_bytes(text: str, what: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
         raise CheckpointError(f"{what}: expected bytes in base 64, got something else: {error}") from error
+
+
+def _decode_float(text: str, what: str) -> float:
+    try:
+        return float(struct.unpack(">d", bytes.fromhex(text))[0])
+    except (ValueError, struct.error) as error:
+        raise CheckpointError(
+            f"{what}: expected a float as 16 hexadecimal digits, got {text[:80]!r}"
+        ) from error
 
 
 def _render_objects(objects: Mapping[TreePath, object]) -> Json:

@@ -359,3 +359,18 @@ def test_numbers_and_axes_beyond_reason_are_one_message(
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_bytes_are_printed_as_json_too(tmp_path: Path) -> None:
+    for name, value in (("a", b"\x00\xff"), ("b", b"other")):
+        write(tmp_path / name, "dcp", {"w": np.zeros(2, np.float32)}, {("state",): {"pickled": value}})
+    written = {"state": {"pickled": {"$bytes": "AP8="}}}
+    assert json.loads(call("inspect", tmp_path / "a", "--json").stdout)["objects"] == written
+    planned = call("convert", tmp_path / "a", tmp_path / "c", "--dry-run", "--json")
+    assert json.loads(planned.stdout)["objects"] == written
+    found = call("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["objects"][0][1:] == [
+        {"pickled": {"$bytes": "AP8="}},
+        {"pickled": {"$bytes": "b3RoZXI="}},
+    ]

@@ -367,3 +367,43 @@ def test_an_error_while_work_is_handed_out_is_the_one_that_is_raised(
     with pytest.raises(CheckpointError, match="planned wrong"):
         convert(source, tmp_path / "out", to="orbax", workers=workers)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_pattern_for_all_leaves_counts_of_steps_as_they_are(tmp_path: Path) -> None:
+    arrays = {
+        ("optimizer", "state", "w", "step"): np.asarray(1001, np.float32),
+        ("optimizer", "state", "w", "exp_avg"): values((3,), 1),
+        ("scale",): np.asarray(1.001, np.float32),
+        ("step",): values((3,), 2),
+    }
+    with create_checkpoint(tmp_path / "a", "dcp") as writer:
+        for path, array in arrays.items():
+            name = writer.add_tensor(path, array.shape, array.dtype).name
+            writer.write(name, writer.chunks(name)[0], array)
+
+    def dtypes(*casts: str) -> list[str]:
+        with planned(tmp_path / "a", ConvertOptions(casts=casts)) as (conversion, _):
+            return [o.dtype.name for o in conversion.outputs.values()]
+
+    assert dtypes("*=bfloat16") == ["float32", "bfloat16", "bfloat16", "bfloat16"]
+    assert dtypes("optimizer/*=bfloat16") == ["float32", "bfloat16", "float32", "float32"]
+    assert dtypes("*=float16", "*/step=float64") == ["float64", "float16", "float16", "float16"]
+    assert dtypes("optimizer/state/w/step=float64")[0] == "float64"
+
+
+def test_the_last_pattern_counts_also_when_it_was_given_before(tmp_path: Path, source: Path) -> None:
+    with planned(source, ConvertOptions(casts=["model/*=float16", "*=bfloat16", "model/*=float64"])) as (
+        conversion,
+        _,
+    ):
+        assert conversion.outputs["model/w"].dtype == F64
+        assert conversion.outputs["optimizer/state/w/exp_avg"].dtype.name == "bfloat16"
+
+
+def test_a_source_with_a_name_that_is_no_text_is_converted(tmp_path: Path, source: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"step_\xff")
+    os.rename(source, odd)
+    convert(odd, tmp_path / "out")
+    shown = CliRunner().invoke(app, ["convert", str(odd), str(tmp_path / "again")])
+    assert shown.exit_code == 0, shown.output
+    assert contents(tmp_path / "out")[1] == contents(tmp_path / "again")[1]

@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import bridge.diff as diff_module
 from bridge import regions
+from bridge.cli import app
 from bridge.convert import convert
 from bridge.diff import diff
 from bridge.formats.base import Box, check_coverage
+from bridge.mapping.rules import parse_mapping
 from bridge.ulp import Difference, Tolerance
 from tests.bridge.dcp_files import stock_save
 from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
@@ -246,3 +249,78 @@ def test_an_object_that_cannot_be_read_is_listed_beside_the_tensors(tmp_path: Pa
     assert len(report.tensors) == 1
     assert report.max_ulp == 0
     assert not report.within
+
+
+def test_hyperparameters_that_a_mapping_renames_are_compared_under_their_new_names(tmp_path: Path) -> None:
+    mapping = parse_mapping(
+        """
+        [convention.hf]
+        format = "dcp"
+        [convention.titan]
+        format = "dcp"
+        [[rule]]
+        hf = "model.a.weight : v m"
+        titan = "tok.weight : v m"
+        """,
+        "a test",
+    )
+
+    def trained(path: Path, name: str, rate: float, names: list[str]) -> Path:
+        arrays = {f"model.{name}": np.ones((3, 4))}
+        for entry in ("exp_avg", "exp_avg_sq"):
+            arrays[f"optimizer.state.{name}.{entry}"] = np.ones((3, 4))
+        arrays[f"optimizer.state.{name}.step"] = np.full((), 3, np.float32)
+        groups = {
+            ("optimizer", f"param_groups.{name}.lr"): rate,
+            ("optimizer", "param_groups", 0, "params"): names,
+        }
+        write(path, "dcp", arrays, groups)
+        return path
+
+    a = trained(tmp_path / "a", "model.a.weight", 0.1, ["model.a.weight"])
+    convert(a, tmp_path / "b", to="dcp", mapping=mapping, into="titan")
+    report = diff(a, tmp_path / "b", mapping=mapping)
+    assert report.within
+    assert (report.objects_missing, report.objects_extra) == ((), ())
+    other = trained(tmp_path / "c", "tok.weight", 999.0, ["tok.weight"])
+    report = diff(a, other, mapping=mapping)
+    assert report.objects == (("optimizer.param_groups.tok.weight.lr", 0.1, 999.0),)
+    assert not report.within
+    other = trained(tmp_path / "d", "tok.weight", 0.1, ["another"])
+    assert diff(a, other, mapping=mapping).objects == (
+        ("optimizer.param_groups.0.params", ["tok.weight"], ["another"]),
+    )
+
+
+@pytest.mark.parametrize("to", ["dcp", "orbax", "safetensors"])
+@pytest.mark.parametrize("mapping", [None, "decoder", "decoder_stacked"])
+def test_values_that_only_one_has_are_listed_and_conversion_loses_none(
+    tmp_path: Path, to: str, mapping: str | None
+) -> None:
+    write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS | {("nothing",): None, ("empty",): []})
+    convert(tmp_path / "a", tmp_path / "b", to=to, mapping=mapping, into="jax" if mapping else None)
+    for one, other in (("a", "b"), ("b", "a")):
+        report = diff(tmp_path / one, tmp_path / other, mapping=mapping)
+        assert report.within
+        assert (report.objects_missing, report.objects_extra) == ((), ())
+    write(tmp_path / "c", "dcp", dcp_arrays(), HYPERPARAMETERS | {("further",): 1})
+    report = diff(tmp_path / "a", tmp_path / "c")
+    assert report.within
+    assert report.objects_missing == ("empty", "nothing")
+    assert report.objects_extra == ("further",)
+    shown = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "c")])
+    assert shown.exit_code == 0
+    assert "values that are not tensors, only in A: empty, nothing" in shown.stdout
+    assert "values that are not tensors, only in B: further" in shown.stdout
+
+
+def test_the_note_of_places_is_no_value_of_the_model(tmp_path: Path) -> None:
+    arrays = expected_orbax(dcp_arrays())
+    chained = {n.replace("opt_state/", "opt_state/1/0/"): a for n, a in arrays.items()}
+    write(tmp_path / "a", "orbax", chained, HYPERPARAMETERS)
+    convert(tmp_path / "a", tmp_path / "noted", mapping="decoder")
+    write(tmp_path / "plain", "dcp", dcp_arrays(), HYPERPARAMETERS)
+    for one, other in (("a", "noted"), ("a", "plain"), ("noted", "plain"), ("plain", "noted")):
+        report = diff(tmp_path / one, tmp_path / other, mapping="decoder" if one == "a" else None)
+        assert report.within
+        assert (report.objects_missing, report.objects_extra) == ((), ())

@@ -186,6 +186,13 @@ def test_strings_none_and_empty_containers_are_objects(tmp_path: Path) -> None:
         assert (reader.read("deep/s/1").shape, reader.read("deep/s/1")[()]) == ((), 1)
 
 
+def test_strings_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
+    stock_save(tmp_path / "c", {"w": np.ones(3), "text": "hello"})
+    (tmp_path / "c" / "_strings.json").write_text('{"text": "\\ud800"}')
+    with pytest.raises(CheckpointError, match=r"_strings\.json: expected Unicode text for 'text'"):
+        OrbaxReader(tmp_path / "c")
+
+
 def test_a_directory_of_steps_is_read_only_when_it_has_one_step(tmp_path: Path) -> None:
     tree = {"w": random_bits((4, 3), F32, 1)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:

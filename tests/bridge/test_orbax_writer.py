@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from bridge.formats.base import Box, check_coverage
 from bridge.formats.ocdbt import OcdbtWriter
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
+from bridge.verify import verify
 from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
     STOCK_RESTORES,
@@ -571,3 +573,19 @@ def test_a_process_that_did_not_finish_prevents_the_commit(tmp_path: Path) -> No
         parts[0].finish()
     parts[1].abort()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "bits", ["7ff8000000000000", "fff8000000000000", "7ff80000deadbeef", "fff0000000000000"]
+)
+def test_numbers_that_json_lacks_keep_their_bits(tmp_path: Path, bits: str) -> None:
+    value = struct.unpack(">d", bytes.fromhex(bits))[0]
+    with OrbaxWriter(tmp_path / "c") as writer:
+        writer.add_tensor("w", (0,), np.dtype("float32"))
+        writer.add_object(("best", "loss"), [value, {"x": (value,)}])
+    with open_checkpoint(tmp_path / "c") as reader:
+        first, second = reader.objects["best/loss"]  # type: ignore[misc]  # a list, as written
+        assert [struct.pack(">d", x).hex() for x in (first, second["x"][0])] == [bits, bits]
+    assert verify(tmp_path / "c").good
+    text = (tmp_path / "c" / "_METADATA").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

@@ -28,6 +28,7 @@ from bridge.formats import create_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp_reader import DcpReader
 from bridge.formats.manifest import MANIFEST_FILE
+from bridge.inspect import inspect
 from bridge.verify import verify
 from tests.bridge.bits import random_bits
 from tests.bridge.dcp_files import stock_save
@@ -316,3 +317,20 @@ def test_a_chunk_rewritten_with_right_checksums_is_noticed_by_the_manifest(tmp_p
     report = verify(tmp_path / "c")
     assert any("chunk at (4, 0)" in problem.text for problem in report.problems)
     assert not any("chunk at (2, 0)" in problem.text for problem in report.problems)
+
+
+def test_the_manifest_is_that_of_the_step_which_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "runs/step_1", "orbax", arrays())
+    shutil.copytree(tmp_path / "runs/step_1", tmp_path / "runs/step_1.tmp-0123abcd")
+    metadata = tmp_path / "runs/step_1/_METADATA"
+    metadata.write_text(metadata.read_text().replace('"twinshard"', '"twinshared"'))
+    assert where(verify(tmp_path / "runs/step_1")) == where(verify(tmp_path / "runs")) != set()
+
+
+def test_a_checkpoint_is_not_judged_by_the_manifest_of_another_one_inside_it(tmp_path: Path) -> None:
+    stock_save({"w": torch.ones(3)}, tmp_path / "c")
+    write(tmp_path / "c/converted", "orbax", arrays())
+    report = verify(tmp_path / "c")
+    assert report.good
+    assert not report.manifest
+    assert not inspect(tmp_path / "c").manifest
