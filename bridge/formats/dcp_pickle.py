@@ -23,6 +23,7 @@ from bridge.formats.base import CheckpointError
 _MAX_NAME = 200
 _MAX_DEPTH = 32
 _MAX_NODES = 1 << 20
+_MAX_TEXT = 128 << 20
 _MAX_INT_BYTES = 255  # what LONG1 can hold
 
 
@@ -120,11 +121,19 @@ class _Interpreter:
         if data[:2] not in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
             _refuse("expected a pickle of protocol 2, 4 or 5")
         self.position = 2
+        # One byte can make a record of a hundred. Of what DCP writes at most every fifth byte does.
+        budget = _MAX_NODES + len(data) // 4
         while (code := data[self.position]) != _STOP:
             self.position += 1
             operation = _OPERATIONS.get(code)
             if operation is None:
                 _refuse(f"opcode {code:#04x} at byte {self.position - 1} is not one that DCP writes")
+            if code in _MAKING:
+                budget -= 1
+                if budget < 0:
+                    _refuse(
+                        f"more than {_MAX_NODES + len(data) // 4} containers and memo entries in {len(data)} bytes"
+                    )
             operation(self)
         if self.position != len(data) - 1 or len(self.stack) != 1 or self.marks:
             _refuse("expected one value and nothing after it")
@@ -288,6 +297,10 @@ _OPERATIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x95: lambda m: m.raw(8),  # FRAME: only a hint for buffering
 }
 
+_MAKING: Final = frozenset(
+    {0x5D, 0x7D, 0x85, 0x86, 0x87, 0x74, 0x94, 0x71, 0x72, 0x52, 0x81, 0x51}
+)  # containers, records and memo entries
+
 # What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
 _BYTES: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
 PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT, "_codecs.encode"}) | _BYTES)
@@ -297,11 +310,18 @@ def plain_value(value: object, what: str, *, binary: bool = False) -> object:
     """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
 
     A pickle's description of bytes becomes them; bytes as such are taken only if `binary`. CheckpointError, beginning
-    with `what`, for anything else, for trees deeper than 32 or above a million nodes, integers above 255 bytes and
-    text that is not valid Unicode.
+    with `what`, for anything else, for trees deeper than 32 or above a million nodes, for more than 128 MiB of text and
+    bytes, each counted wherever it is referred to, integers above 255 bytes and text that is not valid Unicode.
     """
-    budget = _MAX_NODES
+    budget, letters = _MAX_NODES, _MAX_TEXT
     decoded: dict[int, bytes | None] = {}
+
+    def counted(text: str | bytes) -> str | bytes:
+        nonlocal letters
+        letters -= len(text)
+        if letters < 0:
+            raise CheckpointError(f"{what}: expected at most {_MAX_TEXT} characters and bytes, got more")
+        return text
 
     def copy(node: object, depth: int) -> object:
         nonlocal budget
@@ -316,14 +336,14 @@ def plain_value(value: object, what: str, *, binary: bool = False) -> object:
         if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
             return node
         if isinstance(node, str) and kind is str and is_unicode(node):
-            return node
+            return counted(node)
         if isinstance(node, Call):
             # Once for all its places: a small file may refer to a long one a million times.
             data = decoded[id(node)] = decoded.get(id(node)) or _bytes_of(node)
             if data is not None:
-                return data
-        if binary and kind is bytes:
-            return node
+                return counted(data)
+        if binary and isinstance(node, bytes) and kind is bytes:
+            return counted(node)
         if isinstance(node, list) and kind is list:
             return [copy(item, depth + 1) for item in node]
         if isinstance(node, tuple) and kind is tuple:

@@ -42,6 +42,7 @@ from bridge.formats.mapped_files import (
     copy_mapped,
     lend_mapped,
     regular_file,
+    small_file,
 )
 from bridge.formats.safetensors_header import Header, looks_like_header, read_header
 from bridge.formats.safetensors_reader import saved_offsets
@@ -162,9 +163,7 @@ class DcpReader:
     def _read_metadata(self) -> DcpMetadata:
         try:
             found = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
-            for name in found:
-                regular_file(self.path, name, "the metadata")
-            data = {name: (self.path / name).read_bytes() for name in found}
+            data = {name: small_file(self.path, name, "the metadata") for name in found}
         except OSError as error:
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:

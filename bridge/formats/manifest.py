@@ -32,6 +32,7 @@ import numpy as np
 
 from bridge.formats.atomic import sidecar_of
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
+from bridge.formats.mapped_files import small_file
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"
@@ -141,11 +142,11 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     try:
         if not path.is_file():
             return None
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: expected at most {_MAX_BYTES} bytes, got {path.stat().st_size}")
-        return parse_manifest(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return parse_manifest(
+        small_file(path.parent, path.name, "the manifest", most=_MAX_BYTES, links=True), str(path)
+    )
 
 
 def render_manifest(manifest: Manifest) -> bytes:

@@ -21,6 +21,9 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo
 from bridge.formats.dcp_archive import BLOCK, drop_pages
 
+MAX_SMALL_FILE = 256 << 20
+"""Bytes of a file that is read whole: metadata and the like, not data."""
+
 _MAX_OPEN_FILES = 64
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
@@ -64,6 +67,19 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
             f"{what} is stored in {file}, a link to {target}: expected a file in the checkpoint's directory"
         )
     return file, status.st_size
+
+
+def small_file(
+    directory: Path, name: str, what: str, *, most: int = MAX_SMALL_FILE, links: bool = False
+) -> bytes:
+    """The content of a file that is read whole; see `regular_file`. CheckpointError for one above `most` bytes, too."""
+    file, size = regular_file(directory, name, what, links=links)
+    if size > most:
+        raise CheckpointError(f"{file}: expected at most {most} bytes, got {size}")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
 def files_below(directory: Path) -> list[Path]:

@@ -29,10 +29,11 @@ import tensorstore as ts
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
 from bridge.formats.dcp_pickle import is_unicode
-from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped
+from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped, small_file
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
 from bridge.formats.orbax_store import (
     MANIFEST,
+    MAX_INNER_CHUNKS,
     ArrayLayout,
     explain,
     metadata_key,
@@ -263,12 +264,14 @@ class OrbaxReader:
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
             values = {path: read.result().value for path, read in reads.items()}
         layouts = {}
+        inner = MAX_INNER_CHUNKS
         for path in tree.arrays:
             what = f"{self._item}: tensor {leaf_name(path)!r}"
             if path not in values:
                 raise CheckpointError(f"{what}: expected its metadata under {keys[path]!r}, found none")
             data = _parse_json(values[path], f"{what}: {keys[path]}")
-            layout = parse_array(storage_key(path), data, zarr3=tree.use_zarr3, what=what)
+            layout = parse_array(storage_key(path), data, zarr3=tree.use_zarr3, what=what, inner=inner)
+            inner -= layout.num_inner
             # Counted first: a hostile shape may have more chunks than can be listed.
             missing = (
                 next((key for key in layout.stored_keys() if key.encode() not in present), None)
@@ -333,11 +336,7 @@ class OrbaxReader:
         return found
 
     def _read_json(self, name: str) -> object:
-        try:
-            data = (self._item / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self._item / name}: cannot be read: {error}") from error
-        return _parse_json(data, str(self._item / name))
+        return _parse_json(small_file(self._item, name, "the tree"), str(self._item / name))
 
 
 def _parse_json(data: bytes, what: str) -> object:

@@ -33,8 +33,9 @@ Spec: TypeAlias = dict[str, Any]
 # How chunk data lies in a chunk's value: None when it must be decoded.
 Raw: TypeAlias = Literal["plain", "shard"] | None
 
-# Finer inner chunks than this are read by whole shard: every chunk is a Box in memory.
-_MAX_INNER_CHUNKS = 1 << 20
+MAX_INNER_CHUNKS = 1 << 18
+"""Inner chunks of a checkpoint: arrays with more are read by whole shard, as every chunk is a Box in memory."""
+
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC = {"name": "crc32c"}
 _FILL: Mapping[str, Any] = {"b": False, "i": 0, "u": 0, "c": [0.0, 0.0]}
@@ -116,6 +117,11 @@ class ArrayLayout:
         """How many chunk keys the array has."""
         return math.prod(_grid(self.shape, self.stored_chunk))
 
+    @property
+    def num_inner(self) -> int:
+        """Number of chunks that lie in larger stored ones."""
+        return 0 if self.chunk == self.stored_chunk else math.prod(_grid(self.shape, self.chunk))
+
     def chunk_key(self, index: tuple[int, ...]) -> str:
         """The key of the chunk at this position of the grid of stored chunks."""
         if self.zarr3:
@@ -181,12 +187,17 @@ def metadata_key(key: str, *, zarr3: bool) -> str:
     return f"{key}/zarr.json" if zarr3 else f"{key}/.zarray"
 
 
-def parse_array(key: str, data: object, *, zarr3: bool, what: str) -> ArrayLayout:
-    """The layout from an array's parsed metadata JSON. CheckpointError, beginning with `what`, if it is malformed."""
+def parse_array(
+    key: str, data: object, *, zarr3: bool, what: str, inner: int = MAX_INNER_CHUNKS
+) -> ArrayLayout:
+    """The layout from an array's parsed metadata JSON. CheckpointError, beginning with `what`, if it is malformed.
+
+    inner: chunks inside of shards that it may have; with more, its chunks are the shards.
+    """
     if not isinstance(data, dict):
         raise CheckpointError(f"{what}: expected a JSON object, got {type(data).__name__}")
     try:
-        return _parse_zarr3(key, data) if zarr3 else _parse_zarr2(key, data)
+        return _parse_zarr3(key, data, inner) if zarr3 else _parse_zarr2(key, data)
     except (LookupError, TypeError, ValueError, AttributeError, CheckpointError) as error:
         raise CheckpointError(f"{what}: malformed or unsupported zarr metadata: {error!r:.200}") from error
 
@@ -212,7 +223,7 @@ def _parse_zarr2(key: str, data: Mapping[str, Any]) -> ArrayLayout:
     return ArrayLayout(key, shape, dtype, chunk, chunk, zarr3=False, raw="plain" if plain else None)
 
 
-def _parse_zarr3(key: str, data: Mapping[str, Any]) -> ArrayLayout:
+def _parse_zarr3(key: str, data: Mapping[str, Any], most_inner: int) -> ArrayLayout:
     _expect(data, zarr_format=3, node_type="array")
     encoding = data.get("chunk_key_encoding", {"name": "default"})
     if encoding["name"] != "default" or encoding.get("configuration", {}).get("separator", "/") != "/":
@@ -230,7 +241,7 @@ def _parse_zarr3(key: str, data: Mapping[str, Any]) -> ArrayLayout:
         if inner == stored:
             plain, checksum = _plain_codecs(shard["codecs"])
             raw = "shard" if plain and shard.get("index_location", "end") == "end" else None
-        elif math.prod(_grid(shape, inner)) <= _MAX_INNER_CHUNKS:
+        elif math.prod(_grid(shape, inner)) <= most_inner:
             chunk = inner
     return ArrayLayout(key, shape, dtype, stored, chunk, zarr3=True, raw=raw, checksum=checksum)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.mapped_files import is_plain_name, regular_file
+from bridge.formats.mapped_files import is_plain_name, small_file
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -86,13 +86,9 @@ def _indexed(index: Path) -> FileSet:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    _, size = regular_file(index.parent, index.name, "the index")
-    if size > _MAX_INDEX:
-        raise CheckpointError(f"{index}: expected an index of at most {_MAX_INDEX} bytes, got {size}")
+    data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
     try:
-        content = json.loads(index.read_bytes(), object_pairs_hook=_unique)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {index}: {error}") from error
+        content = json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: malformed or truncated JSON: {error!s:.200}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bridge.formats.base import CheckpointError, CheckpointReader
-from bridge.formats.mapped_files import regular_file
+from bridge.formats.mapped_files import small_file
 from bridge.formats.stored_reader import StoredReader
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
@@ -35,12 +35,11 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     directory = home if home.is_dir() else home.parent
     if not (directory / CONFIG_FILE).exists():
         return table
-    file, size = regular_file(directory, CONFIG_FILE, "the configuration of the model")
-    if size > _MAX_BYTES:
-        raise CheckpointError(f"{file}: expected at most {_MAX_BYTES} bytes, got {size}")
+    file = directory / CONFIG_FILE
+    data = small_file(directory, CONFIG_FILE, "the configuration of the model", most=_MAX_BYTES)
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
     fields = config if isinstance(config, dict) else {}
     sizes = {}

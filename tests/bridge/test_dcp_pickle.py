@@ -211,3 +211,20 @@ def test_20000_mutants_of_a_value_raise_nothing_but_checkpoint_errors() -> None:
         except CheckpointError:
             pass
     assert 0 < accepted < 20_000
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [b"]", b"}", b"N\x85", b"]\x94", b"Nq\0", b"]\x85\x85\x85"],
+    ids=["lists", "dicts", "tuples", "memo", "puts", "nested"],
+)
+def test_a_pickle_cannot_make_more_containers_than_its_length_allows(unit: bytes) -> None:
+    """Each takes a hundred bytes of memory for one or two of the file."""
+    data = b"\x80\x04(" + unit * (6 << 20) + b"t."
+    with pytest.raises(CheckpointError, match=r"v: refused: more than \d+ containers and memo entries"):
+        read_pickle(data, Vocabulary(max_bytes=64 << 20), "v")
+
+
+def test_a_pickle_may_be_full_of_small_containers() -> None:
+    value = [[k, [], ()] for k in range(200_000)]
+    assert read_pickle(pickle.dumps(value, 4), PLAIN_VALUES, "v") == value

@@ -229,12 +229,50 @@ def test_bytes_anywhere_in_a_value_are_read_as_pickle_writes_them(value: object)
 
 @pytest.mark.timeout(30)
 def test_bytes_that_are_referred_to_again_and_again_are_made_once() -> None:
-    """Else a file of 2 MB asks for 500 GB."""
+    """Else a file of 2 MB asks for 500 GB; more of them than can be printed or written elsewhere are refused."""
     long = b"X" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
     call = b"c_codecs\nencode\n" + long + b"X\x06\0\0\0latin1\x86Rq\0"
-    value = plain_value(read_pickle(b"\x80\x02](" + call + b"h\0" * 500_000 + b"e.", PLAIN_VALUES, "v"), "v")
+
+    def listed(count: int) -> object:
+        return plain_value(read_pickle(b"\x80\x02](" + call + b"h\0" * count + b"e.", PLAIN_VALUES, "v"), "v")
+
+    value = listed(100)
     assert isinstance(value, list)
-    assert (len(value), len(set(map(id, value)))) == (500_001, 1)
+    assert (len(value), len(set(map(id, value)))) == (101, 1)
+    with pytest.raises(CheckpointError, match="v: expected at most 134217728 characters and bytes, got more"):
+        listed(500_000)
+
+
+def test_text_that_is_referred_to_again_and_again_is_counted_each_time() -> None:
+    text = b"X" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20) + b"q\0"
+    for count, binary in ((100, True), (100, False)):
+        data = b"\x80\x02](" + text + b"h\0" * count + b"e."
+        assert (
+            plain_value(read_pickle(data, PLAIN_VALUES, "v"), "v", binary=binary) == ["x" * (1 << 20)] * 101
+        )
+    with pytest.raises(CheckpointError, match="v: expected at most 134217728 characters and bytes, got more"):
+        plain_value(read_pickle(b"\x80\x02](" + text + b"h\0" * 200 + b"e.", PLAIN_VALUES, "v"), "v")
+    with pytest.raises(CheckpointError, match="v: expected at most 134217728 characters and bytes, got more"):
+        plain_value([bytes(1 << 20)] * 200, "v", binary=True)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+def test_metadata_is_read_only_when_it_is_a_file_of_a_size_that_it_can_have(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    with open(path, "wb") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(CheckpointError, match=rf"{name}: expected at most 268435456 bytes, got 214748364800"):
+        DcpReader(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"not a regular file|refused|cannot"):
+        DcpReader(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        DcpReader(tmp_path)
 
 
 def test_wrong_questions_are_answered_with_what_was_expected(genuine: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 import warnings
@@ -601,3 +602,48 @@ def test_chunks_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(reader, "_array", lambda name: Spied(store(name)))
         assert_same_bits(reader.read("w"), array)
     assert flying == [0, 5]
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "_strings.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "huge", "elsewhere"])
+def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    stock_save(tmp_path / "c", {"w": np.ones(3), "text": "hello"})
+    path = tmp_path / "c" / name
+    os.rename(path, tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "huge":
+        with open(path, "wb") as file:
+            file.truncate(200 << 30)
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=name if name != "_METADATA" else "_METADATA|holds"):
+        OrbaxReader(tmp_path / "c")
+
+
+def test_chunks_inside_of_shards_are_counted_over_all_arrays(tmp_path: Path) -> None:
+    """Each is a box in memory, and a file of 600 bytes may claim a million."""
+    write(tmp_path / "a", {f"w{k}": np.zeros(4, np.int8) for k in range(4)})
+    tree = json.loads((tmp_path / "a" / "_METADATA").read_text())
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(tree | {"use_ocdbt": False}))
+    (tmp_path / "c" / "commit_success.txt").write_text("")
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    size = 1 << 17
+    for k in range(4):
+        shard = {"chunk_shape": [1], "codecs": [little], "index_codecs": [little]}
+        metadata = {
+            **{"zarr_format": 3, "node_type": "array", "shape": [size], "data_type": "int8", "fill_value": 0},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
+            "chunk_key_encoding": {"name": "default"},
+            "codecs": [{"name": "sharding_indexed", "configuration": shard}],
+        }
+        (tmp_path / "c" / f"w{k}" / "c").mkdir(parents=True)
+        (tmp_path / "c" / f"w{k}" / "c" / "0").write_bytes(b"x")
+        (tmp_path / "c" / f"w{k}" / "zarr.json").write_text(json.dumps(metadata))
+    with OrbaxReader(tmp_path / "c") as reader:
+        assert [len(info.chunks) for info in reader.tensors.values()] == [size, size, 1, 1]
