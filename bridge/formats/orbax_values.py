@@ -10,6 +10,7 @@ checked against the files before anything is read there.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.mapped_files import Fetch, MappedFiles
+from bridge.formats.ocdbt_nodes import NodeBudget
 
 _MAX_DEPTH = 16
 
@@ -72,17 +74,19 @@ def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
 def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:
     """The place of every value that is not inline, nodes being fetched where files are filled as they are read.
 
-    CheckpointError for a reference that leads out of the item, and for a node with two parents: then few nodes can
-    claim any number of keys, and tensorstore would list them all.
+    CheckpointError for a reference that leads out of the item, for a node with two parents (then few nodes can claim
+    any number of keys, and tensorstore would list them all), and for nodes that claim more than belongs into them.
     """
     base = ts.KvStore.open({"driver": "file", "path": f"{item}/"}).result()
     manifest = ts.ocdbt.dump(base).result()
     places: dict[str, Place] = {}
 
     seen: set[tuple[int, int, int]] = set()
+    budget, home = NodeBudget(what), item.resolve()
 
-    def node_at(location: str) -> Mapping[str, Any]:
+    def node_at(location: str, prefix: bytes) -> Mapping[str, Any]:
         place = _parse(location, what, "btreenode")
+        _size_of(item, home, place.file, "the index")
         # Of the file itself: it may go by several names.
         status = (item / place.file).stat()
         identity = status.st_dev, status.st_ino, place.start
@@ -91,6 +95,8 @@ def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[s
         seen.add(identity)
         if fetch is not None:
             fetch(item / place.file, place.start, place.start + place.size)
+        with open(item / place.file, "rb") as file:
+            budget.take(os.pread(file.fileno(), place.size, place.start), len(prefix))
         node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
         return node
 
@@ -101,7 +107,7 @@ def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[s
 
 
 def _walk(
-    node_at: Callable[[str], Mapping[str, Any]],
+    node_at: Callable[[str, bytes], Mapping[str, Any]],
     location: str,
     prefix: bytes,
     places: dict[str, Place],
@@ -110,7 +116,7 @@ def _walk(
 ) -> None:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{what}: expected a B-tree of at most {_MAX_DEPTH} levels, got more")
-    for entry in node_at(location)["entries"]:
+    for entry in node_at(location, prefix)["entries"]:
         if "location" in entry:
             _walk(
                 node_at, entry["location"], prefix + entry["subtree_common_prefix"], places, what, depth + 1

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import google_crc32c
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorstore as ts
+import zstandard
 from hypothesis import given, settings
 
 from bridge.formats import ocdbt
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.ocdbt import OcdbtWriter
+from bridge.formats.ocdbt_nodes import NodeBudget, _entries_and_keys
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_store import ArrayLayout, new_context
 from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
 from bridge.formats.working import ChunkRecord
 
 
-def stored(path: Path, context: ts.Context | None = None, **config: int) -> ts.KvStore:
+def stored(path: Path, context: ts.Context | None = None, **config: Any) -> ts.KvStore:
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
     if config:
         spec |= {"config": config, "assume_config": True, "cache_pool": "cache_pool#ocdbt"}
@@ -249,3 +254,84 @@ def test_a_large_store_has_one_node(tmp_path: Path) -> None:
     store = stored(tmp_path / "s")
     assert len(store.list().result()) == len(values)
     assert store["model.layers.399.weight/c/19"] == values["model.layers.399.weight/c/19"]
+
+
+def nodes_of(path: Path) -> list[tuple[bytes, Any]]:
+    """The bytes of every node of a store, and what tensorstore finds in it."""
+    base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
+    left = [ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]]
+    found = []
+    while left:
+        location = left.pop()
+        _, folder, file, start, size = location.split(":")
+        content = (path / unquote(folder + file)).read_bytes()[int(start) : int(start) + int(size)]
+        node = ts.ocdbt.dump(base, location).result()
+        found.append((content, node))
+        left += [entry["location"] for entry in node["entries"] if "location" in entry]
+    return found
+
+
+@pytest.mark.parametrize("compression", [None, {"id": "zstd"}])
+def test_entries_and_keys_are_counted_as_tensorstore_finds_them(tmp_path: Path, compression: Any) -> None:
+    own = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 3, "compression": compression}
+    store, transaction = stored(tmp_path / "s", new_context(), **own), ts.Transaction(atomic=True)
+    rng = np.random.default_rng(0)
+    for k in range(400):
+        name = "layers/" + "x" * int(rng.integers(0, 300)) + f"/{k}"
+        store.with_transaction(transaction)[name] = rng.bytes(int(rng.integers(0, 9)))
+    transaction.commit_async().result()
+    nodes = nodes_of(tmp_path / "s")
+    assert len(nodes) > 10
+    assert {node["height"] for _, node in nodes} >= {0, 1}
+    for content, node in nodes:
+        assert _entries_and_keys(content, "s") == (
+            len(node["entries"]),
+            sum(len(entry["key"]) for entry in node["entries"]),
+        )
+        for length in (0, 5, 13, 20):
+            with pytest.raises(CheckpointError, match="s: malformed or truncated B-tree node"):
+                _entries_and_keys(content[:length], "s")
+
+
+def test_keys_that_share_all_but_a_byte_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+    """100 kB of them take 200 MB of memory, and twice as many four times that."""
+    write(tmp_path / "s", {"a" * length: b"" for length in range(1, 20_000)})
+    assert sum(p.stat().st_size for p in (tmp_path / "s").rglob("*") if p.is_file()) < 200_000
+    with pytest.raises(
+        CheckpointError, match=r"expected at most \d+ bytes of keys in \d+ bytes of B-tree nodes, got"
+    ):
+        places_in_ocdbt(tmp_path / "s", "store")
+
+
+def test_a_node_that_grows_without_end_is_refused() -> None:
+    bomb = zstandard.compress(bytes(1 << 30))
+    node = bytes(12) + b"\0\1" + bomb + bytes(4)
+    assert len(node) < 200_000
+    with pytest.raises(CheckpointError, match=r"expected at most \d+ bytes in \d+ compressed ones, got more"):
+        NodeBudget("store").take(node, 0)
+
+
+def test_entries_of_all_nodes_are_counted_together(tmp_path: Path) -> None:
+    write(tmp_path / "s", {f"{k:05}": b"" for k in range(50_000)})
+    ((content, _),) = nodes_of(tmp_path / "s")
+    compressed = content[:12] + b"\0\1" + zstandard.compress(content[14:-4], 19) + content[-4:]
+    budget = NodeBudget("store")
+    for _ in range(5):
+        budget.take(compressed, 0)
+    with pytest.raises(
+        CheckpointError, match=r"expected at most \d+ entries in \d+ bytes of B-tree nodes, got"
+    ):
+        budget.take(compressed, 0)
+
+
+def test_a_node_outside_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "s", {"a": b"1"})
+    (data,) = (tmp_path / "s" / "d").iterdir()
+    os.rename(data, tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint"):
+        places_in_ocdbt(tmp_path / "s", "store")
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint"):
+        places_in_ocdbt(tmp_path / "s", "store")
