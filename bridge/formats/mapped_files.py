@@ -83,16 +83,8 @@ def small_file(
 
 
 def files_below(directory: Path) -> list[Path]:
-    """All files in a directory and in those below it, links to directories included; each directory once."""
-    found: list[Path] = []
-    seen: set[tuple[int, int]] = set()
-    for place, below, names in os.walk(directory, followlinks=True):
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
-            below.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        found += [Path(place, name) for name in names]
+    """All files in a directory and in those below it, but not behind links to directories."""
+    found = [Path(place, name) for place, _, names in os.walk(directory) for name in names]
     return [path for path in found if path.is_file()]
 
 

@@ -42,7 +42,7 @@ from bridge.formats.orbax_store import (
     store_spec,
 )
 from bridge.formats.orbax_tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
+from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt, require_inside
 
 _IN_FLIGHT = 64 << 20
 _SHARD_INDEX = struct.Struct("<QQI")
@@ -261,6 +261,8 @@ class OrbaxReader:
                 self._fetch_metadata(tree)
             present = set(self._store.list().result())
             keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
+            if not self._ocdbt:
+                require_inside(self._item, (key for key in keys.values() if key.encode() in present))
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
             values = {path: read.result().value for path, read in reads.items()}
         layouts = {}
@@ -282,6 +284,8 @@ class OrbaxReader:
                 raise CheckpointError(
                     f"{what}: expected {layout.num_stored} stored chunks, but chunk {missing} is missing"
                 )
+            if not (self._ocdbt or layout.raw):
+                require_inside(self._item, layout.stored_keys())
             layouts[leaf_name(path)] = layout
         return layouts
 

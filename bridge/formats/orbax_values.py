@@ -71,6 +71,13 @@ def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
     return {key: Place(key, 0, (item / key).stat().st_size) for key in keys}
 
 
+def require_inside(item: Path, keys: Iterable[str]) -> None:
+    """CheckpointError unless these keys are regular files inside of the item: tensorstore follows any link."""
+    home = item.resolve()
+    for key in keys:
+        _size_of(item, home, key, key)
+
+
 def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:
     """The place of every value that is not inline, nodes being fetched where files are filled as they are read.
 

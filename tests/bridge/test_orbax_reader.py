@@ -647,3 +647,24 @@ def test_chunks_inside_of_shards_are_counted_over_all_arrays(tmp_path: Path) -> 
         (tmp_path / "c" / f"w{k}" / "zarr.json").write_text(json.dumps(metadata))
     with OrbaxReader(tmp_path / "c") as reader:
         assert [len(info.chunks) for info in reader.tensors.values()] == [size, size, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["w/0", "w/.zarray", "v/0"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_files_of_arrays_lie_in_the_checkpoint_compressed_or_not(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "c", {"w": np.arange(6.0), "v": np.ones(3)})
+    assert json.loads((tmp_path / "c" / "w" / ".zarray").read_text())["compressor"] is not None
+    path = tmp_path / "c" / name
+    os.rename(path, tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        CheckpointError, match=rf"{name}.*: expected (a regular file|its metadata|\d+ stored chunks)"
+    ):
+        OrbaxReader(tmp_path / "c")
