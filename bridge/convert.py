@@ -306,6 +306,8 @@ def _require_place(source: Path | str, destination: Path, replace_it: bool) -> N
 
 def _require_untouched(sources: Sequence[Path], destination: Path) -> None:
     """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
+    if not os.path.lexists(destination):
+        return
     place = Path(os.path.realpath(destination))
     for source in sources:
         file = Path(os.path.realpath(source))

@@ -27,6 +27,7 @@ _FREE_KEYS: Final = 64 << 20
 _KEYS_PER_BYTE: Final = 256
 _FREE_BODY: Final = 64 << 20
 _BODY_PER_BYTE: Final = 64
+_PART: Final = 1 << 20
 
 
 class NodeBudget:
@@ -41,22 +42,25 @@ class NodeBudget:
 
         CheckpointError when it cannot be counted, or there is more than belongs into that many bytes.
         """
-        entries, keys = _entries_and_keys(node, self._what)
         self._stored += len(node)
+        # Before the keys are looked at: so many numbers take memory, too.
+        most = _FREE_ENTRIES + _ENTRIES_PER_BYTE * self._stored - self._entries
+        entries, keys = entries_and_keys(node, most, self._what)
         self._entries += entries
         self._keys += keys + entries * prefix
-        for name, found, most in (
-            ("entries", self._entries, _FREE_ENTRIES + _ENTRIES_PER_BYTE * self._stored),
-            ("bytes of keys", self._keys, _FREE_KEYS + _KEYS_PER_BYTE * self._stored),
-        ):
-            if found > most:
-                raise CheckpointError(
-                    f"{self._what}: expected at most {most} {name} in {self._stored} bytes of B-tree nodes, got {found}"
-                )
+        limit = _FREE_KEYS + _KEYS_PER_BYTE * self._stored
+        if self._keys > limit:
+            raise CheckpointError(
+                f"{self._what}: expected at most {limit} bytes of keys in {self._stored} bytes of B-tree nodes, got "
+                f"{self._keys}"
+            )
 
 
-def _entries_and_keys(node: bytes, what: str) -> tuple[int, int]:
-    """The number of entries, and the bytes of all keys together."""
+def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
+    """The number of entries of an encoded node, and the bytes of all their keys together.
+
+    CheckpointError, beginning with `what`, for a malformed node, and for one of more than `most` entries.
+    """
     try:
         numbers = _Numbers(np.frombuffer(node, np.uint8)[_HEADER:-_CRC])
         numbers.next(1)  # version
@@ -65,24 +69,33 @@ def _entries_and_keys(node: bytes, what: str) -> tuple[int, int]:
         if compressed:
             body = _decompressed(body)
         numbers = _Numbers(np.frombuffer(body, np.uint8)[1:])
-        files = numbers.next(1)
+        files = _counted(numbers, most, "files")
         numbers.next(files - 1)  # what each name shares with the one before
         names = numbers.next(files)
         numbers.next(files)  # of these bytes, the folder's
         numbers.skip(names)
-        entries = numbers.next(1)
+        entries = _counted(numbers, most, "entries")
         return entries, numbers.next(entries - 1) + numbers.next(entries)
     except (IndexError, ValueError, zstandard.ZstdError) as error:
         raise CheckpointError(f"{what}: malformed or truncated B-tree node: {error}") from error
 
 
+def _counted(numbers: _Numbers, most: int, kind: str) -> int:
+    count = numbers.next(1)
+    if count > most:
+        raise ValueError(f"expected at most {most} {kind} more, got {count}")
+    return count
+
+
 def _decompressed(data: bytes) -> bytes:
     most = _FREE_BODY + _BODY_PER_BYTE * len(data)
+    body = bytearray()
     with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-        body = reader.read(most + 1)
-    if len(body) > most:
-        raise ValueError(f"expected at most {most} bytes in {len(data)} compressed ones, got more")
-    return body
+        while part := reader.read(_PART):
+            body += part
+            if len(body) > most:
+                raise ValueError(f"expected at most {most} bytes in {len(data)} compressed ones, got more")
+    return bytes(body)
 
 
 class _Numbers:

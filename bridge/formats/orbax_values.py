@@ -93,7 +93,12 @@ def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[s
 
     def node_at(location: str, prefix: bytes) -> Mapping[str, Any]:
         place = _parse(location, what, "btreenode")
-        _size_of(item, home, place.file, "the index")
+        length = _size_of(item, home, place.file, "the index")
+        if place.start + place.size > length:
+            raise CheckpointError(
+                f"{item / place.file} is truncated: expected at least {place.start + place.size} bytes (for a node of "
+                f"the index), got {length}"
+            )
         # Of the file itself: it may go by several names.
         status = (item / place.file).stat()
         identity = status.st_dev, status.st_ino, place.start

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from bridge.formats import ocdbt
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.ocdbt import OcdbtWriter
-from bridge.formats.ocdbt_nodes import NodeBudget, _entries_and_keys
+from bridge.formats.ocdbt_nodes import NodeBudget, entries_and_keys
 from bridge.formats.orbax_reader import OrbaxReader
 from bridge.formats.orbax_store import ArrayLayout, new_context
 from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
@@ -284,13 +285,13 @@ def test_entries_and_keys_are_counted_as_tensorstore_finds_them(tmp_path: Path, 
     assert len(nodes) > 10
     assert {node["height"] for _, node in nodes} >= {0, 1}
     for content, node in nodes:
-        assert _entries_and_keys(content, "s") == (
+        assert entries_and_keys(content, 1000, "s") == (
             len(node["entries"]),
             sum(len(entry["key"]) for entry in node["entries"]),
         )
         for length in (0, 5, 13, 20):
             with pytest.raises(CheckpointError, match="s: malformed or truncated B-tree node"):
-                _entries_and_keys(content[:length], "s")
+                entries_and_keys(content[:length], 1000, "s")
 
 
 def test_keys_that_share_all_but_a_byte_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
@@ -318,9 +319,7 @@ def test_entries_of_all_nodes_are_counted_together(tmp_path: Path) -> None:
     budget = NodeBudget("store")
     for _ in range(5):
         budget.take(compressed, 0)
-    with pytest.raises(
-        CheckpointError, match=r"expected at most \d+ entries in \d+ bytes of B-tree nodes, got"
-    ):
+    with pytest.raises(CheckpointError, match=r"node: expected at most \d+ entries more, got 50000"):
         budget.take(compressed, 0)
 
 
@@ -334,4 +333,23 @@ def test_a_node_outside_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
     data.unlink()
     os.mkfifo(data)
     with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint"):
+        places_in_ocdbt(tmp_path / "s", "store")
+
+
+@pytest.mark.parametrize("size", ["123456", "9" * 18])
+def test_a_node_that_is_longer_than_its_file_is_refused(
+    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "s", {"a": b"1"})
+    dump = ts.ocdbt.dump
+
+    def stretched(base: Any, *location: str) -> Any:
+        found = dump(base, *location).result()
+        if not location:
+            root = found["versions"][-1]["root"]
+            root["location"] = ":".join((*root["location"].split(":")[:4], size))
+        return SimpleNamespace(result=lambda: found)
+
+    monkeypatch.setattr(ts.ocdbt, "dump", stretched)
+    with pytest.raises(CheckpointError, match=rf"is truncated: expected at least {size} bytes \(for a node"):
         places_in_ocdbt(tmp_path / "s", "store")
