@@ -97,7 +97,7 @@ def convert(
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
     """
-    from bridge.convert import ConvertOptions, planned
+    from bridge.convert import ConvertOptions, format_by_name, planned
     from bridge.convert import convert as run
     from bridge.selection import Selection
 
@@ -108,7 +108,9 @@ def convert(
             raise typer.BadParameter(f"expected --mapping beside {option}, as only a mapping knows its names")
     out = Console()
     if dry_run:
-        options = ConvertOptions(to, mapping, into, from_, axes, selection, cast or (), tied)
+        options = ConvertOptions(
+            to or format_by_name(dst), mapping, into, from_, axes, selection, cast or (), tied
+        )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))

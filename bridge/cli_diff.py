@@ -119,6 +119,8 @@ def _print(out: Console, report: DiffReport, all_: bool) -> None:
     total, tolerance = report.total, report.tolerance
     rounded = sum(tensor.dtype_a != tensor.dtype_b for tensor in report.tensors)
     found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
+    if not report.tensors:
+        found = "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
     verdict = "within" if report.within else "beyond"
     rtol_text = f" or rtol {tolerance.rtol:g}" if tolerance.rtol else ""

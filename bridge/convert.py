@@ -42,7 +42,8 @@ from bridge.selection import SelectedReader, Selection
 class ConvertOptions:
     """What a conversion does beside reading and writing.
 
-    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax. mapping: a shipped family's
+    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` goes by the
+    destination's name first). mapping: a shipped family's
     name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
@@ -155,7 +156,9 @@ def convert(
     (what the system or a store refuses). After any error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
-    options = ConvertOptions(to, mapping, into, from_, axes, selection or Selection(), casts, tied)
+    options = ConvertOptions(
+        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied
+    )
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
@@ -178,6 +181,11 @@ def convert(
             )
         return dataclasses.replace(staged, destination=str(dst), seconds=time.perf_counter() - started)
     return _convert(src, dst, options, replace, resume, progress, workers)
+
+
+def format_by_name(dst: str | os.PathLike[str]) -> str | None:
+    """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
+    return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
 
 
 def _convert(

@@ -51,6 +51,13 @@ def find_item(path: Path) -> Path:
     return find_item(child)
 
 
+def items_beside(path: Path, item: Path) -> list[str]:
+    """Names of other items of the step that `item` is in, such as JSON; none where `path` is the item itself."""
+    if item == path:
+        return []
+    return [child.name for child in _subdirectories(item.parent) if child != item and any(child.iterdir())]
+
+
 def is_committed(path: Path, item: Path) -> bool:
     """Whether a directory from `item` up to `path` has the file that Orbax writes last."""
     levels = [item, *(parent for parent in item.parents if parent.is_relative_to(path))]

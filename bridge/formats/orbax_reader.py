@@ -30,7 +30,7 @@ from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
 from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped, small_file
-from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed
+from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax_store import (
     MANIFEST,
     MAX_INNER_CHUNKS,
@@ -70,6 +70,11 @@ class OrbaxReader:
         if not is_committed(self.path, self._item):
             warnings.warn(
                 f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish",
+                stacklevel=2,
+            )
+        if beside := items_beside(self.path, self._item):
+            warnings.warn(
+                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
                 stacklevel=2,
             )
         self._verify = verify

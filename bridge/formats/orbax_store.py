@@ -198,7 +198,9 @@ def parse_array(
         raise CheckpointError(f"{what}: expected a JSON object, got {type(data).__name__}")
     try:
         return _parse_zarr3(key, data, inner) if zarr3 else _parse_zarr2(key, data)
-    except (LookupError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{what}: malformed or unsupported zarr metadata: {error!r:.200}") from error
 
 

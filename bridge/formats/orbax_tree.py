@@ -9,6 +9,8 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
 
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
+
+There "positions" gives the paths of arrays in lists that also hold other things: Orbax has only lists of arrays.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def parse_tree(data: object, what: str) -> Tree:
             arrays.append(path)
     custom = root.get("custom_metadata")
     if isinstance(custom, dict) and "twinshard" in custom:
-        objects |= _parse_objects(custom["twinshard"], f"{what}: custom_metadata['twinshard']")
+        own = f"{what}: custom_metadata['twinshard']"
+        objects |= _parse_objects(custom["twinshard"], own)
+        arrays = _at_their_positions(arrays, custom["twinshard"], own)
     claims = Claims(what)
     for path in (*arrays, *strings, *objects):
         claims.add(path)
@@ -130,12 +134,20 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
             },
         }
     objects = {path: value for path, value in objects.items() if path not in empty}
+    own: dict[str, Json] = _render_objects(objects) if objects else {}
+    positions: dict[str, Json] = {
+        leaf_name(path): [*path]
+        for path in paths
+        if any(isinstance(key, int) and path[:depth] not in lists for depth, key in enumerate(path))
+    }
+    if positions:
+        own["positions"] = positions
     return {
         "tree_metadata": tree,
         "use_ocdbt": True,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": {"twinshard": _render_objects(objects)} if objects else None,
+        "custom_metadata": {"twinshard": own} if own else None,
     }
 
 
@@ -251,7 +263,21 @@ def _decode_float(text: str, what: str) -> float:
         ) from error
 
 
-def _render_objects(objects: Mapping[TreePath, object]) -> Json:
+def _at_their_positions(arrays: list[TreePath], data: object, what: str) -> list[TreePath]:
+    """Arrays of lists that are dicts in the tree, since something in them is no array, with their list positions."""
+    positions = _mapping(_mapping(data, what).get("positions", {}), f"{what}: positions")
+    found = []
+    for path in arrays:
+        own = positions.get(leaf_name(path), list(path))
+        if not isinstance(own, list) or list(map(str, own)) != list(map(str, path)):
+            raise CheckpointError(
+                f"{what}: array {leaf_name(path)!r}: expected the positions of {path}, got {own!r:.80}"
+            )
+        found.append(tuple(own))
+    return found
+
+
+def _render_objects(objects: Mapping[TreePath, object]) -> dict[str, Json]:
     return {
         "objects": {leaf_name(p): encode_object(v, f"object {leaf_name(p)!r}") for p, v in objects.items()},
         "paths": {leaf_name(p): list(p) for p in objects},

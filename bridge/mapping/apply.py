@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.formats.base import TensorInfo
@@ -45,11 +45,14 @@ def apply_rule(
     tensors: Mapping[str, TensorInfo],
     axes: Axes,
     power: int = 1,
+    weights: Iterable[str] = (),
 ) -> Iterator[tuple[str, View]]:
     """The tensors of convention ``target``, by weight name, that ``rule`` makes of those of ``source``.
 
     power: how the tensors grow with the weights, for operations of the rule: 1 for the weights themselves, see
-    `operations.change`. Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict
+    `operations.change`. weights: names of all weights, where ``tensors`` are moments: stacks of both are as high.
+
+    Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict
     the expressions, or an axis size stays open.
     """
     inputs = rule.entries(source)
@@ -64,9 +67,15 @@ def apply_rule(
             values = entry.path.match(name)
             if values is not None:
                 groups.setdefault(tuple(values[index] for index in shared), []).append(values)
-    for key, members in sorted(groups.items()):
+    height = {key: list(members) for key, members in groups.items()}
+    for values in (
+        found for name in weights for entry in inputs if (found := entry.path.match(name)) is not None
+    ):
+        if (key := tuple(values[index] for index in shared)) in height:
+            height[key].append(values)
+    for key in sorted(groups):
         at = dict(zip(shared, key, strict=True))
-        counts = {index: 1 + max(values[index] for values in members) for index in gathered}
+        counts = {index: 1 + max(values[index] for values in height[key]) for index in gathered}
         yield from _Instance(
             rule.between(source, target), inputs, outputs, at, counts, tensors, axes, power
         ).outputs()

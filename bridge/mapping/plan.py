@@ -6,7 +6,7 @@ so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -165,6 +165,7 @@ class _Planner:
         ]
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
+        self.problems += self._uneven(owners)
         outputs = {s: self._outputs(s, sections[s], self._owners(s, sections[s])) for s in MOMENTS}
         weights = self._outputs("weights", found.weights, owners)
         weights |= (
@@ -258,6 +259,7 @@ class _Planner:
 
     def _outputs(self, section: Section, tensors: Tensors, owners: Mapping[str, Rule]) -> dict[str, View]:
         views: dict[str, View] = {}
+        makers: dict[str, Rule] = {}
         members: dict[int, dict[str, TensorInfo]] = {}
         for weight, rule in owners.items():
             members.setdefault(id(rule), {})[weight] = tensors[weight]
@@ -265,9 +267,37 @@ class _Planner:
             if id(rule) not in members or not rule.entries(self.target.name):
                 continue
             power, own = POWERS[section], members[id(rule)]
-            made = apply_rule(rule, self.source.name, self.target.name, own, self._axes, power)
-            self._try(partial(views.update, made))
+            made = apply_rule(
+                rule, self.source.name, self.target.name, own, self._axes, power, self.found.weights
+            )
+            found: list[tuple[str, View]] = self._try(partial(list[tuple[str, View]], made)) or []
+            for weight, view in found:
+                if weight in makers:
+                    self.problems.append(
+                        f"{self.target.name} {weight} is made by two rules, of which one would be lost: "
+                        f"{makers[weight]} and {rule}"
+                    )
+                makers[weight], views[weight] = rule, view
         return views
+
+    def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
+        """Rules that lack a tensor for a number that others have: the last layer's is missed by nothing else."""
+        rules = {id(rule): rule for rule in owners.values() if not rule.optional}
+        # By what stands before the number: layers and blocks are counted apart.
+        seen: dict[str, dict[int, set[int]]] = {}
+        for weight, rule in owners.items():
+            for entry in rule.entries(self.source.name) if id(rule) in rules else ():
+                for index, value in (entry.path.match(weight) or {}).items():
+                    place = entry.path.text.partition(index)[0] + index
+                    seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
+        for place, by_rule in seen.items():
+            everything = set().union(*by_rule.values())
+            for key, values in by_rule.items():
+                if missing := sorted(everything - values):
+                    yield (
+                        f"rule {rules[key]}: expected a tensor for each {place} that other rules have, found none for "
+                        f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional"
+                    )
 
     def _try(self, work: Callable[[], T]) -> T | None:
         """What ``work`` returns; None if it does not fit, which is then among the problems."""

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bridge.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
@@ -20,6 +21,7 @@ from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError, TensorInfo, T
 from bridge.mapping import MappingError
 from tests.bridge import stock_dcp
 from tests.bridge.bits import random_bits, same_bits
+from tests.bridge.dcp_files import stock_save
 from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
 from tests.bridge.memory_reader import MemoryReader
 
@@ -303,3 +305,17 @@ def test_converting_needs_neither_framework(tmp_path: Path) -> None:
     arguments = ["convert", str(tmp_path / "dcp"), str(tmp_path / "orbax"), "--mapping", "decoder"]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
     assert_same(tensors(tmp_path / "orbax"), expected_orbax(dcp_arrays()))
+
+
+@pytest.mark.parametrize("through", ["orbax", "safetensors"])
+def test_lists_of_tensors_and_other_values_come_back_as_lists(tmp_path: Path, through: str) -> None:
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": torch.tensor(0.2), "params": [1]}]
+    state = {"opt": {"param_groups": groups}, "x": [1, torch.ones(2), "s"], "w": torch.ones(3)}
+    stock_save(state, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", to=through)
+    convert(tmp_path / "b", tmp_path / "c", to="dcp")
+    found = []
+    for name in ("a", "c"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+        found.append(torch.load(tmp_path / f"{name}.pt"))
+    assert str(found[1]) == str(found[0]) == str(state)

@@ -407,3 +407,13 @@ def test_a_source_with_a_name_that_is_no_text_is_converted(tmp_path: Path, sourc
     shown = CliRunner().invoke(app, ["convert", str(odd), str(tmp_path / "again")])
     assert shown.exit_code == 0, shown.output
     assert contents(tmp_path / "out")[1] == contents(tmp_path / "again")[1]
+
+
+def test_a_destination_called_safetensors_is_one_unless_another_format_is_asked_for(
+    tmp_path: Path, source: Path
+) -> None:
+    assert convert(source, tmp_path / "a.safetensors").format == "safetensors"
+    assert (tmp_path / "a.safetensors").is_file()
+    assert convert(source, tmp_path / "b.safetensors", to="orbax").format == "orbax"
+    shown = CliRunner().invoke(app, ["convert", str(source), "x.safetensors", "--dry-run", "--json"])
+    assert json.loads(shown.stdout)["format"] == "safetensors"

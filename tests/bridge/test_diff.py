@@ -324,3 +324,11 @@ def test_the_note_of_places_is_no_value_of_the_model(tmp_path: Path) -> None:
         report = diff(tmp_path / one, tmp_path / other, mapping="decoder" if one == "a" else None)
         assert report.within
         assert (report.objects_missing, report.objects_extra) == ((), ())
+
+
+def test_checkpoints_with_nothing_in_common_are_not_said_to_agree(tmp_path: Path) -> None:
+    write(tmp_path / "a", "dcp", {"x": np.ones(2)}, {})
+    write(tmp_path / "b", "dcp", {"y": np.ones(2)}, {})
+    shown = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert shown.exit_code == 1
+    assert "0 tensors, 0 elements compared: they have none in common; beyond" in shown.stdout

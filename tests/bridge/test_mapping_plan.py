@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -380,3 +381,66 @@ def test_what_a_later_tensor_settles_serves_an_earlier_one() -> None:
     reader = MemoryReader("orbax", {"params/a": a, "params/b": b})
     found = plan.tensors["model.w"].read(reader, Box.whole((15,)))
     assert found.tolist() == [*a, *b]
+
+
+def test_two_rules_that_make_one_tensor_are_refused_by_name() -> None:
+    rules = table(
+        '[[rule]]\ntorch = "layers.{i}.gate : f m"\njax = "layers/{i}/wi : m f"\n'
+        '[[rule]]\ntorch = "layers.{i}.up : f m"\njax = "layers/{i}/wi : m f"\n'
+    )
+    arrays = {
+        f"model.layers.{i}.{n}": random_bits((3, 4), FLOAT32, i) for i in range(2) for n in ("gate", "up")
+    }
+    with pytest.raises(
+        MappingError, match=r"jax layers/0/wi is made by two rules, of which one would be lost: "
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", rules)
+
+
+STACK = table('[[rule]]\ntorch = "layers.{i}.w : f m"\njax = "layers/w : {i} m f"\n')
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_moments_that_some_layers_lack_do_not_make_a_lower_stack(frozen: int) -> None:
+    arrays = {f"model.layers.{i}.w": random_bits((3, 4), FLOAT32, i) for i in range(3)}
+    for i in {0, 1, 2} - {frozen}:
+        for entry in ("exp_avg", "exp_avg_sq"):
+            arrays[f"optimizer.state.layers.{i}.w.{entry}"] = random_bits((3, 4), FLOAT32, 9 + i)
+        arrays[f"optimizer.state.layers.{i}.w.step"] = np.asarray(5, np.float32)
+    with pytest.raises(MappingError, match=rf"expected also layers\.{frozen}\.w, which goes together with"):
+        make_plan(MemoryReader("dcp", arrays), "orbax", STACK)
+
+
+@pytest.mark.parametrize("jax", ["layers/v : {i} m", "layers/{i}/v : m"])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_layer_that_lacks_a_tensor_is_named_also_when_it_is_the_last(missing: int, jax: str) -> None:
+    text = '[[rule]]\ntorch = "layers.{{i}}.w : f m"\njax = "layers/w : {{i}} m f"\n'
+    text += '[[rule]]\ntorch = "layers.{{i}}.v : m"\njax = "{}"\n{}'
+    arrays = {f"model.layers.{i}.w": random_bits((3, 4), FLOAT32, i) for i in range(3)}
+    arrays |= {f"model.layers.{i}.v": random_bits((4,), FLOAT32, i) for i in {0, 1, 2} - {missing}}
+    reader = MemoryReader("dcp", arrays)
+    with pytest.raises(
+        MappingError, match=rf"(found none for {missing}; if the|expected also layers\.{missing}\.v,)"
+    ):
+        make_plan(reader, "orbax", table(text.format(jax, "")))
+    if "{i}/v" in jax:
+        plan = make_plan(reader, "orbax", table(text.format(jax, "optional = true\n")))
+        assert len(plan.tensors) == 3
+
+
+def test_the_mapping_in_the_readme_is_one() -> None:
+    text = (Path(__file__).parents[2] / "bridge" / "README.md").read_text()
+    (example,) = [part for part in text.split("```toml\n")[1:] if part.startswith("[axes]")]
+    rules = parse_mapping(example.partition("```")[0], "the README")
+    arrays = {
+        **{f"model.layers.{i}.attention.wq.weight": random_bits((320, 331), FLOAT32, i) for i in range(2)},
+        **{f"model.layers.{i}.mlp.w13.weight": random_bits((1766, 331), FLOAT32, i) for i in range(2)},
+        **{"model.embed.weight": random_bits((7, 331), FLOAT32, 5)},
+        "train.model.head_dim": np.asarray(40),
+    }
+    shapes = {
+        name: tensor.shape
+        for name, tensor in make_plan(MemoryReader("dcp", arrays), "orbax", rules).tensors.items()
+    }
+    assert shapes["params/layers/attention/query/kernel"] == (2, 331, 8, 40)
+    assert shapes["params/layers/mlp/gate/kernel"] == (2, 331, 883)

@@ -668,3 +668,24 @@ def test_files_of_arrays_lie_in_the_checkpoint_compressed_or_not(
         CheckpointError, match=rf"{name}.*: expected (a regular file|its metadata|\d+ stored chunks)"
     ):
         OrbaxReader(tmp_path / "c")
+
+
+def test_other_items_of_a_step_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave({"w": np.ones(2)}), data=ocp.args.JsonSave({"position": 70})
+        )
+        manager.save(7, args=args)
+    with pytest.warns(UserWarning, match=r"7 also holds data, which is not read"):
+        OrbaxReader(tmp_path / "c").close()
+    with pytest.warns(UserWarning, match=r"7 also holds data, which is not read"):
+        OrbaxReader(tmp_path / "c" / "7").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OrbaxReader(tmp_path / "c" / "7" / "state").close()
+
+
+def test_a_dtype_that_is_not_known_is_named(tmp_path: Path) -> None:
+    stock_save(tmp_path / "c", {"w": np.ones(3, ml_dtypes.int4)})
+    with pytest.raises(CheckpointError, match=r"tensor 'w': .*got 'int4'"):
+        OrbaxReader(tmp_path / "c")
