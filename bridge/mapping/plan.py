@@ -178,6 +178,8 @@ class _Planner:
         paths = {name: path for name, path in self.object_paths.items() if path != PLACES}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
+        if any(outputs.values()):
+            values = values | self._empty_parts()
         if self.problems:
             problems = list(dict.fromkeys(self.problems))
             shown = problems[:_MAX_PROBLEMS]
@@ -226,6 +228,19 @@ class _Planner:
             # Where `from_pretrained` and all others look for them in such files.
             target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
+
+    def _empty_parts(self) -> dict[TreePath, object]:
+        """What `optax.adamw` has beside its moments, where these are in part 0 of a chain and nothing is known of it.
+
+        Its decay and its learning rate hold nothing, but stock Orbax restores only what has as many parts.
+        """
+        usual = self.mapping.conventions[self.target.name].states
+        if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
+            return {}
+        match self.target.path_of("step"):
+            case (*chain, 0, _):
+                return {(*chain, 1): None, (*chain, 2): None}
+        return {}
 
     def _noted(self) -> dict[TreePath, object]:
         """Places of this source that are not the usual ones, for the way back, beside those noted before."""

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import torch
 from flax import nnx
 
 from bridge.convert import convert
@@ -19,6 +20,7 @@ from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
 from tests.bridge.bits import random_bits, same_bits
+from tests.bridge.dcp_files import stock_save
 from tests.bridge.memory_reader import MemoryReader
 
 Tree = dict[str, Any]
@@ -353,3 +355,38 @@ def test_a_malformed_note_is_no_note(note: object) -> None:
     arrays = translated(equal, "dcp", table()).arrays
     plan = make_plan(MemoryReader("dcp", arrays, {("twinshard", "places"): note}), "orbax", table())
     assert "opt_state/mu/layers/0/kernel" in plan.tensors
+
+
+CHAINED = """
+[convention.torch]
+[convention.jax]
+exp_avg = "opt_state/0/mu/{w}"
+exp_avg_sq = "opt_state/0/nu/{w}"
+step = "opt_state/0/count"
+"""
+
+
+def test_stock_orbax_restores_what_came_from_torch_into_adamw(tmp_path: Path) -> None:
+    shapes = {f"layers.{i}.{n}": s for i in range(2) for n, s in (("weight", (4, 3)), ("bias", (4,)))}
+    state: dict[str, Any] = {}
+    for k, (name, shape) in enumerate(shapes.items()):
+        state[f"model.{name}"] = torch.from_numpy(random_bits(shape, np.dtype(np.float32), k))
+        for j, entry in enumerate(("exp_avg", "exp_avg_sq")):
+            state[f"optimizer.state.{name}.{entry}"] = torch.full(shape, k + j / 2)
+        state[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
+    stock_save(state, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", mapping=table(CHAINED))
+    params = weights()
+    del params["norm"]
+    template = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "b", jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
+    assert jax.tree.structure(found) == jax.tree.structure(template)
+    assert found["opt_state"][0].count == 7
+    kernel = found["opt_state"][0].nu["layers"]["1"]["kernel"]
+    assert (kernel == 2.5).all()
+    optax.adamw(0.1).update(params, found["opt_state"], found["params"])
+    convert(tmp_path / "b", tmp_path / "c", mapping=table(CHAINED))
+    with open_checkpoint(tmp_path / "a") as one, open_checkpoint(tmp_path / "c") as other:
+        for name in one.tensors:
+            assert same_bits(one.read(name), other.read(name))
