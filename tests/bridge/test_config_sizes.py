@@ -52,8 +52,8 @@ def table(extra: str = "") -> MappingTable:
 )
 def test_the_first_fields_that_are_there_give_the_size(tmp_path: Path, config: object, shape: tuple) -> None:
     for path in (source(tmp_path / "a", config), tmp_path / "a" / "model.safetensors"):
-        convert(path, tmp_path / "out" / path.name, mapping=table())
-        with open_checkpoint(tmp_path / "out" / path.name) as reader:
+        convert(path, tmp_path / "out" / path.stem, mapping=table())
+        with open_checkpoint(tmp_path / "out" / path.stem) as reader:
             assert reader.tensors["params/x/w"].shape == shape
 
 
