@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from bridge.formats.base import MAX_NAME, CheckpointError, TreePath
+from bridge.formats.dcp_pickle import is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -90,6 +91,7 @@ def parse_tree(data: object, what: str) -> Tree:
         arrays = _at_their_positions(arrays, custom["twinshard"], own)
     claims = Claims(what)
     for path in (*arrays, *strings, *objects):
+        _text(leaf_name(path), f"{what}: the name of a leaf")
         claims.add(path)
     use_ocdbt = root.get("use_ocdbt")
     return Tree(
@@ -243,7 +245,14 @@ def _decode_object(value: object, what: str, depth: int = 0) -> object:
             return _decode_bytes(value[_BYTES], what)
         if len(value) == 1 and isinstance(value.get(_FLOAT), str):
             return _decode_float(value[_FLOAT], what)
-        return {key: _decode_object(item, what, depth + 1) for key, item in value.items()}
+        return {_text(key, what): _decode_object(item, what, depth + 1) for key, item in value.items()}
+    return _text(value, what) if isinstance(value, str) else value
+
+
+def _text(value: str, what: str) -> str:
+    # JSON may escape half a character alone, which no file can be given.
+    if not is_unicode(value):
+        raise CheckpointError(f"{what}: expected Unicode text, got {value!r:.80}")
     return value
 
 

@@ -194,6 +194,34 @@ def test_strings_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         OrbaxReader(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    "value", [r'"\ud800"', r'["a", "\ud800"]', r'{"\ud800": 1}', r'{"__tuple__": [{"a": "\ud800"}]}']
+)
+def test_objects_with_half_a_character_are_refused_by_name(tmp_path: Path, value: str) -> None:
+    objects = '{"twinshard": {"objects": {"note": ' + value + "}}}"
+    stock_save(tmp_path / "c", {"w": np.ones(3)})
+    tree = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    tree["custom_metadata"] = json.loads(objects)
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(tree))
+    with pytest.raises(
+        CheckpointError, match=r"_METADATA: .*object 'note': expected Unicode text, got '\\ud800'"
+    ):
+        OrbaxReader(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["array", "object"])
+def test_names_with_half_a_character_are_refused(tmp_path: Path, kind: str) -> None:
+    stock_save(tmp_path / "c", {"w": np.ones(3)})
+    tree = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    if kind == "array":
+        tree["tree_metadata"]["x"] = _entry(key_metadata=[{"key": "\ud800", "key_type": 2}])
+    else:
+        tree["custom_metadata"] = {"twinshard": {"objects": {"x": 1}, "paths": {"x": ["\ud800"]}}}
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match=r"name of a leaf: expected Unicode text, got '\\ud800'"):
+        OrbaxReader(tmp_path / "c")
+
+
 def test_a_directory_of_steps_is_read_only_when_it_has_one_step(tmp_path: Path) -> None:
     tree = {"w": random_bits((4, 3), F32, 1)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:
