@@ -29,7 +29,7 @@ import tensorstore as ts
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
 from bridge.formats.dcp_pickle import is_unicode
-from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped, small_file
+from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped, regular_file, small_file
 from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax_store import (
     MANIFEST,
@@ -45,6 +45,7 @@ from bridge.formats.orbax_tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt, require_inside
 
 _IN_FLIGHT = 64 << 20
+_MAX_MANIFEST = 64 << 20  # of OCDBT: it names roots, not arrays
 _SHARD_INDEX = struct.Struct("<QQI")
 
 
@@ -251,6 +252,11 @@ class OrbaxReader:
                 f"{self._item}: expected {MANIFEST}, which holds the index of all arrays, found none"
             )
         self._ocdbt = ocdbt and has_manifest
+        if self._ocdbt:
+            # tensorstore reads it whole, and ends the process when it gets no memory for that.
+            file, size = regular_file(self._item, MANIFEST, "the index", links=True)
+            if size > _MAX_MANIFEST:
+                raise CheckpointError(f"{file}: expected at most {_MAX_MANIFEST} bytes, got {size}")
         self._spec = store_spec(self._item, ocdbt=ocdbt)
         with explain(f"{self._item}: cannot open the array store"):
             return ts.KvStore.open(self._spec, context=self._context).result()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -651,6 +654,29 @@ def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
         path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=name if name != "_METADATA" else "_METADATA|holds"):
         OrbaxReader(tmp_path / "c")
+
+
+def test_an_index_of_a_size_that_it_cannot_have_is_refused_before_tensorstore_reads_it(
+    tmp_path: Path,
+) -> None:
+    """It would end the process: run apart from the tests."""
+    write(tmp_path / "c", {"w": np.ones(3, np.float32)})
+    with open(tmp_path / "c" / "manifest.ocdbt", "r+b") as file:
+        file.truncate(200 << 30)
+    program = (
+        "import resource, sys; from bridge.formats import CheckpointError\n"
+        "from bridge.formats.orbax_reader import OrbaxReader\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "try: OrbaxReader(sys.argv[1])\n"
+        "except CheckpointError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "c")], capture_output=True, text=True, check=False
+    )
+    assert re.fullmatch(r".*/manifest\.ocdbt: expected at most \d+ bytes, got 214748364800\n", done.stdout), (
+        done.stderr
+    )
+    assert done.returncode == 0
 
 
 def test_chunks_inside_of_shards_are_counted_over_all_arrays(tmp_path: Path) -> None:
