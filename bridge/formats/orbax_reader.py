@@ -42,10 +42,14 @@ from bridge.formats.orbax_store import (
     store_spec,
 )
 from bridge.formats.orbax_tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt, require_inside
+from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
 
 _IN_FLIGHT = 64 << 20
+# tensorstore ends the process when it gets no memory for what it reads whole.
 _MAX_MANIFEST = 64 << 20  # of OCDBT: it names roots, not arrays
+_MAX_METADATA = 256 << 20  # of all arrays together
+_FREE_CHUNK = 64 << 20
+_STORED_PER_BYTE = 64  # shards of tiny chunks have an index of 16 bytes for each
 _SHARD_INDEX = struct.Struct("<QQI")
 
 
@@ -253,7 +257,6 @@ class OrbaxReader:
             )
         self._ocdbt = ocdbt and has_manifest
         if self._ocdbt:
-            # tensorstore reads it whole, and ends the process when it gets no memory for that.
             file, size = regular_file(self._item, MANIFEST, "the index", links=True)
             if size > _MAX_MANIFEST:
                 raise CheckpointError(f"{file}: expected at most {_MAX_MANIFEST} bytes, got {size}")
@@ -272,8 +275,13 @@ class OrbaxReader:
                 self._fetch_metadata(tree)
             present = set(self._store.list().result())
             keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
-            if not self._ocdbt:
-                require_inside(self._item, (key for key in keys.values() if key.encode() in present))
+            places = self._places if self._ocdbt else None
+            stored = (key for key in keys.values() if key.encode() in present)
+            size = sum(size for _, size in stored_sizes(self._item, stored, places))
+            if size > _MAX_METADATA:
+                raise CheckpointError(
+                    f"{self._item}: expected at most {_MAX_METADATA} bytes of arrays' metadata, got {size}"
+                )
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
             values = {path: read.result().value for path, read in reads.items()}
         layouts = {}
@@ -295,8 +303,13 @@ class OrbaxReader:
                 raise CheckpointError(
                     f"{what}: expected {layout.num_stored} stored chunks, but chunk {missing} is missing"
                 )
-            if not (self._ocdbt or layout.raw):
-                require_inside(self._item, layout.stored_keys())
+            if not layout.raw:
+                most = _FREE_CHUNK + _STORED_PER_BYTE * layout.stored_bytes
+                for key, size in stored_sizes(self._item, layout.stored_keys(), places):
+                    if size > most:
+                        raise CheckpointError(
+                            f"{what}: expected at most {most} bytes in the stored chunk {key!r}, got {size}"
+                        )
             layouts[leaf_name(path)] = layout
         return layouts
 

@@ -113,6 +113,11 @@ class ArrayLayout:
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
+    def stored_bytes(self) -> int:
+        """Decoded size of what one chunk key holds."""
+        return math.prod(self.stored_chunk) * self.dtype.itemsize
+
+    @property
     def num_stored(self) -> int:
         """How many chunk keys the array has."""
         return math.prod(_grid(self.shape, self.stored_chunk))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,19 @@ def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
     return {key: Place(key, 0, (item / key).stat().st_size) for key in keys}
 
 
-def require_inside(item: Path, keys: Iterable[str]) -> None:
-    """CheckpointError unless these keys are regular files inside of the item: tensorstore follows any link."""
+def stored_sizes(
+    item: Path, keys: Iterable[str], places: Mapping[str, Place] | None
+) -> Iterator[tuple[str, int]]:
+    """The bytes of values that are not inline: at these places of an OCDBT store, or of files by their keys if None.
+
+    CheckpointError for a file that is no regular one inside of the item: tensorstore follows any link.
+    """
     home = item.resolve()
     for key in keys:
-        _size_of(item, home, key, key)
+        if places is None:
+            yield key, _size_of(item, home, key, key)
+        elif key in places:
+            yield key, places[key].size
 
 
 def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:

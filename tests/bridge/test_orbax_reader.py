@@ -25,6 +25,7 @@ from orbax.checkpoint.experimental import v1
 from bridge.formats import CheckpointError, open_checkpoint, orbax_reader
 from bridge.formats.base import Box
 from bridge.formats.orbax_reader import OrbaxReader
+from bridge.formats.orbax_values import Place
 from bridge.formats.orbax_writer import OrbaxWriter
 from tests.bridge.bits import random_bits
 from tests.bridge.orbax_helpers import (
@@ -656,27 +657,45 @@ def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
         OrbaxReader(tmp_path / "c")
 
 
-def test_an_index_of_a_size_that_it_cannot_have_is_refused_before_tensorstore_reads_it(
-    tmp_path: Path,
+@pytest.mark.parametrize("ocdbt", [True, False])
+@pytest.mark.parametrize("zarr3", [True, False])
+def test_what_tensorstore_reads_whole_has_a_size_that_it_can_have(
+    tmp_path: Path, ocdbt: bool, zarr3: bool
 ) -> None:
-    """It would end the process: run apart from the tests."""
-    write(tmp_path / "c", {"w": np.ones(3, np.float32)})
-    with open(tmp_path / "c" / "manifest.ocdbt", "r+b") as file:
-        file.truncate(200 << 30)
+    """It ends the process when it gets no memory: run apart from the tests."""
+    arrays = {"w": np.zeros((4, 3), np.float32), "v": np.zeros(3, np.float32)}
+    stock_save(tmp_path / "c", arrays, use_ocdbt=ocdbt, use_zarr3=zarr3)
+    names = (
+        ["manifest.ocdbt"]
+        if ocdbt
+        else [f"w/{'zarr.json' if zarr3 else '.zarray'}", "w/c/0/0" if zarr3 else "w/0.0"]
+    )
     program = (
         "import resource, sys; from bridge.formats import CheckpointError\n"
         "from bridge.formats.orbax_reader import OrbaxReader\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "try: OrbaxReader(sys.argv[1])\n"
+        "try: OrbaxReader(sys.argv[1]).read('w')\n"
         "except CheckpointError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "c")], capture_output=True, text=True, check=False
-    )
-    assert re.fullmatch(r".*/manifest\.ocdbt: expected at most \d+ bytes, got 214748364800\n", done.stdout), (
-        done.stderr
-    )
-    assert done.returncode == 0
+    for name in names:
+        shutil.copytree(tmp_path / "c", tmp_path / "d")
+        os.truncate(tmp_path / "d" / name, 200 << 30)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "d")], capture_output=True, text=True, check=False
+        )
+        assert re.search(r"expected at most \d+ bytes.*, got 2147483\d+\n", done.stdout), (name, done.stderr)
+        shutil.rmtree(tmp_path / "d")
+
+
+@pytest.mark.parametrize("key", ["w/.zarray", "w/0.0"])
+def test_values_in_the_index_have_a_size_that_they_can_have(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {key: Place("d/x", 0, 1 << 40)}
+    stock_save(tmp_path / "c", {"w": np.ones((4, 3), np.float32)}, use_ocdbt=True, use_zarr3=False)
+    monkeypatch.setattr("bridge.formats.orbax_reader.places_in_ocdbt", lambda *_: places)
+    with pytest.raises(CheckpointError, match=r"expected at most \d+ bytes .*, got 1099511627776"):
+        OrbaxReader(tmp_path / "c")
 
 
 def test_chunks_inside_of_shards_are_counted_over_all_arrays(tmp_path: Path) -> None:
