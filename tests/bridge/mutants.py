@@ -79,6 +79,7 @@ def hostile_pickles(marker: Path) -> list[bytes]:
         b"\x80\x02X\xff\xff\xff\xffx.",
         b"\x80\x02]q\0h\0a.",  # a list that holds itself
         b"\x80\x02" + b"K\1" * 100_000 + b"t.",
+        b"\x80\x04(" + b"]" * (8 << 20) + b"t.",
     ]
 
 
@@ -134,7 +135,7 @@ def edit_json(data: bytes, rng: random.Random) -> bytes:
     elif kind == 1 and isinstance(node, dict):
         node[rng.choice(("../x", "", "a" * 5000, "\ud800", "/", "a/b", "x"))] = node.pop(key)
     else:
-        node[key] = rng.choice((*NUMBERS, "../../etc/passwd", "/etc/passwd", node, [2**40] * 3))
+        node[key] = rng.choice((*NUMBERS, "../../etc/passwd", "/etc/passwd", "\ud800", node, [2**40] * 3))
     try:
         edited = json.dumps(document).encode()
     except (ValueError, RecursionError):
@@ -158,7 +159,7 @@ def mutate(path: Path, others: Sequence[Path], rng: random.Random, marker: Path)
     """Change the checkpoint at `path`; what was done."""
     files = sorted(p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
     file = rng.choice(files)
-    kind = rng.randrange(14)
+    kind = rng.randrange(16)
     name = file.relative_to(path.parent)
     if kind == 0 and len(files) > 1:
         other = rng.choice([p for p in files if p != file])
@@ -190,6 +191,13 @@ def mutate(path: Path, others: Sequence[Path], rng: random.Random, marker: Path)
         start = rng.randrange(max(1, len(data)))
         file.write_bytes(data[:start] + hostile + data[start + len(hostile) :])
         return f"{name} holds a hostile pickle at {start}"
+    if kind == 6:
+        file.unlink()
+        os.mkfifo(file)
+        return f"{name} is a FIFO"
+    if kind == 7:
+        os.truncate(file, 2 << 30)
+        return f"{name} goes on with a hole of 2 GiB"
     data = file.read_bytes()
     if not data:
         return f"{name} is empty"
