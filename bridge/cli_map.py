@@ -57,7 +57,10 @@ def map_(
         count = f"{len(uncertain)} of {len(proposal.rules)} rules"
         hint = "" if values else "; --values settles them where both hold the same weights"
         print_line(notes, f"uncertain, {count}: {some(uncertain)}{hint}")
-    for name, left_over in (("A", proposal.left_a), ("B", proposal.left_b)):
+    sides = (("A", proposal.left_a, proposal.places[0]), ("B", proposal.left_b, proposal.places[1]))
+    for name, left_over, place in sides:
+        if place.doubt:
+            print_line(notes, f"uncertain, where {name} keeps its tensors: {place.doubt}")
         if left_over:
             print_line(notes, f"only in {name}: {some(left_over)}")
     raise typer.Exit(0 if proposal.certain else 1)

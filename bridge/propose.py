@@ -20,9 +20,11 @@ from pathlib import Path
 from bridge.formats import open_checkpoint
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.formats.stores import place_of
+from bridge.mapping.rules import parse_mapping
 from bridge.propose_axes import Fit, fits, fused_fits
 from bridge.propose_names import FUSED_WORDS, Family, families, similarity
-from bridge.propose_text import Namer, ProposedRule, render, writable
+from bridge.propose_places import Places, places_in
+from bridge.propose_text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose_values import Evidence
 from bridge.selection import STATE_ROOTS, WEIGHT_ROOTS
 
@@ -36,8 +38,9 @@ _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names an
 class Proposal:
     """A mapping as TOML text, and what there is to look at before it is used.
 
-    left_a, left_b: weights that no rule names. doubts: of all rules together; 0 with nothing left is a mapping that
-    was found without guessing.
+    left_a, left_b: weights that no rule names. places: what the file says of where either side keeps its weights and
+    optimizer states. doubts: of all rules and places together; 0 with nothing left is a mapping that was found without
+    guessing.
     """
 
     a: Path | str
@@ -46,10 +49,11 @@ class Proposal:
     rules: tuple[ProposedRule, ...]
     left_a: tuple[str, ...]
     left_b: tuple[str, ...]
+    places: tuple[Places, Places]
 
     @property
     def doubts(self) -> int:
-        return sum(len(rule.doubts) for rule in self.rules)
+        return sum(len(rule.doubts) for rule in self.rules) + sum(bool(place.doubt) for place in self.places)
 
     @property
     def certain(self) -> bool:
@@ -82,8 +86,13 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
         rules.sort(key=lambda rule: order[rule.fit.a[0].family.path])
         left_a = tuple(family.path for family in left if family.path not in used_a)
         left_b = tuple(family.path for family in right if family.path not in used_b)
-        text = render(reader_a, reader_b, rules, left_a, left_b, namer)
-        return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b)
+        places = Places(), Places()
+        if rules:
+            keys = conventions(reader_a.format, reader_b.format)
+            mapping = parse_mapping(render(reader_a, reader_b, rules, left_a, left_b, namer), "proposed")
+            places = places_in(reader_a, mapping, keys[0]), places_in(reader_b, mapping, keys[1])
+        text = render(reader_a, reader_b, rules, left_a, left_b, namer, places)
+        return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b, places)
 
 
 def _weights(reader: CheckpointReader) -> list[Family]:
@@ -98,13 +107,15 @@ def _weights(reader: CheckpointReader) -> list[Family]:
         # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models have weights beside `model` too.
         if roots - {root} <= STATE_ROOTS:
             named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
-            return families(_below(named, root + separator), separator)
+            return families(_without(named, root + separator, separator), separator)
     weights = {n: info for n, info in named.items() if n.split(separator)[0] not in STATE_ROOTS}
-    return families(weights, separator)
+    return families(_without(weights, "", separator), separator)
 
 
-def _below(named: dict[str, TensorInfo], prefix: str) -> dict[str, TensorInfo]:
-    return {name.removeprefix(prefix): info for name, info in named.items()}
+def _without(named: dict[str, TensorInfo], before: str, separator: str) -> dict[str, TensorInfo]:
+    """The same without what stands before all names, and without the key under which nnx keeps every value."""
+    after = "/value" if separator == "/" and all(name.endswith("/value") for name in named) else ""
+    return {name.removeprefix(before).removesuffix(after): info for name, info in named.items()}
 
 
 class _Matcher:

@@ -12,6 +12,7 @@ from typing import Self
 from bridge.formats.base import CheckpointReader
 from bridge.propose_axes import Dim, Entry, Fit
 from bridge.propose_names import INDEX_NAMES, Family
+from bridge.propose_places import Places
 
 _LETTERS = "nfpqstuvwxyz"
 
@@ -118,8 +119,9 @@ def render(
     left_a: Sequence[str],
     left_b: Sequence[str],
     namer: Namer,
+    places: Sequence[Places] = (Places(), Places()),
 ) -> str:
-    """The mapping file."""
+    """The mapping file. places: those of either side."""
     for rule in rules:
         namer.give(rule.fit, rule.names)
     keys = conventions(a.format, b.format)
@@ -131,15 +133,19 @@ def render(
     for key, left in zip(keys, (left_a, left_b), strict=True):
         lines += [f"# unmatched in {key}: {_comment(path)}" for path in left]
     lines += ["", 'name = "proposed"']
-    if keys != ("torch", "jax") and keys != ("jax", "torch"):
-        lines += [line for key in keys for line in ("", f"[convention.{key}]")]
+    if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
+        for key, place in zip(keys, places, strict=True):
+            lines += ["", f"[convention.{key}]"]
+            lines += [f"{entry} = {_quoted(text)}" for entry, text in place.entries.items()]
+    for key, place in zip(keys, places, strict=True):
+        lines += ["", f"# uncertain: the places of {key}: {_comment(place.doubt)}"] if place.doubt else []
     if namer.given:
         lines += ["", "[axes]"]
         lines += [f"{axis} = {json.dumps(size)}" for axis, size in namer.given.items()]
     for rule in rules:
         lines += ["", "[[rule]]", *(f"# uncertain: {_comment(doubt)}" for doubt in rule.doubts)]
         for key, side in zip(keys, (rule.a, rule.b), strict=True):
-            texts = [json.dumps(text, ensure_ascii=False) for text in side]
+            texts = [_quoted(text) for text in side]
             value = texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
             lines.append(f"{key} = {value}")
     return "\n".join(lines) + "\n"
@@ -155,6 +161,10 @@ def conventions(a: str, b: str) -> tuple[str, str]:
     """What the two sides of the rules are called, by the formats of the checkpoints."""
     usual = {"dcp": "torch", "orbax": "jax", "safetensors": "hf"}
     return ("a", "b") if a == b else (usual.get(a, "a"), usual.get(b, "b"))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _comment(text: str) -> str:
