@@ -20,6 +20,7 @@ from pathlib import Path
 from bridge.formats import open_checkpoint
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.formats.stores import place_of
+from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose_axes import Fit, fits, fused_fits
 from bridge.propose_names import FUSED_WORDS, Family, families, similarity
@@ -73,7 +74,7 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
     values: compare a few elements of each candidate. Raises FileNotFoundError, or CheckpointError when one is damaged.
     """
     with open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
-        left, right = _weights(reader_a), _weights(reader_b)
+        (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         # What no rule can name must not come into the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
@@ -90,13 +91,16 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
         if rules:
             keys = conventions(reader_a.format, reader_b.format)
             mapping = parse_mapping(render(reader_a, reader_b, rules, left_a, left_b, namer), "proposed")
-            places = places_in(reader_a, mapping, keys[0]), places_in(reader_b, mapping, keys[1])
+            places = (
+                places_in(reader_a, mapping, keys[0], place_a),
+                places_in(reader_b, mapping, keys[1], place_b),
+            )
         text = render(reader_a, reader_b, rules, left_a, left_b, namer, places)
         return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b, places)
 
 
-def _weights(reader: CheckpointReader) -> list[Family]:
-    """The families of a checkpoint's weights, named without the tree's root."""
+def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
+    """The families of a checkpoint's weights, and the place of all: what stands before and after their names."""
     infos = list(reader.tensors.values())
     # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
     nested = reader.format == "orbax" and any(len(info.path) > 1 for info in infos)
@@ -107,15 +111,16 @@ def _weights(reader: CheckpointReader) -> list[Family]:
         # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models have weights beside `model` too.
         if roots - {root} <= STATE_ROOTS:
             named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
-            return families(_without(named, root + separator, separator), separator)
+            return _placed(named, root + separator, separator)
     weights = {n: info for n, info in named.items() if n.split(separator)[0] not in STATE_ROOTS}
-    return families(_without(weights, "", separator), separator)
+    return _placed(weights, "", separator)
 
 
-def _without(named: dict[str, TensorInfo], before: str, separator: str) -> dict[str, TensorInfo]:
-    """The same without what stands before all names, and without the key under which nnx keeps every value."""
+def _placed(named: dict[str, TensorInfo], before: str, separator: str) -> tuple[list[Family], str]:
+    """Families without what stands before all names, and without the key under which nnx keeps every value."""
     after = "/value" if separator == "/" and all(name.endswith("/value") for name in named) else ""
-    return {name.removeprefix(before).removesuffix(after): info for name, info in named.items()}
+    weights = {name.removeprefix(before).removesuffix(after): info for name, info in named.items()}
+    return families(weights, separator), f"{before}{WEIGHT}{after}"
 
 
 class _Matcher:

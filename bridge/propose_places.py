@@ -10,9 +10,10 @@ converted lies where the other checkpoint has it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bridge.formats.base import CheckpointReader
+from bridge.mapping.conventions import SECTIONS
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.rules import MappingTable
@@ -26,21 +27,22 @@ class Places:
     doubt: str = ""
 
 
-def places_in(reader: CheckpointReader, mapping: MappingTable, name: str) -> Places:
-    """The places of a convention's weights and optimizer states in a checkpoint that has them."""
+def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weights: str) -> Places:
+    """The places of a convention's weights and optimizer states in a checkpoint that has them.
+
+    weights: the place of the weights, which is known to whoever named them.
+    """
     usual = mapping.conventions[name]
-    entries: dict[str, str] = {}
+    entries = {} if weights == usual.places["weights"] else {"weights": weights}
+    mapping = replace(mapping, conventions={**mapping.conventions, name: usual.at(weights, ())})
     try:
         found = find(reader.tensors.values(), mapping, name, str(reader.path))
     except MappingError as error:
-        return Places(doubt=str(error))
-    if found.convention.places["weights"] != usual.places["weights"]:
-        entries["weights"] = found.convention.places["weights"]
+        return Places(entries, str(error))
     if len(found.states) > 1:
         where = ", ".join(sorted(state.places["step"] for state in found.convention.states))
         return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
     for state, place in zip(found.states, found.convention.states, strict=False):
-        held = [*(section for section, tensors in state.sections.items() if tensors)]
-        held += ["step"] if state.count is not None else []
-        entries |= {s: place.places[s] for s in held if place.places[s] != usual.places[s]}
+        held = {*state.sections, *(("step",) if state.count is not None else ())}
+        entries |= {s: place.places[s] for s in SECTIONS if s in held and place.places[s] != usual.places[s]}
     return Places(entries)

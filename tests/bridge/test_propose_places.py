@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from bridge.convert import convert
 from bridge.diff import diff
 from bridge.propose import propose
+from bridge.selection import Selection
 from tests.bridge.test_convert import assert_same, tensors
 from tests.bridge.test_propose import call, saved
 
@@ -78,6 +79,17 @@ def test_what_is_converted_by_a_proposal_lies_as_in_the_other_checkpoint(
     convert(a, tmp_path / "new", mapping=str(tmp_path / "m.toml"))
     assert_same(tensors(tmp_path / "new"), tensors(b))
     assert diff(a, b, mapping=str(tmp_path / "m.toml")).max_ulp == 0
+
+
+def test_averaged_weights_beside_the_trained_ones_are_not_taken_for_them(tmp_path: Path) -> None:
+    averaged = {f"ema.{w}": array + 1 for w, array in section("weights").items()}
+    a = saved(tmp_path / "a", "dcp", torch_names("module.{w}", "optimizer.state.{w}") | averaged)
+    b = saved(tmp_path / "b", "orbax", JAX["usual"])
+    proposal = propose(a, b, values=True)
+    assert proposal.certain, proposal.text
+    (tmp_path / "m.toml").write_text(proposal.text, encoding="utf-8")
+    convert(a, tmp_path / "new", mapping=str(tmp_path / "m.toml"), selection=Selection(drop=("ema.*",)))
+    assert_same(tensors(tmp_path / "new"), tensors(b))
 
 
 def test_usual_places_are_not_written(tmp_path: Path) -> None:
