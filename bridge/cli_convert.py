@@ -16,8 +16,10 @@ from bridge.cli_options import (
     JsonOption,
     MappingOption,
     TiedOption,
+    WeightsOnlyOption,
     axis_sizes,
     progress_console,
+    require_mapping,
     some,
     user_errors,
 )
@@ -57,9 +59,7 @@ def convert(
         list[str] | None,
         typer.Option("--drop", metavar="PATTERN", help="Leave these names of SRC behind; repeatable."),
     ] = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave optimizer and training state behind.")
-    ] = False,
+    weights_only: WeightsOnlyOption = False,
     cast: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,9 +103,7 @@ def convert(
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)
-    for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
-        if value is not None and mapping is None:
-            raise typer.BadParameter(f"expected --mapping beside {option}, as only a mapping knows its names")
+    require_mapping(mapping, into, from_, tied)
     out = Console()
     if dry_run:
         options = ConvertOptions(

@@ -10,10 +10,15 @@ from rich.console import Console
 from bridge.cli_options import (
     SHOWN,
     AxisOption,
+    FromOption,
+    IntoOption,
     JsonOption,
     MappingOption,
+    TiedOption,
+    WeightsOnlyOption,
     axis_sizes,
     progress_console,
+    require_mapping,
     some,
     user_errors,
 )
@@ -30,7 +35,21 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
     mapping: MappingOption = None,
+    into: IntoOption = None,
+    from_: FromOption = None,
     axis: AxisOption = None,
+    tied: TiedOption = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select", metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."
+        ),
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="PATTERN", help="Leave these names of A or B out; repeatable."),
+    ] = None,
+    weights_only: WeightsOnlyOption = False,
     max_ulp: Annotated[
         int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
     ] = 0,
@@ -49,23 +68,29 @@ def diff(
 
     The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol;
     NaNs pass against the same NaN only, integers must be equal. The error of a tensor is the norm of the difference
-    over the norm of A.
+    over the norm of A. What is left out of A (--select, --drop, --weights-only) is not looked for in B.
 
     \b
     Example:
       twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
-      twinshard diff runs/torch/step_40 small --rounded
+      twinshard diff runs/torch/step_40 small --rounded --weights-only
     """
     from bridge.diff import diff as run
+    from bridge.selection import Selection
     from bridge.ulp import Tolerance
 
     axes = axis_sizes(axis, mapping)
+    require_mapping(mapping, into, from_, tied)
     with user_errors(), byte_progress(progress_console(), "diff") as progress:
         report = run(
             a,
             b,
             mapping=mapping,
+            into=into,
+            from_=from_,
             axes=axes,
+            tied=tied,
+            selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
             tolerance=Tolerance(max_ulp, rtol),
             rounded=rounded,
             workers=workers,

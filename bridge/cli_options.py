@@ -27,17 +27,22 @@ IntoOption = Annotated[
 ]
 FromOption = Annotated[
     str | None,
-    typer.Option("--from", metavar="NAME", help="Convention of the mapping that SRC has, if several fit."),
+    typer.Option(
+        "--from", metavar="NAME", help="Convention of the mapping that the first has, if several fit."
+    ),
 ]
 TiedOption = Annotated[
     Literal["once", "both"] | None,
     typer.Option(
-        "--tied", help="A weight with two names is to be there once, or under both; default: as in SRC."
+        "--tied", help="A weight with two names is to be there once, or under both; default: as in the first."
     ),
 ]
 AxisOption = Annotated[
     list[str] | None,
     typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
+]
+WeightsOnlyOption = Annotated[
+    bool, typer.Option("--weights-only", help="Leave optimizer and training state out.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -72,6 +77,13 @@ def some(names: Sequence[str]) -> str:
 def progress_console() -> Console:
     """Where progress goes."""
     return Console(stderr=True)
+
+
+def require_mapping(mapping: str | None, into: str | None, from_: str | None, tied: str | None) -> None:
+    """A usage error for options that mean nothing without a mapping."""
+    for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
+        if value is not None and mapping is None:
+            raise typer.BadParameter(f"expected --mapping beside {option}, as only a mapping knows its names")
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:

@@ -33,6 +33,7 @@ from bridge.formats.working import Attempt
 from bridge.mapping.config_sizes import with_config
 from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
+from bridge.mapping.sizes import with_stored_sizes
 from bridge.memory import large_buffers_returned
 from bridge.regions import Progress
 from bridge.selection import SelectedReader, Selection
@@ -258,8 +259,8 @@ def planned(
             reader = selected = SelectedReader(whole, options.selection)
             left_out = selected.left_out
             if table is not None:
-                # A part of a model does not have what the rules of the whole require.
-                table = table.part()
+                # A part of a model does not have what the rules of the whole require, or all that tells sizes.
+                table = with_stored_sizes(table, whole).part()
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,12 @@ from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor, make_plan
-from bridge.mapping.rules import MappingTable, mapping_table
+from bridge.mapping.rules import MappingTable, Tied, mapping_table
+from bridge.mapping.sizes import with_stored_sizes
 from bridge.memory import large_buffers_returned
 from bridge.ordered import ordered
 from bridge.regions import Progress, group_boxes, split_box
+from bridge.selection import Selection, selected_pair
 from bridge.ulp import Difference, Tolerance, compare, sum_of_squares
 
 
@@ -104,7 +106,11 @@ def diff(
     b: str | os.PathLike[str],
     *,
     mapping: str | os.PathLike[str] | MappingTable | None = None,
+    into: str | None = None,
+    from_: str | None = None,
     axes: Mapping[str, int] | None = None,
+    tied: Tied | None = None,
+    selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
     progress: Progress | None = None,
@@ -112,20 +118,29 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any format.
 
-    mapping, axes: as for `convert`; without a mapping names are compared as tree paths. rounded: tensors of different
-    dtypes are compared too, see `common_dtype`; so 0 ULP says that the narrower is exactly the other, cast. workers:
-    regions compared in parallel, some 100 MiB of memory each.
+    mapping, into, from_, axes, tied: as for `convert`; without a mapping names are compared as tree paths. selection:
+    which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that
+    are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
+    narrower is exactly the other, cast. workers: regions compared in parallel, some 100 MiB of memory each.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged or the mapping does not fit ``a``.
     """
-    tolerance = tolerance or Tolerance()
+    tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes)
-    with large_buffers_returned(), open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
+    with large_buffers_returned(), open_checkpoint(a) as whole_a, open_checkpoint(b) as whole_b:
+        reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
+        target: str | Convention | None = into
         if table is not None:
-            table = with_config(table, reader_a)
-        into = _convention_of(reader_b, table) if table is not None else None
-        plan = make_plan(reader_a, reader_b.format, table, into=into)
-        infos = reader_b.tensors
+            table = with_config(table, whole_a).with_tied(tied)
+            target = _convention_of(whole_b, table, into) or into
+            table = table if selection.everything else with_stored_sizes(table, whole_a).part()
+
+        def planned(reader: CheckpointReader) -> Plan:
+            return make_plan(reader, reader_b.format, table, into=target, from_=from_)
+
+        plan = planned(reader_a)
+        left_out = _left_out(planned, whole_a, plan) if reader_a is not whole_a else frozenset()
+        infos = {name: info for name, info in reader_b.tensors.items() if name not in left_out}
         common = [name for name in infos if name in plan.tensors]
         mismatched = {
             name: text for name in common if (text := _mismatch(plan.tensors[name], infos[name], rounded))
@@ -147,7 +162,7 @@ def diff(
             tuple(name for name in plan.tensors if name not in infos),
             tuple(name for name in infos if name not in plan.tensors),
             tuple(mismatched.items()),
-            *_objects(reader_a, plan, reader_b),
+            *_objects(reader_a, plan, reader_b, left_out),
         )
 
 
@@ -174,10 +189,25 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     return bool(w.nmant >= n.nmant and w.maxexp >= n.maxexp and w.minexp <= n.minexp)
 
 
-def _convention_of(reader: CheckpointReader, table: MappingTable) -> Convention | None:
+def _left_out(
+    planned: Callable[[CheckpointReader], Plan], whole: CheckpointReader, plan: Plan
+) -> frozenset[str]:
+    """The names that would correspond to what is not selected; none where the mapping does not fit the whole."""
+    try:
+        full = planned(whole)
+    except CheckpointError:
+        return frozenset()
+    return frozenset(_names(full) - _names(plan))
+
+
+def _names(plan: Plan) -> set[str]:
+    return {*plan.tensors, *plan.objects, *plan.notes}
+
+
+def _convention_of(reader: CheckpointReader, table: MappingTable, only: str | None) -> Convention | None:
     """The naming convention of a checkpoint, and at which places it has its tensors; None if that cannot be told."""
     try:
-        found = find(reader.tensors.values(), table, None, str(reader.path))
+        found = find(reader.tensors.values(), table, only, str(reader.path))
     except MappingError:
         return None
     return found.convention if found.weights else None
@@ -251,7 +281,7 @@ def _ratio(error: float, reference: float) -> float:
 
 
 def _objects(
-    reader_a: CheckpointReader, plan: Plan, reader_b: CheckpointReader
+    reader_a: CheckpointReader, plan: Plan, reader_b: CheckpointReader, left_out: Set[str]
 ) -> tuple[
     tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]
 ]:
@@ -274,7 +304,9 @@ def _objects(
         if not _same(*pair):
             different.append((name, *pair))
     names_a = {*kept, *renamed}
-    names_b = [name for name, path in reader_b.object_paths.items() if path != PLACES]
+    names_b = [
+        name for name, path in reader_b.object_paths.items() if path != PLACES and name not in left_out
+    ]
     missing = sorted(names_a - reader_b.object_paths.keys())
     extra = [name for name in names_b if name not in names_a]
     return tuple(different), tuple(unreadable), tuple(missing), tuple(extra)

@@ -45,11 +45,14 @@ class Selection:
         """Whether nothing is left out."""
         return not (self.select or self.drop or self.weights_only)
 
-    def of(self, paths: Mapping[str, TreePath]) -> frozenset[str]:
-        """The wanted ones of these names. CheckpointError for a pattern that matches none."""
-        for kind, patterns in (("select", self.select), ("drop", self.drop)):
+    def of(self, paths: Mapping[str, TreePath], elsewhere: Iterable[str] = ()) -> frozenset[str]:
+        """The wanted ones of these names. CheckpointError for a pattern that matches none.
+
+        elsewhere: further names, of which those to be dropped may be.
+        """
+        for kind, patterns, known in (("select", self.select, ()), ("drop", self.drop, tuple(elsewhere))):
             for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in paths):
+                if not any(fnmatchcase(name, pattern) for name in (*paths, *known)):
                     raise CheckpointError(
                         f"--{kind} {pattern}: expected a pattern that matches a name, got one that matches none of "
                         f"{len(paths)}, such as {', '.join(list(paths)[:3])}"
@@ -74,12 +77,12 @@ class SelectedReader:
     `left_out`: the names of all else.
     """
 
-    def __init__(self, reader: CheckpointReader, selection: Selection) -> None:
+    def __init__(self, reader: CheckpointReader, selection: Selection, elsewhere: Iterable[str] = ()) -> None:
         self._reader = reader
         self.format: str = reader.format
         self.path: Path | str = reader.path
         paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
-        wanted = selection.of(paths)
+        wanted = selection.of(paths, elsewhere)
         if selection.weights_only:
             wanted -= reader.object_paths.keys()
         self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
@@ -136,6 +139,20 @@ class _Objects(Mapping[str, object]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def selected_pair(
+    a: CheckpointReader, b: CheckpointReader, selection: Selection
+) -> tuple[CheckpointReader, CheckpointReader]:
+    """Two checkpoints to be compared: what is selected of ``a``; ``b`` without what is to be dropped, and states."""
+    if selection.everything:
+        return a, b
+    names = (*b.tensors, *b.object_paths)
+    dropped = tuple(
+        pattern for pattern in selection.drop if any(fnmatchcase(name, pattern) for name in names)
+    )
+    of_b = Selection(drop=dropped, weights_only=selection.weights_only)
+    return SelectedReader(a, selection, names), b if of_b.everything else SelectedReader(b, of_b)
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:

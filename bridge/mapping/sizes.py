@@ -9,16 +9,31 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
 
 
+def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
+    """The same with the sizes that scalars of the checkpoint give, for a part of it that may lack those scalars.
+
+    MappingError for a scalar that is no size.
+    """
+    by_path = {"/".join(map(str, info.path)): info for info in reader.tensors.values()}
+    stored = {axis: value for axis, value in mapping.axes.items() if isinstance(value, str) and "/" in value}
+    return mapping.with_axes(
+        {
+            axis: _scalar(reader, mapping, axis, by_path[path])
+            for axis, path in stored.items()
+            if path in by_path
+        }
+    )
+
+
 def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
     """The sizes that the mapping's table of axes gives, some of them from scalars of the checkpoint.
 
-    Raises MappingError for axes that name each other, for a scalar that is no size, for rotary pairs of an odd size.
+    Raises MappingError for axes that name each other, for rotary pairs of an odd size, and as `with_stored_sizes` does.
     """
     sizes: dict[str, int] = {}
     alias: dict[str, str] = {}
     absent: dict[str, str] = {}
-    table = mapping.axes
-    by_path = {"/".join(map(str, info.path)): info for info in reader.tensors.values()}
+    table = with_stored_sizes(mapping, reader).axes
     for axis, value in table.items():
         end, seen = axis, [axis]
         while isinstance(target := table.get(end), str) and "/" not in target:
@@ -32,8 +47,6 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
             alias[axis] = end
         elif isinstance(value, int):
             sizes[axis] = value
-        elif value in by_path:
-            sizes[axis] = _scalar(reader, mapping, axis, by_path[value])
         else:
             name = value.replace("/", "/" if reader.format == "orbax" else ".")
             absent[axis] = f"the mapping takes it from {name}, which {reader.path} does not have"
