@@ -152,9 +152,11 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
     for pattern, wanted in casts.items():
         if not used[pattern]:
             found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
+            names = ", ".join(list(outputs)[:3])
+            got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {names}"
             raise CheckpointError(
                 f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
-                f"a name of this form, got {'dtypes ' + ', '.join(found) if found else 'no tensor'}"
+                f"a name of this form, got {got}"
             )
     return outputs
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from bridge.convert import Conversion, ConvertReport
 
 
+_ASKED_FOR = 5
+"""Names shown of those that were left out on request, which may be most of a checkpoint."""
+
+
 class TargetFormat(StrEnum):
     """What `convert` can write."""
 
@@ -182,7 +186,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     for name, (_, value) in conversion.objects.items():
         print_line(out, f"{name} = {value!r}")
     if conversion.left_out:
-        print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out)}")
+        print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, _ASKED_FOR)}")
     if conversion.inexact:
         print_line(out, f"calculated, with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
     print_line(
@@ -208,4 +212,4 @@ def _print_report(out: Console, report: ConvertReport) -> None:
     for name, count in report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
     if report.dropped:
-        print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped)}")
+        print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, _ASKED_FOR)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,10 @@ def map_(
     """
     from bridge.propose import propose
 
+    if out is not None and os.path.lexists(out):
+        raise typer.BadParameter(
+            f"expected no file at {out}, found one: remove it first, or choose another name"
+        )
     with user_errors():
         proposal = propose(a, b, values=values)
         if out is not None:

@@ -68,10 +68,10 @@ def explained(error: Exception) -> str:
     return str(error)
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], most: int = SHOWN) -> str:
     """The first of many names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def progress_console() -> Console:
