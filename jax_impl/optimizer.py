@@ -23,6 +23,9 @@ PyTorch's own:
   (float64: 86 %), 4 % (8 %) by more than 5 ulp and none by more than 13 (17); of ``w`` 43 % (49 %), by at most 7 ulp of
   the largest value that the weight had had. ``torch_vector_bytes`` gives the second form to arrays that are tensors.
 - Numbers too small to be normal: JAX takes them for zero.
+
+What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs (``ATEN_CPU_CAPABILITY=default``)
+contracts fewer products, and its bits are others.
 """
 
 from __future__ import annotations
