@@ -32,6 +32,16 @@ MAX_NAME = 4096
 """Characters of a tensor's or object's name, in all formats."""
 
 
+_MAX_DEPTH = 256
+
+
+def is_tree_path(keys: Sequence[object]) -> bool:
+    """Whether these can be a leaf's path in all formats: 1 to 256 keys, each text or a list position below 2**63."""
+    return 0 < len(keys) <= _MAX_DEPTH and all(
+        type(key) is str or (type(key) is int and 0 <= key < 1 << 63) for key in keys
+    )
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
 

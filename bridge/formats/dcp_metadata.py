@@ -28,6 +28,7 @@ from bridge.formats.base import (
     TreePath,
     check_coverage,
     dtype_name,
+    is_tree_path,
 )
 from bridge.formats.dcp_archive import is_index
 from bridge.formats.dcp_pickle import Call, Instance, Name, Vocabulary, read_pickle
@@ -240,12 +241,10 @@ def _size(value: object, what: str) -> tuple[int, ...]:
 def _path(name: str, value: object, what: str) -> TreePath:
     if value is None:
         return (name,)
-    if not isinstance(value, tuple) or not 0 < len(value) <= 256:
+    if not isinstance(value, tuple) or not is_tree_path(value):
         raise CheckpointError(
-            f"{what}: expected the path of {_short(name)} to be a tuple, got {type(value).__name__}"
+            f"{what}: expected the path of {_short(name)} to be a tuple of text and list positions, got something else"
         )
-    if not all(type(part) is str or (type(part) is int and 0 <= part < 1 << 63) for part in value):
-        raise CheckpointError(f"{what}: expected the path of {_short(name)} to consist of str and int")
     return value
 
 

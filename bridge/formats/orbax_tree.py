@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bridge.formats.base import MAX_NAME, CheckpointError, TreePath
+from bridge.formats.base import MAX_NAME, CheckpointError, TreePath, is_tree_path
 from bridge.formats.dcp_pickle import is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -174,9 +174,10 @@ class Claims:
     def add(self, path: TreePath) -> None:
         """Claim a leaf. CheckpointError, naming both leaves, if it collides with an earlier one."""
         text = tuple(map(str, path))
-        if not text or "" in text or text[-1].endswith("/"):
+        if not is_tree_path(path) or "" in text or text[-1].endswith("/"):
             raise CheckpointError(
-                f"{self._what}: expected a leaf path of non-empty keys, the last not ending in '/', got {path}"
+                f"{self._what}: expected a leaf path of non-empty keys (text, the last not ending in '/', and list "
+                f"positions), got {path!r:.80}"
             )
         if (length := len(leaf_name(path))) > MAX_NAME:
             raise CheckpointError(

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.base import CheckpointError, TreePath, is_tree_path
 from bridge.formats.dcp_pickle import plain_value
 
 EXTRAS_KEY: Final = "twinshard"
-_MAX_PATH: Final = 256
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,6 @@ def _decode(value: Any) -> object:
 
 
 def _path(value: Any) -> TreePath:
-    if not isinstance(value, list) or not 0 < len(value) <= _MAX_PATH:
-        raise ValueError("expected a path of keys")
-    if not all(type(part) is str or (type(part) is int and 0 <= part < 1 << 63) for part in value):
+    if not isinstance(value, list) or not is_tree_path(value):
         raise ValueError("expected a path of text and list positions")
     return tuple(value)

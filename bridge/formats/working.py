@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort, is_temporary
-from bridge.formats.base import MAX_NAME, Box, CheckpointError, Elements, TensorInfo, TreePath, dtype_name
+from bridge.formats.base import (
+    MAX_NAME,
+    Box,
+    CheckpointError,
+    Elements,
+    TensorInfo,
+    TreePath,
+    dtype_name,
+    is_tree_path,
+)
 from bridge.formats.dcp_archive import raw_bytes
 from bridge.formats.dcp_pickle import is_unicode
 from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
@@ -270,8 +279,8 @@ def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
     and names above MAX_NAME characters.
     """
     parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
-    if not parts or not all(isinstance(p, str) or (isinstance(p, int) and p >= 0) for p in parts):
-        raise CheckpointError(f"expected a name or a path of str and list positions, got {parts}")
+    if not is_tree_path(parts):
+        raise CheckpointError(f"expected a name or a path of str and list positions, got {parts!r:.80}")
     name = ".".join(map(str, parts))
     if not is_unicode(name):
         raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")

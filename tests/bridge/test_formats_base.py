@@ -329,3 +329,32 @@ def test_a_name_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a name of Unicode characters"):
         writer.add_object(("a", "lone \udc80"), 1)
     writer.abort()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "path",
+    [(), ("a", 1 << 63), ("a", -1), ("a", True), ("a",) * 257],
+    ids=["none", "large", "negative", "bool", "deep"],
+)
+def test_paths_that_some_format_cannot_read_back_are_refused_by_all(
+    tmp_path: Path, format: str, path: tuple[str | int, ...]
+) -> None:
+    with create_checkpoint(tmp_path / "c", format) as writer:
+        with pytest.raises(CheckpointError, match="list pos"):
+            writer.add_tensor(path, (1,), np.dtype(np.float32))
+        with pytest.raises(CheckpointError, match="list pos"):
+            writer.add_object(path, 1)
+        writer.abort()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_longest_path_and_the_largest_position_come_back(tmp_path: Path, format: str) -> None:
+    paths: list[tuple[str | int, ...]] = [("x", (1 << 63) - 1), ("a",) * 256]
+    with create_checkpoint(tmp_path / "c", format) as writer:
+        for path in paths:
+            writer.add_object(path, 1)
+        name = writer.add_tensor("w", (1,), np.dtype(np.float32)).name
+        writer.write(name, Box.whole((1,)), np.ones(1, np.float32))
+    with open_checkpoint(tmp_path / "c") as reader:
+        assert set(paths) <= set(reader.object_paths.values())
