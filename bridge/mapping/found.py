@@ -114,12 +114,14 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
             f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
         )
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
-    # Of names that say nothing, such as "w", the usual place decides.
+    # Of names that say nothing, such as "w", the usual place decides; then the one that names more, and leaves less to
+    # a root, as with "transformer.wte" and "wte".
     ranks = {
         name: (
             _fits(f, mapping),
             len(f.weights),
             f.convention.places["weights"] == mapping.conventions[name].places["weights"],
+            -len(f.convention.places["weights"]),
         )
         for name, f in found.items()
     }

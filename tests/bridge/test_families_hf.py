@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from bridge.convert import convert
 from bridge.diff import diff
@@ -99,6 +99,47 @@ def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     expected = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     same_bits({name: tensor.numpy() for name, tensor in again.state_dict().items()}, expected)
+
+
+@pytest.mark.parametrize("below", ["", "transformer."])
+def test_gpt2_as_the_oldest_files_on_the_hub_have_it(tmp_path: Path, below: str) -> None:
+    """Without or with the root of the class, and with causal masks among the weights."""
+    model = hf_model("gpt2")
+    (model if below else model.transformer).save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    weights = load_file(file)
+    assert f"{below}wte.weight" in weights
+    for layer in range(3):
+        weights[f"{below}h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))
+        weights[f"{below}h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    save_file(weights, file, {"format": "pt"})
+    report = convert(tmp_path / "hub", tmp_path / "orbax", mapping="gpt2")
+    assert len(report.dropped) == 6
+    found = dict(flat(orbax_tree(tmp_path / "orbax")["params"]))
+    same_bits(found, flax_weights(model))
+    logits = np.asarray(flax_model(config_json(model), found)(jnp.asarray(tokens())))
+    expected = hf_logits(model, tokens())
+    assert np.abs(logits - expected).max() < 2e-5 * expected.std()
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    for into in (None, "torch", "base"):
+        back = tmp_path / f"back-{into}"
+        convert(tmp_path / "orbax", back, to="safetensors", mapping="gpt2", into=into)
+        shutil.copy(tmp_path / "hub" / "config.json", back)
+        again, info = type(model).from_pretrained(back, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        same_bits({n: t.numpy() for n, t in again.state_dict().items()}, state)
+
+
+def test_llama_with_the_frequencies_that_older_files_hold(tmp_path: Path) -> None:
+    model = hf_model("llama")
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+        save_file({**load_file(file), name: np.ones(4, np.float32)}, file, {"format": "pt"})
+    report = convert(tmp_path / "hub", tmp_path / "orbax", mapping="llama", into="flax")
+    assert len(report.dropped) == 2
+    same_bits(dict(flat(orbax_tree(tmp_path / "orbax")["params"])), flax_weights(model))
 
 
 def test_mixtrals_experts_are_one_tensor_each_on_the_hub_and_one_for_all_in_the_class(tmp_path: Path) -> None:
