@@ -63,10 +63,6 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
             raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
-        if self.tied is not None and self.mapping is None:
-            raise ValueError(
-                f"expected a mapping, which knows the tied weights that are to be {self.tied}, got none"
-            )
 
 
 @dataclass(frozen=True)
@@ -246,9 +242,7 @@ def planned(
 
     Raises what `convert` raises about source, mapping, selection and casts.
     """
-    table = mapping_table(options.mapping, options.axes)
-    if table is not None:
-        table = table.with_tied(options.tied)
+    table = mapping_table(options.mapping, options.axes, options.tied)
     casts = parse_casts(options.casts)
     with open_checkpoint(source) as whole:
         reader: CheckpointReader = whole

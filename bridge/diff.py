@@ -126,12 +126,12 @@ def diff(
     Raises FileNotFoundError, or CheckpointError when one is damaged or the mapping does not fit ``a``.
     """
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
-    table = mapping_table(mapping, axes)
+    table = mapping_table(mapping, axes, tied)
     with large_buffers_returned(), open_checkpoint(a) as whole_a, open_checkpoint(b) as whole_b:
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
         target: str | Convention | None = into
         if table is not None:
-            table = with_config(table, whole_a).with_tied(tied)
+            table = with_config(table, whole_a)
             target = _convention_of(whole_b, table, into) or into
             table = table if selection.everything else with_stored_sizes(table, whole_a).part()
 

@@ -118,8 +118,9 @@ def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
 
 def _placed(named: dict[str, TensorInfo], before: str, separator: str) -> tuple[list[Family], str]:
     """Families without what stands before all names, and without the key under which nnx keeps every value."""
-    after = "/value" if separator == "/" and all(name.endswith("/value") for name in named) else ""
-    weights = {name.removeprefix(before).removesuffix(after): info for name, info in named.items()}
+    below = {name.removeprefix(before): info for name, info in named.items()}
+    after = "/value" if separator == "/" and all(name.endswith("/value") for name in below) else ""
+    weights = {name.removesuffix(after): info for name, info in below.items()}
     return families(weights, separator), f"{before}{WEIGHT}{after}"
 
 

@@ -10,6 +10,7 @@ converted lies where the other checkpoint has it:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bridge.formats.base import CheckpointReader
@@ -23,7 +24,7 @@ from bridge.mapping.rules import MappingTable
 class Places:
     """What a convention's table says. entries: by key, those that are not the usual ones. doubt: what it cannot say."""
 
-    entries: dict[str, str] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
     doubt: str = ""
 
 
@@ -42,6 +43,7 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
     if len(found.states) > 1:
         where = ", ".join(sorted(state.places["step"] for state in found.convention.states))
         return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
+    # Where no state was found the convention still has its usual one.
     for state, place in zip(found.states, found.convention.states, strict=False):
         held = {*state.sections, *(("step",) if state.count is not None else ())}
         entries |= {s: place.places[s] for s in SECTIONS if s in held and place.places[s] != usual.places[s]}

@@ -50,12 +50,15 @@ class Selection:
 
         elsewhere: further names, of which those to be dropped may be.
         """
-        for kind, patterns, known in (("select", self.select, ()), ("drop", self.drop, tuple(elsewhere))):
+        for kind, patterns, known in (
+            ("select", self.select, [*paths]),
+            ("drop", self.drop, [*paths, *elsewhere]),
+        ):
             for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in (*paths, *known)):
+                if not any(fnmatchcase(name, pattern) for name in known):
                     raise CheckpointError(
                         f"--{kind} {pattern}: expected a pattern that matches a name, got one that matches none of "
-                        f"{len(paths)}, such as {', '.join(list(paths)[:3])}"
+                        f"{len(known)}, such as {', '.join(known[:3])}"
                     )
         names: Iterable[str] = paths
         if self.select:

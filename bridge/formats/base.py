@@ -33,10 +33,12 @@ MAX_NAME = 4096
 
 
 _MAX_DEPTH = 256
+TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**63 - 1"
+"""What errors say of `is_tree_path`."""
 
 
 def is_tree_path(keys: Sequence[object]) -> bool:
-    """Whether these can be a leaf's path in all formats: 1 to 256 keys, each text or a list position below 2**63."""
+    """Whether these can be a leaf's path in all formats: see `TREE_PATH_KEYS`."""
     return 0 < len(keys) <= _MAX_DEPTH and all(
         type(key) is str or (type(key) is int and 0 <= key < 1 << 63) for key in keys
     )

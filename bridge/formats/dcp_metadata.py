@@ -22,6 +22,7 @@ import numpy as np
 from bridge.formats.base import (
     DTYPES,
     MAX_NAME,
+    TREE_PATH_KEYS,
     Box,
     CheckpointError,
     TensorInfo,
@@ -243,7 +244,7 @@ def _path(name: str, value: object, what: str) -> TreePath:
         return (name,)
     if not isinstance(value, tuple) or not is_tree_path(value):
         raise CheckpointError(
-            f"{what}: expected the path of {_short(name)} to be a tuple of text and list positions, got something else"
+            f"{what}: expected the path of {_short(name)} to be a tuple of {TREE_PATH_KEYS}, got something else"
         )
     return value
 

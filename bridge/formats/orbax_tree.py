@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bridge.formats.base import MAX_NAME, CheckpointError, TreePath, is_tree_path
+from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
 from bridge.formats.dcp_pickle import is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -176,8 +176,8 @@ class Claims:
         text = tuple(map(str, path))
         if not is_tree_path(path) or "" in text or text[-1].endswith("/"):
             raise CheckpointError(
-                f"{self._what}: expected a leaf path of non-empty keys (text, the last not ending in '/', and list "
-                f"positions), got {path!r:.80}"
+                f"{self._what}: expected a leaf path of non-empty keys ({TREE_PATH_KEYS}), the last not ending in '/', "
+                f"got {path!r:.80}"
             )
         if (length := len(leaf_name(path))) > MAX_NAME:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bridge.formats.base import CheckpointError, TreePath, is_tree_path
+from bridge.formats.base import TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
 from bridge.formats.dcp_pickle import plain_value
 
 EXTRAS_KEY: Final = "twinshard"
@@ -110,5 +110,5 @@ def _decode(value: Any) -> object:
 
 def _path(value: Any) -> TreePath:
     if not isinstance(value, list) or not is_tree_path(value):
-        raise ValueError("expected a path of text and list positions")
+        raise ValueError(f"expected a path of {TREE_PATH_KEYS}")
     return tuple(value)

@@ -15,6 +15,7 @@ import numpy as np
 from bridge.formats.atomic import AtomicDirectory, CommitOrAbort, is_temporary
 from bridge.formats.base import (
     MAX_NAME,
+    TREE_PATH_KEYS,
     Box,
     CheckpointError,
     Elements,
@@ -280,7 +281,7 @@ def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
     """
     parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
     if not is_tree_path(parts):
-        raise CheckpointError(f"expected a name or a path of str and list positions, got {parts!r:.80}")
+        raise CheckpointError(f"expected a name or a path of {TREE_PATH_KEYS}, got {parts!r:.80}")
     name = ".".join(map(str, parts))
     if not is_unicode(name):
         raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")

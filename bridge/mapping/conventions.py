@@ -50,10 +50,10 @@ class State:
 class Convention:
     """One naming convention of a mapping.
 
-    separator: "/" or ".", what joins the parts of its names. format: the format it usually lives in. places: for each
-    section the full name of a weight's tensor, `{w}` standing for the weight; `step` without it is one for all. In a
-    tree a number is a position in a list, and a quoted one ('0') a key. states: where optimizer states are, if there
-    are several, or others than in `places`. MappingError when a place is malformed.
+    separator: "/" or ".", what joins the parts of its names. format: the format it usually lives in, "" for none.
+    places: for each section the full name of a weight's tensor, `{w}` standing for the weight; `step` without it is one
+    for all. In a tree a number is a position in a list, and a quoted one ('0') a key. states: where optimizer states
+    are, if there are several, or others than in `places`. MappingError when a place is malformed.
     """
 
     name: str

@@ -175,18 +175,24 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
 
 
 def mapping_table(
-    mapping: str | os.PathLike[str] | MappingTable | None, axes: Mapping[str, int] | None = None
+    mapping: str | os.PathLike[str] | MappingTable | None,
+    axes: Mapping[str, int] | None = None,
+    tied: Tied | None = None,
 ) -> MappingTable | None:
-    """The table meant by a ``mapping`` argument, with axis sizes given by the caller over its own.
+    """The table meant by a ``mapping`` argument, with axis sizes and ties given by the caller over its own.
 
-    Raises MappingError, or ValueError when there are ``axes`` but no mapping.
+    Raises MappingError, or ValueError when there are ``axes`` or ``tied`` but no mapping.
     """
     if mapping is None:
         if axes:
             raise ValueError(f"expected a mapping for the axis sizes {dict(axes)}, got none")
+        if tied is not None:
+            raise ValueError(
+                f"expected a mapping, which knows the tied weights that are to be {tied}, got none"
+            )
         return None
     table = mapping if isinstance(mapping, MappingTable) else load_mapping(os.fspath(mapping))
-    return table.with_axes(axes) if axes else table
+    return (table.with_axes(axes) if axes else table).with_tied(tied)
 
 
 def parse_mapping(content: str, origin: str) -> MappingTable:

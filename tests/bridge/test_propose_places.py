@@ -92,6 +92,15 @@ def test_averaged_weights_beside_the_trained_ones_are_not_taken_for_them(tmp_pat
     assert_same(tensors(tmp_path / "new"), tensors(b))
 
 
+def test_a_weight_called_value_is_not_the_key_of_nnx(tmp_path: Path) -> None:
+    x = np.arange(6.0)
+    a = saved(tmp_path / "a", "dcp", {"model.value": x})
+    b = saved(tmp_path / "b", "orbax", {"params/value": x})
+    (tmp_path / "m.toml").write_text(propose(a, b, values=True).text, encoding="utf-8")
+    convert(a, tmp_path / "new", mapping=str(tmp_path / "m.toml"))
+    assert_same(tensors(tmp_path / "new"), tensors(b))
+
+
 def test_usual_places_are_not_written(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", "dcp", TORCH["usual"]), saved(tmp_path / "b", "orbax", JAX["usual"])
     assert "[convention" not in propose(a, b).text
