@@ -23,7 +23,7 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 notebooks: .venv/.installed
-	$(BIN)/python -m tests.notebooks
+	$(BIN)/python -m tests.support.notebooks
 
 bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_convert

@@ -16,12 +16,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jax_impl.axes import MeshAxes
-from jax_impl.collective import Wire
-from jax_impl.flat_group import FlatGroup
+from jax_impl.comm.axes import MeshAxes
+from jax_impl.comm.collectives import Wire
 from jax_impl.layout import plan_layout
-from jax_impl.logical_group import LogicalArray, LogicalGroup, cut_dimension
-from jax_impl.module_tree import (
+from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
     split_units,
@@ -29,12 +27,14 @@ from jax_impl.module_tree import (
     variable_infos,
     whole_model,
 )
+from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
-from jax_impl.plan import Buffers, Group, ShardingPlan, UnitPlan
 from jax_impl.policy import ShardingPolicy
-from jax_impl.precision import Precision, main_dtype
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup, cut_dimension
+from jax_impl.runtime.precision import Precision, main_dtype
+from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
 from jax_impl.strategy import Strategy
-from jax_impl.tree_model import Tree, as_module
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01

@@ -12,11 +12,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh
 from jax_impl.granularity import Granularity
-from jax_impl.mesh import checked_mesh, data_parallel_mesh
-from jax_impl.module_tree import ROOT, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.policy import PolicyError, ShardingPolicy
-from jax_impl.precision import Precision
+from jax_impl.runtime.precision import Precision
 from jax_impl.strategy import Placements, Strategy, check_axes, strategy_named
 
 Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]

@@ -181,7 +181,7 @@ class ShardingPolicy:
     def load(cls, path_or_name: str | os.PathLike[str]) -> ShardingPolicy:
         """From a file, or one of the examples that come with the package, by name: ``load("fsdp")``."""
         given = os.fspath(path_or_name)
-        examples = {Path(each.name).stem: each for each in (files("bridge") / "policies").iterdir()}
+        examples = {Path(each.name).stem: each for each in (files("bridge.sharding") / "policies").iterdir()}
         if given in examples:
             return cls.parse(examples[given].read_text(encoding="utf-8"), f"{given}.toml")
         try:

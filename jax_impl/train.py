@@ -11,12 +11,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jax_impl.gradients import Batch, Loss, unchecked_gradients
-from jax_impl.mesh import is_simulated
-from jax_impl.optimizer import MainWeightTransformation
-from jax_impl.plan import Buffers, ShardingPlan
-from jax_impl.seal import check_seals
-from jax_impl.variables import Variables
+from jax_impl.comm.mesh import is_simulated
+from jax_impl.modules.seal import check_seals
+from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.runtime.gradients import Batch, Loss, unchecked_gradients
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.variables import Variables
 
 Metrics = dict[str, jax.Array]
 # JAX's error for it in a loop has no public name.

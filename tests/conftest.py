@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Barriers carry the meaning of the strategies; by default the CPU compiler deletes them (see jax_impl/README.md).
 os.environ["XLA_FLAGS"] = " ".join(
@@ -16,9 +17,18 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Most of the suite's time is XLA compiling programs that it compiled yesterday. The cache's key is the program, the
+# flags and jaxlib, so it cannot hide a change. It lies outside of the clone: a fresh clone finds it warm.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinshard" / "jax"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import pytest
 
-from tests.ranks import RankGroup
+from tests.support.ranks import RankGroup
 
 
 @pytest.fixture(scope="session")

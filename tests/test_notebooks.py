@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.notebooks import FOLDER, execute
+from tests.support.notebooks import FOLDER, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

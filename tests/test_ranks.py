@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the rank processes run torch")
 
-from tests.ranks import RankError, RankGroup
+from tests.support.ranks import RankError, RankGroup
 
 
 def sum_of_ranks() -> float:

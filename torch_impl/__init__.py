@@ -2,27 +2,27 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from bridge.sharding.layout import Layout, plan_layout
+from bridge.sharding.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
+from bridge.sharding.strategy import Placements
 from torch_impl.api import fully_shard
-from torch_impl.checkpoint import load_checkpoint, save_checkpoint
-from torch_impl.collective_count import CollectiveCount, count_collectives
-from torch_impl.dtensor import full_tensor
-from torch_impl.fsdp2_options import DataParallelMeshDims
+from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
+from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
+from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
+from torch_impl.diagnostics.overlap import memory_overlaps
+from torch_impl.diagnostics.tensors import parameter_norms
+from torch_impl.dtensor.tensor import full_tensor
+from torch_impl.fsdp2 import DataParallelMeshDims
 from torch_impl.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from torch_impl.layout import Layout, plan_layout
-from torch_impl.layout_report import LayoutReport, layout_report
-from torch_impl.memory import MemoryReport
-from torch_impl.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
-from torch_impl.norms import parameter_norms
-from torch_impl.optimizer import MainWeightAdamW
-from torch_impl.overlap import memory_overlaps
-from torch_impl.placement import Placements
-from torch_impl.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
-from torch_impl.precision import MixedPrecisionPolicy
+from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
+from torch_impl.runtime.memory import MemoryReport
+from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

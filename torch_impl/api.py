@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_impl import fsdp2_options
-from torch_impl.data_parallel import DataParallelMesh
+from bridge.sharding.layout import Granularity, Layout, plan_layout
+from bridge.sharding.strategy import Placements, check_axes
+from torch_impl import fsdp2 as fsdp2_options
+from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.comm.model_check import require_same_unit
+from torch_impl.dtensor.full_state_dict import accept_full_state_dicts
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.full_state_dict import accept_full_state_dicts
-from torch_impl.group import ParameterGroup
-from torch_impl.layout import Granularity, Layout, plan_layout
-from torch_impl.model_check import require_same_unit
 from torch_impl.options import UnitOptions, chosen_strategy
-from torch_impl.ownership import OwnedParameter, owned_parameters
-from torch_impl.placement import Placements, check_axes
-from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
-from torch_impl.tensor_parallel import check_joint
-from torch_impl.unit import Unit
+from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
+from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.runtime.tensor_parallel import check_joint
+from torch_impl.runtime.unit import Unit
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -57,7 +57,7 @@ def fully_shard(
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group.
-    strategy: see ``torch_impl.placement``; None: "optim_grads_params", which on two axes is HSDP.
+    strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
         but not in the root, the unit whose forward is called first.

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from bridge.sharding.policy import PolicyError, ShardingPolicy
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.policy import PolicyError, ShardingPolicy
-from torch_impl.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
 
 # They have no forward whose beginning and end could be a unit's.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from torch_impl.ownership import OwnedParameter
-from torch_impl.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ownership import OwnedParameter
+from torch_impl.runtime.precision import MixedPrecisionPolicy
 from torch_impl.unavailable import refuse
 
 

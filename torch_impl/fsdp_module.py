@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.memory import MemoryReport, memory_report
 from torch_impl.options import check_divisor
-from torch_impl.pool_plan import BufferPlan
+from torch_impl.runtime.memory import MemoryReport, memory_report
+from torch_impl.runtime.pool_plan import BufferPlan
+from torch_impl.runtime.unit import Unit
 from torch_impl.unavailable import Unavailable
-from torch_impl.unit import Unit
 
 _COPY_ADVICE = (
     "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "
@@ -184,7 +184,7 @@ class FSDPModule(Unavailable):
         _check_bool("set_force_sum_reduction_for_comms", enable)
 
     def set_main_gradients(self, enable: bool, *, recurse: bool = True) -> None:
-        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.main_grad``."""
+        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.main_grad``."""
         _check_bool("set_main_gradients", enable)
         for unit in self._units(recurse):
             unit.exposes_main_grad = enable
@@ -194,7 +194,7 @@ class FSDPModule(Unavailable):
         event.wait()
 
     def set_buffer_pool(self, enabled: bool) -> None:
-        """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.pool``.
+        """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.runtime.pool``.
 
         To be called after the first forward, or on the root: units are pooled together with those of their root.
         """

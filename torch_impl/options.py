@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_impl.layout import Granularity, plan_layout
-from torch_impl.placement import Placements, Strategy, strategy_named
-from torch_impl.precision import MixedPrecisionPolicy
+from bridge.sharding.layout import Granularity, plan_layout
+from bridge.sharding.strategy import Placements, Strategy, strategy_named
+from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)

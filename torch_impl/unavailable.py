@@ -19,13 +19,13 @@ class Unavailable:
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         refuse(
             "set_custom_all_gather",
-            "gathers are issued by torch_impl.collectives, in place in the flat buffers",
+            "gathers are issued by torch_impl.comm.collectives, in place in the flat buffers",
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         refuse(
             "set_custom_reduce_scatter",
-            "reductions are issued by torch_impl.collectives, from the flat gradient buffers",
+            "reductions are issued by torch_impl.comm.collectives, from the flat gradient buffers",
         )
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:

@@ -12,8 +12,8 @@ import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TreePath, dtype_from_name
 from bridge.mapping.operations import as_dtype
-from bridge.mapping.plan import PlannedTensor
 from bridge.mapping.relation import TensorView
+from bridge.mapping.translation import PlannedTensor
 
 _KINDS = {
     "f": "floating-point",

@@ -20,23 +20,23 @@ from functools import cached_property
 from pathlib import Path
 
 import bridge
-from bridge.casts import Output, apply_casts, parse_casts
-from bridge.engine import Copier, default_workers, runs
+from bridge.checkpoints.casts import Output, apply_casts, parse_casts
+from bridge.checkpoints.engine import Copier, default_workers, runs
+from bridge.checkpoints.memory import large_buffers_returned
+from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
-from bridge.formats.journal import abandoned
+from bridge.formats.files.journal import abandoned
+from bridge.formats.files.working import Attempt
+from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
-from bridge.formats.stored_reader import StoredReader
-from bridge.formats.stores import is_url, local_path, place_of, without_end
-from bridge.formats.upload import Upload
-from bridge.formats.working import Attempt
+from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.store import is_url, local_path, place_of, without_end
+from bridge.formats.stores.upload import Upload
 from bridge.mapping.config_sizes import with_config
-from bridge.mapping.plan import make_plan
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_stored_sizes
-from bridge.memory import large_buffers_returned
-from bridge.regions import Progress
-from bridge.selection import SelectedReader, Selection
+from bridge.mapping.translation import make_plan
 
 
 @dataclass(frozen=True)

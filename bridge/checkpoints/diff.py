@@ -15,23 +15,23 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from bridge.checkpoints.memory import large_buffers_returned
+from bridge.checkpoints.selection import Selection, selected_pair
+from bridge.checkpoints.ulp import Difference, Tolerance, compare, sum_of_squares
+from bridge.checkpoints.workers import ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
-from bridge.formats.stores import place_of
+from bridge.formats.regions import Progress, group_boxes, split_box
+from bridge.formats.stores.store import place_of
 from bridge.mapping.config_sizes import with_config
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.operations import as_dtype
-from bridge.mapping.plan import Plan, PlannedTensor, make_plan
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_stored_sizes
-from bridge.memory import large_buffers_returned
-from bridge.ordered import ordered
-from bridge.regions import Progress, group_boxes, split_box
-from bridge.selection import Selection, selected_pair
-from bridge.ulp import Difference, Tolerance, compare, sum_of_squares
+from bridge.mapping.translation import Plan, PlannedTensor, make_plan
 
 
 @dataclass(frozen=True)

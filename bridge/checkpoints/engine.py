@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.casts import Output
+from bridge.checkpoints.casts import Output
 from bridge.formats.base import Box, CheckpointReader, CheckpointWriter
-from bridge.regions import Progress, group_boxes
+from bridge.formats.regions import Progress, group_boxes
 
 MAX_DEFAULT_WORKERS = 4
 

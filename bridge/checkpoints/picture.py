@@ -8,9 +8,9 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.cli_output import printable
+from bridge.checkpoints.summary import MAX_BARS, chunk_bars
+from bridge.commands.output import printable
 from bridge.formats.base import TensorInfo
-from bridge.inspect import MAX_BARS, chunk_bars
 from bridge.layout_file import MAX_DRAWN_TENSORS, LayoutError, PlacedLayout, drawn_ranks
 
 if TYPE_CHECKING:

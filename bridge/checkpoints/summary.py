@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bridge.formats import detect_format, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.manifest import manifest_path
-from bridge.formats.orbax_item import find_item
-from bridge.formats.stored_reader import StoredReader
-from bridge.formats.stores import place_of
+from bridge.formats.files.manifest import manifest_path
+from bridge.formats.orbax.item import find_item
+from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.store import place_of
 from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
 
 MAX_BARS = 16

@@ -22,11 +22,14 @@ from typing import Protocol, runtime_checkable
 import google_crc32c
 import numpy as np
 
-from bridge.engine import default_workers
-from bridge.finite import count_not_finite
+from bridge.checkpoints.engine import default_workers
+from bridge.checkpoints.finite import count_not_finite
+from bridge.checkpoints.memory import large_buffers_returned
+from bridge.checkpoints.summary import manifest_home
+from bridge.checkpoints.workers import ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
-from bridge.formats.manifest import (
+from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestTensor,
@@ -36,12 +39,9 @@ from bridge.formats.manifest import (
     read_manifest,
     rest_checksum,
 )
-from bridge.formats.mirror import Mirror
-from bridge.formats.stores import is_url
-from bridge.inspect import manifest_home
-from bridge.memory import large_buffers_returned
-from bridge.ordered import ordered
-from bridge.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.formats.stores.mirror import Mirror
+from bridge.formats.stores.store import is_url
 
 _FILE_BLOCK = 8 << 20
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_options import (
+from bridge.commands.options import (
     AxisOption,
     FromOption,
     IntoOption,
@@ -23,10 +23,10 @@ from bridge.cli_options import (
     some,
     user_errors,
 )
-from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.commands.output import byte_progress, human_bytes, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.convert import Conversion, ConvertReport
+    from bridge.checkpoints.convert import Conversion, ConvertReport
 
 
 _ASKED_FOR = 5
@@ -101,9 +101,9 @@ def convert(
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
     """
-    from bridge.convert import ConvertOptions, format_by_name, planned
-    from bridge.convert import convert as run
-    from bridge.selection import Selection
+    from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
+    from bridge.checkpoints.convert import convert as run
+    from bridge.checkpoints.selection import Selection
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_options import (
+from bridge.checkpoints.ulp import LARGEST_ULP
+from bridge.commands.options import (
     SHOWN,
     AxisOption,
     FromOption,
@@ -22,11 +23,10 @@ from bridge.cli_options import (
     some,
     user_errors,
 )
-from bridge.cli_output import byte_progress, print_json, print_line, print_table
-from bridge.ulp import LARGEST_ULP
+from bridge.commands.output import byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.diff import DiffReport
+    from bridge.checkpoints.diff import DiffReport
 
 _WORST = 5
 
@@ -75,9 +75,9 @@ def diff(
       twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
       twinshard diff runs/torch/step_40 small --rounded --weights-only
     """
-    from bridge.diff import diff as run
-    from bridge.selection import Selection
-    from bridge.ulp import Tolerance
+    from bridge.checkpoints.diff import diff as run
+    from bridge.checkpoints.selection import Selection
+    from bridge.checkpoints.ulp import Tolerance
 
     axes = axis_sizes(axis, mapping)
     require_mapping(mapping, into, from_, tied)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_options import JsonOption, user_errors
-from bridge.cli_output import human_bytes, print_json, print_line, print_table
+from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.output import human_bytes, print_json, print_line, print_table
 from bridge.formats.base import dtype_name
-from bridge.formats.stores import place_of
+from bridge.formats.stores.store import place_of
 
 
 def inspect(
@@ -39,8 +39,8 @@ def inspect(
       twinshard inspect runs/torch/step_40
       twinshard inspect layout.json --layout --picture layout.png
     """
-    from bridge.inspect import chunk_lines
-    from bridge.inspect import inspect as run
+    from bridge.checkpoints.summary import chunk_lines
+    from bridge.checkpoints.summary import inspect as run
     from bridge.layout_file import LayoutError
 
     if picture is not None and not layout:
@@ -53,7 +53,7 @@ def inspect(
             return
         summary = run(path)
         if picture is not None:
-            from bridge.layout_picture import chunks_figure, save_picture
+            from bridge.checkpoints.picture import chunks_figure, save_picture
 
             save_picture(chunks_figure(summary.tensors), picture)
     if json:
@@ -103,7 +103,7 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
         )
     found = read_layout(path)
     if picture is not None:
-        from bridge.layout_picture import layout_figure, save_picture
+        from bridge.checkpoints.picture import layout_figure, save_picture
 
         save_picture(layout_figure(found), picture)
     if json:

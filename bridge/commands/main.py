@@ -17,18 +17,18 @@ import typer
 from rich.console import Console
 
 import bridge
-from bridge.cli_convert import convert
-from bridge.cli_diff import diff
-from bridge.cli_inspect import inspect
-from bridge.cli_map import map_
-from bridge.cli_options import (
+from bridge.commands.convert import convert
+from bridge.commands.diff import diff
+from bridge.commands.inspect import inspect
+from bridge.commands.map import map_
+from bridge.commands.options import (
     JsonOption,
     progress_console,
     user_errors,
 )
-from bridge.cli_output import print_json, print_line, print_table
-from bridge.cli_plan import plan
-from bridge.cli_verify import verify
+from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.plan import plan
+from bridge.commands.verify import verify
 
 app = typer.Typer(
     name="twinshard",

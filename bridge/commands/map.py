@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_options import JsonOption, some, user_errors
-from bridge.cli_output import print_json, print_line
+from bridge.commands.options import JsonOption, some, user_errors
+from bridge.commands.output import print_json, print_line
 
 
 def map_(
@@ -37,7 +37,7 @@ def map_(
       twinshard map runs/torch/step_40 runs/jax/step_40 --values --out mine.toml
       twinshard convert runs/torch/step_40 new --mapping mine.toml
     """
-    from bridge.propose import propose
+    from bridge.propose.propose import propose
 
     if out is not None and os.path.lexists(out):
         raise typer.BadParameter(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from bridge.cli_output import print_line
+from bridge.commands.output import print_line
 from bridge.formats.base import CheckpointError
 
 SHOWN = 20

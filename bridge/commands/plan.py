@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_output import human_bytes, print_json, print_line, print_table
+from bridge.commands.output import human_bytes, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from bridge.planning.comparison import Comparison
@@ -88,10 +88,10 @@ def plan(
     """
     from bridge.layout_file import LayoutError
     from bridge.planning.comparison import compare
+    from bridge.planning.cost import Workload
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
-    from bridge.planning.plan import Workload
     from bridge.planning.runtimes import RUNTIMES, load_policy
     from bridge.planning.sizes import parse_bytes, parse_counts
 
@@ -100,7 +100,7 @@ def plan(
         limit = None if memory is None else parse_bytes(memory)
         counts = parse_counts(devices)
         if chart is not None:
-            from bridge.layout_picture import check_picture_path
+            from bridge.checkpoints.picture import check_picture_path
 
             check_picture_path(chart)
         stacks = tuple(stacked or ())
@@ -117,7 +117,7 @@ def plan(
                 check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
             ]
         if chart is not None:
-            from bridge.layout_picture import save_picture
+            from bridge.checkpoints.picture import save_picture
             from bridge.planning.chart import chart as draw
 
             save_picture(draw(comparison), chart)
@@ -137,7 +137,7 @@ def plan(
 
 
 def _print(out: Console, comparison: Comparison) -> None:
-    from bridge.planning.tables import by_axis, by_term, by_unit, notes, overview
+    from bridge.planning.report import by_axis, by_term, by_unit, notes, overview
 
     first = comparison.plans[0]
     work = first.workload

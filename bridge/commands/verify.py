@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bridge.cli_options import SHOWN, JsonOption, progress_console, user_errors
-from bridge.cli_output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.commands.options import SHOWN, JsonOption, progress_console, user_errors
+from bridge.commands.output import byte_progress, human_bytes, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.verify import VerifyReport
+    from bridge.checkpoints.verify import VerifyReport
 
 
 def verify(
@@ -36,7 +36,7 @@ def verify(
       twinshard verify runs/jax/step_40
       twinshard verify runs/jax/step_40 --finite --json
     """
-    from bridge.verify import verify as run
+    from bridge.checkpoints.verify import verify as run
 
     with user_errors(), byte_progress(progress_console(), "verify") as progress:
         report = run(path, finite=finite, workers=workers, progress=progress)

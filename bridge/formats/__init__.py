@@ -26,12 +26,12 @@ from bridge.formats.base import (
     dtype_from_name,
     dtype_name,
 )
-from bridge.formats.dcp_metadata import metadata_files
-from bridge.formats.mapped_files import Fetch
-from bridge.formats.orbax_item import is_unfinished
-from bridge.formats.safetensors_files import holds_safetensors
-from bridge.formats.stores import is_url
-from bridge.formats.working import Attempt
+from bridge.formats.dcp.metadata import metadata_files
+from bridge.formats.files.mapped import Fetch
+from bridge.formats.files.working import Attempt
+from bridge.formats.orbax.item import is_unfinished
+from bridge.formats.safetensors.files import holds_safetensors
+from bridge.formats.stores.store import is_url
 
 __all__ = [
     "DTYPES",
@@ -99,7 +99,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
     if is_url(path):
-        from bridge.formats.stored_reader import StoredReader
+        from bridge.formats.stores.reader import StoredReader
 
         return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch))
     return _open(path, None)
@@ -109,14 +109,14 @@ def _open(path: str | os.PathLike[str], fetch: Fetch | None) -> CheckpointReader
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
     if format == "dcp":
-        from bridge.formats.dcp_reader import DcpReader
+        from bridge.formats.dcp.reader import DcpReader
 
         return DcpReader(path, fetch=fetch)
     if format == "safetensors":
-        from bridge.formats.safetensors_reader import SafetensorsReader
+        from bridge.formats.safetensors.reader import SafetensorsReader
 
         return SafetensorsReader(path, fetch=fetch)
-    from bridge.formats.orbax_reader import OrbaxReader
+    from bridge.formats.orbax.reader import OrbaxReader
 
     return OrbaxReader(path, fetch=fetch)
 
@@ -129,15 +129,15 @@ def create_checkpoint(
     `format` is one of FORMATS, else ValueError.
     """
     if format == "dcp":
-        from bridge.formats.dcp_writer import DcpWriter
+        from bridge.formats.dcp.writer import DcpWriter
 
         return DcpWriter(path, attempt)
     if format == "orbax":
-        from bridge.formats.orbax_writer import OrbaxWriter
+        from bridge.formats.orbax.writer import OrbaxWriter
 
         return OrbaxWriter(path, attempt=attempt)
     if format == "safetensors":
-        from bridge.formats.safetensors_writer import SafetensorsWriter
+        from bridge.formats.safetensors.writer import SafetensorsWriter
 
         return SafetensorsWriter(path, attempt)
     raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {format!r}")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.dcp_metadata import metadata_files
-from bridge.formats.journal import JOURNAL_FILE
-from bridge.formats.manifest import MANIFEST_FILE
-from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
-from bridge.formats.safetensors_files import INDEX_SUFFIX, SUFFIX, find_files
+from bridge.formats.dcp.metadata import metadata_files
+from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
 
 _OURS: Final = (MANIFEST_FILE, JOURNAL_FILE)
 _DCP: Final = (".metadata", "__*.metadata", "*.distcp")

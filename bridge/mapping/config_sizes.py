@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bridge.formats.base import CheckpointError, CheckpointReader
-from bridge.formats.mapped_files import small_file
-from bridge.formats.stored_reader import StoredReader
+from bridge.formats.files.mapped import small_file
+from bridge.formats.stores.reader import StoredReader
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
 

@@ -147,7 +147,7 @@ def _drop_regex(pattern: str) -> re.Pattern[str]:
 
 def family_names() -> list[str]:
     """The mappings that ship with the package."""
-    folder = files("bridge") / "families"
+    folder = files("bridge.mapping") / "families"
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
     )
@@ -161,7 +161,7 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
     text = str(name_or_path)
     if text in family_names():
         return parse_mapping(
-            (files("bridge") / "families" / f"{text}.toml").read_text(encoding="utf-8"), text
+            (files("bridge.mapping") / "families" / f"{text}.toml").read_text(encoding="utf-8"), text
         )
     path = Path(text)
     if path.suffix != ".toml" and path.name == text:

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointReader
+from bridge.formats.regions import split_box
 from bridge.mapping.apply import Axes, View, apply_rule
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
 from bridge.mapping.rules import MappingTable
-from bridge.regions import split_box
 
 _BETWEEN = "other"
 

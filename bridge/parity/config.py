@@ -22,7 +22,7 @@ GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
-POLICIES = Path(__file__).parents[1] / "policies"
+POLICIES = Path(__file__).parents[1] / "sharding" / "policies"
 
 
 class ConfigError(ValueError):

@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bridge.convert import convert
-from bridge.diff import diff
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
 from bridge.parity.config import ConfigError, Leg, RelayConfig
 from bridge.parity.job import Job, read_metrics
 from bridge.parity.launch import LegError, rehearse, run_leg

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.cli_output import plain_json
+from bridge.commands.output import plain_json
 from bridge.parity.config import RelayConfig
 
 FP32_TOLERANCE = 1e-5

@@ -1,4 +1,4 @@
-"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/plan.py`` for where to begin.
+"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/cost.py`` for where to begin.
 
 ::
 
@@ -9,9 +9,9 @@
     print(plan.at_rest.total, plan.traffic.wire_bytes())
 """
 
+from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.models import resolve_models
-from bridge.planning.plan import Plan, Workload, make_plan
 from bridge.planning.runtimes import load_policy, parse_policy
 
 __all__ = ["Plan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]

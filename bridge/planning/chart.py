@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bridge.cli_output import human_bytes
+from bridge.commands.output import human_bytes
 from bridge.planning.comparison import Comparison
 from bridge.planning.traffic import KINDS
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
-from bridge.planning.plan import Plan, Workload, make_plan
 from bridge.planning.runtimes import Policy
 
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge.cli_output import human_bytes
+from bridge.commands.output import human_bytes
+from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
 from bridge.planning.models import decoder_config, resolve_models
-from bridge.planning.plan import Plan, Workload, make_plan
 from bridge.planning.runtimes import Policy
 
 TOLERANCE = 0.10

@@ -27,7 +27,7 @@ from typing import Any
 
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
-from bridge.planning.plan import Plan, UnitPlan
+from bridge.planning.cost import Plan, UnitPlan
 from bridge.planning.traffic import KINDS, Traffic
 
 FORMAT, VERSION = "twinshard.plan", 1

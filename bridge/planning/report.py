@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.cli_output import human_bytes
+from bridge.commands.output import human_bytes
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
-from bridge.planning.plan import Plan
+from bridge.planning.cost import Plan
 from bridge.planning.traffic import KINDS, Traffic
 
 Row = tuple[str, ...]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from bridge.planning.errors import PlanError
 
 RUNTIMES = ("torch", "jax")
-SHIPPED_POLICIES = Path(__file__).parents[1] / "policies"
+SHIPPED_POLICIES = Path(__file__).parents[1] / "sharding" / "policies"
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
 
 

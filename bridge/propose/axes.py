@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bridge.propose_names import INDEX_NAMES, Family
+from bridge.propose.names import INDEX_NAMES, Family
 
 Product = tuple[str, ...]
 Dim = tuple[Product, ...]

@@ -17,17 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bridge.checkpoints.selection import STATE_ROOTS, WEIGHT_ROOTS
 from bridge.formats import open_checkpoint
 from bridge.formats.base import CheckpointReader, TensorInfo
-from bridge.formats.stores import place_of
+from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
-from bridge.propose_axes import Fit, fits, fused_fits
-from bridge.propose_names import FUSED_WORDS, Family, families, similarity
-from bridge.propose_places import Places, places_in
-from bridge.propose_text import Namer, ProposedRule, conventions, render, writable
-from bridge.propose_values import Evidence
-from bridge.selection import STATE_ROOTS, WEIGHT_ROOTS
+from bridge.propose.axes import Fit, fits, fused_fits
+from bridge.propose.names import FUSED_WORDS, Family, families, similarity
+from bridge.propose.places import Places, places_in
+from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
+from bridge.propose.values import Evidence
 
 _SHOWN = 3
 _MAX_LEFT = 24

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from bridge.formats.base import CheckpointReader
-from bridge.propose_axes import Dim, Entry, Fit
-from bridge.propose_names import INDEX_NAMES, Family
-from bridge.propose_places import Places
+from bridge.propose.axes import Dim, Entry, Fit
+from bridge.propose.names import INDEX_NAMES, Family
+from bridge.propose.places import Places
 
 _LETTERS = "nfpqstuvwxyz"
 

@@ -9,13 +9,13 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.diff import common_dtype
+from bridge.checkpoints.diff import common_dtype
 from bridge.formats.base import Box, CheckpointReader
 from bridge.mapping.expression import Expression
 from bridge.mapping.operations import as_dtype
-from bridge.propose_axes import Entry, Fit
-from bridge.propose_names import INDEX_NAMES, Family
-from bridge.propose_text import Namer, entry_text
+from bridge.propose.axes import Entry, Fit
+from bridge.propose.names import INDEX_NAMES, Family
+from bridge.propose.text import Namer, entry_text
 
 _SAMPLES = 24
 

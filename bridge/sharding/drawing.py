@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_impl.layout import Layout, Slot
+    from bridge.sharding.layout import Layout, Slot
 
 _MAX_DRAWN_SHARDS = 16
 _MAX_LISTED_TENSORS = 40

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from torch_impl.slot import is_size
+from bridge.sharding.slot import is_size
 
 Granularity = str | Mapping[str, str]
 

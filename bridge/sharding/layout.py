@@ -18,8 +18,8 @@ parameter is a range of whole rows, uneven by design and possibly empty.
     d  down (6, 9): rows 0:3 3:6 6:6 6:6
     e  norm (6,): rows 0:0 0:0 0:6 6:6
 
-(one letter per tensor, ``.`` is padding; ``torch_impl.rows`` says what a row is). In memory the buffers follow each
-other, whole as well as within a rank's shard::
+(one letter per tensor, ``.`` is padding; ``bridge.sharding.rows`` says what a row is). In memory the buffers follow
+each other, whole as well as within a rank's shard::
 
     whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
     of rank 2                                |buffer 0 | buffer 1|
@@ -40,13 +40,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from torch_impl.aligned_packing import pack_aligned
-from torch_impl.granularity import Granularity, blocks_of
-from torch_impl.layout_text import render
-from torch_impl.packing import Kind
-from torch_impl.partition import plan_buffers, total_size
-from torch_impl.rows import Box, row_boxes, rows_of
-from torch_impl.slot import Slot, check_shape, is_size
+from bridge.sharding.aligned_packing import pack_aligned
+from bridge.sharding.drawing import render
+from bridge.sharding.granularity import Granularity, blocks_of
+from bridge.sharding.packing import Kind
+from bridge.sharding.partition import plan_buffers, total_size
+from bridge.sharding.rows import Box, row_boxes, rows_of
+from bridge.sharding.slot import Slot, check_shape, is_size
 
 __all__ = ["Box", "Granularity", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
 

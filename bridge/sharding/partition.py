@@ -17,7 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from torch_impl.packing import Kind, Packing, admissible, admissible_steps, common_multiple, round_up, solve
+from bridge.sharding.packing import (
+    Kind,
+    Packing,
+    admissible,
+    admissible_steps,
+    common_multiple,
+    round_up,
+    solve,
+)
 
 _MAX_CLASSES = 7
 _MAX_IMPROVED_KINDS = 64

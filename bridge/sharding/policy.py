@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_impl.placement import Placements, Strategy, strategy_named
+from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -189,7 +189,10 @@ class ShardingPolicy:
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> ShardingPolicy:
         """Read a file, or an example that ships with the package by its name, such as "fsdp"."""
-        shipped = {item.name.removesuffix(".toml"): item for item in (files("bridge") / "policies").iterdir()}
+        shipped = {
+            item.name.removesuffix(".toml"): item
+            for item in (files("bridge.sharding") / "policies").iterdir()
+        }
         given = os.fspath(path_or_name)
         if given in shipped:
             return cls.parse(shipped[given].read_text(encoding="utf-8"), f"{given}.toml")
@@ -306,7 +309,7 @@ class ShardingPolicy:
         main weights, weights tied across units, the mesh; and whatever ``fully_shard`` raises.
         """
         # The schema needs no part of the runtime but this method does.
-        from torch_impl.policy_apply import apply_policy
+        from torch_impl.apply_policy import apply_policy
 
         apply_policy(self, model, mesh, device_type)
         return model

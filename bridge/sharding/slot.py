@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch_impl.rows import rows_of
+from bridge.sharding.rows import rows_of
 
 
 @dataclass(frozen=True)

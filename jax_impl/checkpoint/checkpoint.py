@@ -37,12 +37,11 @@ import optax
 
 from bridge.formats import Box, CheckpointError, TreePath, detect_format
 from bridge.formats.base import CheckpointReader
-from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
-from jax_impl.checkpoint_chunks import Chunks
-from jax_impl.checkpoint_contents import Contents
-from jax_impl.checkpoint_processes import Processes
-from jax_impl.checkpoint_tree import (
+from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from jax_impl.checkpoint.chunks import Chunks
+from jax_impl.checkpoint.contents import Contents
+from jax_impl.checkpoint.names import (
     check_key_impls,
     check_tensors,
     is_key,
@@ -52,9 +51,10 @@ from jax_impl.checkpoint_tree import (
     train_leaves,
     train_values,
 )
-from jax_impl.plan import ShardingPlan
+from jax_impl.comm.agreement import Processes
+from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.variables import Variables
 from jax_impl.train import TrainState, trainable
-from jax_impl.variables import Variables
 
 TIMEOUT = 900.0
 _SPILLED = "spilled"

@@ -25,7 +25,7 @@ import numpy as np
 
 from bridge.formats import Box, CheckpointError
 from bridge.formats.base import TensorInfo
-from bridge.formats.orbax_writer import OrbaxPart
+from bridge.formats.orbax.writer import OrbaxPart
 
 # Bytes of boxes that wait for the rest of their chunks in memory.
 _HELD = 64 << 20

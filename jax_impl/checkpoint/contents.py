@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from bridge.formats import Box
-from bridge.formats.orbax_writer import OrbaxPart
-from jax_impl.buffer import Piece
-from jax_impl.checkpoint_chunks import Chunks
-from jax_impl.checkpoint_tree import as_stored, kinds, optimizer_entries
-from jax_impl.flat_group import FlatGroup
-from jax_impl.logical_group import LogicalArray
-from jax_impl.mesh import is_simulated
-from jax_impl.plan import Buffers, ShardingPlan
+from bridge.formats.orbax.writer import OrbaxPart
+from jax_impl.checkpoint.chunks import Chunks
+from jax_impl.checkpoint.names import as_stored, kinds, optimizer_entries
+from jax_impl.comm.mesh import is_simulated
+from jax_impl.runtime.buffer import Piece
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.logical_group import LogicalArray
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.train import TrainState
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.

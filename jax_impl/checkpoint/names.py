@@ -21,7 +21,7 @@ import numpy as np
 
 from bridge.formats import CheckpointError
 from bridge.formats.base import CheckpointReader, TensorInfo
-from jax_impl.plan import Buffers, ShardingPlan
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 _SHOWN = 10
 

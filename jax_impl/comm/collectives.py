@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_impl.axes import MeshAxes
-from jax_impl.precision import round_to
+from jax_impl.comm.axes import MeshAxes
+from jax_impl.runtime.precision import round_to
 
 Tree = TypeVar("Tree")
 

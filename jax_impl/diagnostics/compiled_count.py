@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from jax_impl.collective_count import Collective
+from jax_impl.diagnostics.collectives import Collective
 
 _KINDS = {
     "all-gather": "all_gather",

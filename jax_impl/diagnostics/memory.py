@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.plan import ShardingPlan
+from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train import TrainState
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_impl.models.causal_lm_config import CausalLMConfig
 from jax_impl.models.causal_lm_layers import Block, Norm, rotary_tables, softcap
 from jax_impl.models.decoder import Kernel
-from jax_impl.stack import scan_layers, stack_layers
+from jax_impl.modules.stack import scan_layers, stack_layers
 
 
 class Table(nnx.Module):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_impl.stack import scan_layers, stack_layers
+from jax_impl.modules.stack import scan_layers, stack_layers
 
 
 @dataclass(frozen=True)

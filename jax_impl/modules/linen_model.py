@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen
 
-from jax_impl.seal import seal
-from jax_impl.tree_model import Tree, call_unit
-from jax_impl.unit_slot import UnitSlot, unit_type
+from jax_impl.modules.seal import seal
+from jax_impl.modules.tree_model import Tree, call_unit
+from jax_impl.modules.unit_slot import UnitSlot, unit_type
 
 Path = tuple[str, ...]
 

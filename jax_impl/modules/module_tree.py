@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.tree_model import TreeList, TreeNode, as_given, as_module, may_be_unit
-from jax_impl.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
+from jax_impl.modules.tree_model import TreeList, TreeNode, as_given, as_module, may_be_unit
+from jax_impl.modules.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
 
 ROOT = ""
 Key = tuple[str | int, ...]

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_impl.unit_slot import UnitSlot, run_in_slot
+from jax_impl.modules.unit_slot import UnitSlot, run_in_slot
 
 Tree = Any
 _NODE = "_tree_node"

@@ -1,6 +1,6 @@
 """AdamW on main-weight shards, with the numbers of PyTorch's fused AdamW.
 
-Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.adamw_update``. ``[x]`` is a scalar computed in
+Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.optimizer.update``. ``[x]`` is a scalar computed in
 doubles and rounded once to the dtype of the weights. Every operation rounds; ``fma(x, y, z)`` is ``x * y + z`` rounded
 once::
 
@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_impl.adamw_update import Constants, step_scalars, updated, vanishing_step
+from jax_impl.optimizer.update import Constants, step_scalars, updated, vanishing_step
 
 _LONGEST_TABLE = 1 << 22
 

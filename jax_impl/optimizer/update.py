@@ -1,8 +1,8 @@
 """The arithmetic of one AdamW step, in a form in which XLA's CPU compiler keeps PyTorch's roundings.
 
-What is computed, and in which order, is listed in ``jax_impl.optimizer``. JAX has no way to ask for a fused
-multiply-add, nor for none: LLVM contracts ``a * b + c`` wherever it sees one, through barriers and whatever the flags,
-and in a sum of two products takes the one that it meets first. XLA simplifies what it knows about scalars. So
+What is computed, and in which order, is listed in ``jax_impl.optimizer.main_weight_adamw``. JAX has no way to ask for a
+fused multiply-add, nor for none: LLVM contracts ``a * b + c`` wherever it sees one, through barriers and whatever the
+flags, and in a sum of two products takes the one that it meets first. XLA simplifies what it knows about scalars. So
 
 - each sum below has at most one operand that is a product; any other passes through a select that the compiler cannot
   decide, and so arrives rounded;

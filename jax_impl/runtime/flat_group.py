@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_impl.buffer import Piece, Read, pack, shard_boxes, unpack
-from jax_impl.collective import Wire
+from jax_impl.comm.collectives import Wire
 from jax_impl.layout import Layout
+from jax_impl.runtime.buffer import Piece, Read, pack, shard_boxes, unpack
 from jax_impl.strategy import Strategy
 
 Index = tuple[slice, ...]

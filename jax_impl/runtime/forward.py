@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_impl.collective import fence
-from jax_impl.module_tree import ROOT
-from jax_impl.plan import Buffers, Group, ShardingPlan
-from jax_impl.seal import seal
-from jax_impl.tree_model import as_given
-from jax_impl.unit import Collectors, Sources, sharded_call
-from jax_impl.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.comm.collectives import fence
+from jax_impl.modules.module_tree import ROOT
+from jax_impl.modules.seal import seal
+from jax_impl.modules.tree_model import as_given
+from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan
+from jax_impl.runtime.unit import Collectors, Sources, sharded_call
 
 # By unit path.
 AllCollectors = dict[str, Collectors]

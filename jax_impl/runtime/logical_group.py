@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.buffer import Piece, Read
-from jax_impl.collective import Wire
-from jax_impl.precision import round_to
+from jax_impl.comm.collectives import Wire
+from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.precision import round_to
 from jax_impl.strategy import Strategy
 
 Index = tuple[slice, ...]

@@ -24,12 +24,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.axes import MeshAxes
-from jax_impl.buffer import Piece, Read
+from jax_impl.comm.axes import MeshAxes
 from jax_impl.layout import Layout
-from jax_impl.module_tree import UnitModule, VariableInfo
+from jax_impl.modules.module_tree import UnitModule, VariableInfo
+from jax_impl.modules.tree_model import Tree, as_given
+from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.strategy import Strategy
-from jax_impl.tree_model import Tree, as_given
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_impl.axes import MeshAxes
-from jax_impl.collective import fence
+from jax_impl.comm.axes import MeshAxes
+from jax_impl.comm.collectives import fence
 
 Variables = dict[str, jax.Array]
 

@@ -62,10 +62,10 @@ dcp.save(tree(draw, matrices), checkpoint_id=path, no_dist=True)
 OURS = (
     COMMON
     + """
-import tensorstore, bridge.convert, bridge.formats.dcp_reader, bridge.formats.dcp_writer
-import bridge.formats.orbax_reader, bridge.formats.orbax_writer
+import tensorstore, bridge.checkpoints.convert, bridge.formats.dcp.reader, bridge.formats.dcp.writer
+import bridge.formats.orbax.reader, bridge.formats.orbax.writer
 start = begin()
-bridge.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
+bridge.checkpoints.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 done(*start)
 """
 )

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.summary import inspect
 from bridge.formats import create_checkpoint
-from bridge.inspect import inspect
 
 FORMATS = ("dcp", "orbax", "safetensors")
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def main() -> None:
         for format in FORMATS:
             timed(f"list {format}", lambda format=format: inspect(folder / format))
         for format in FORMATS:
-            command = [sys.executable, "-m", "bridge.cli", "inspect", str(folder / format)]
+            command = [sys.executable, "-m", "bridge.commands.main", "inspect", str(folder / format)]
             timed(
                 f"`twinshard inspect`, {format}, imports and printing included",
                 lambda command=command: subprocess.run(

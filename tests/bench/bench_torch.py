@@ -43,7 +43,7 @@ from tests.bench.torch_engines import (
 )
 from tests.bench.torch_memory import LiveBytes, live_bytes
 from tests.bench.torch_rounds import interleaved, over_ranks, unequal_losses
-from tests.ranks import MAX_WORLD, RankGroup
+from tests.support.ranks import MAX_WORLD, RankGroup
 
 LIMITS = {
     torch.float32: {"ours": 1e-6, "ddp": 1e-5},

@@ -25,7 +25,7 @@ from tests.bench.costs import Cost, ratio
 from tests.bench.torch_engines import ENGINES, TINY, Training, build_step, prototype
 from tests.bench.torch_memory import LiveBytes, from_events, live_bytes
 from tests.bench.torch_rounds import interleaved, over_ranks, unequal_losses
-from tests.ranks import RankGroup
+from tests.support.ranks import RankGroup
 
 KB = 1024
 CPU = torch.device("cpu")

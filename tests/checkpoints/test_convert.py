@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError, TensorInfo, TreePath
 from bridge.mapping import MappingError
-from tests.bridge import stock_dcp
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.dcp_files import stock_save
-from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge import stock_dcp
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.dcp_files import stock_save
+from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
+from tests.support.bridge.memory_reader import MemoryReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -125,9 +125,9 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.dcp_writer.CHUNK_BYTES", 60)
-    monkeypatch.setattr("bridge.formats.orbax_writer._CHUNK", 72)
-    monkeypatch.setattr("bridge.regions.group_boxes.__defaults__", (200,))
+    monkeypatch.setattr("bridge.formats.dcp.writer.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", 72)
+    monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
     write(tmp_path / "dcp", "dcp", arrays, {})
     with open_checkpoint(tmp_path / "dcp") as reader:
@@ -248,7 +248,7 @@ def test_a_read_that_fails_half_way_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
-    from bridge.formats.dcp_reader import DcpReader
+    from bridge.formats.dcp.reader import DcpReader
 
     part = DcpReader._part
 
@@ -298,7 +298,7 @@ def test_converting_needs_neither_framework(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['jax'] = None\n"
-        "from bridge.cli import main\n"
+        "from bridge.commands.main import main\n"
         "sys.argv[0] = 'twinshard'\n"
         "main()\n"
     )

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.atomic import temporaries_of
 from bridge.formats.base import CheckpointError
-from bridge.formats.journal import JOURNAL_FILE
-from bridge.verify import verify
-from tests.bridge.bits import random_bits, same_bits
+from bridge.formats.files.atomic import temporaries_of
+from bridge.formats.files.journal import JOURNAL_FILE
+from tests.support.bridge.bits import random_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("dcp", "orbax", "safetensors")
@@ -50,7 +50,16 @@ def assert_holds(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def killed(
     source: Path, destination: Path, format: str, last: int, *flags: str
 ) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "tests.bridge.killed", source, destination, format, str(last), *flags]
+    arguments = [
+        sys.executable,
+        "-m",
+        "tests.support.bridge.killed",
+        source,
+        destination,
+        format,
+        str(last),
+        *flags,
+    ]
     return subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -327,8 +336,8 @@ def test_two_at_once_do_not_share_a_working_directory(
 ) -> None:
     program = (
         "import sys, time\n"
-        "from bridge.convert import convert\n"
-        "from bridge.formats.dcp_writer import DcpWriter\n"
+        "from bridge.checkpoints.convert import convert\n"
+        "from bridge.formats.dcp.writer import DcpWriter\n"
         "def write(*_):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"

@@ -18,15 +18,15 @@ LIMIT_MB = {1: 200, 2: 300}
 
 PROGRAM = """
 import json, sys
-import bridge.convert, bridge.diff
-import bridge.formats.dcp_reader, bridge.formats.dcp_writer, bridge.formats.orbax_reader, bridge.formats.orbax_writer
-from tests.process_memory import status_bytes
+import bridge.checkpoints.convert, bridge.checkpoints.diff
+import bridge.formats.dcp.reader, bridge.formats.dcp.writer, bridge.formats.orbax.reader, bridge.formats.orbax.writer
+from tests.support.process_memory import status_bytes
 command, a, b, workers = sys.argv[1:]
 before = status_bytes("VmHWM")
 if command == "convert":
-    result = bridge.convert.convert(a, b, mapping="decoder", workers=int(workers)).bytes
+    result = bridge.checkpoints.convert.convert(a, b, mapping="decoder", workers=int(workers)).bytes
 else:
-    result = bridge.diff.diff(a, b, mapping="decoder").max_ulp
+    result = bridge.checkpoints.diff.diff(a, b, mapping="decoder").max_ulp
 print(json.dumps([(status_bytes("VmHWM") - before) / 1e6, result]))
 """
 

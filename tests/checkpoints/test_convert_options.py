@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge import engine
-from bridge.cli import app
-from bridge.convert import ConvertOptions, convert, planned
+from bridge.checkpoints import engine
+from bridge.checkpoints.convert import ConvertOptions, convert, planned
+from bridge.checkpoints.selection import Selection
+from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES, CheckpointError, TreePath
-from bridge.formats.journal import Journal
-from bridge.formats.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
-from bridge.selection import Selection
-from tests.bridge.bits import random_bits, same_bits
+from bridge.formats.files.journal import Journal
+from bridge.formats.files.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
+from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
@@ -260,7 +260,7 @@ def test_too_little_space_is_said_before_the_first_byte(
     class Usage:
         free = 100
 
-    monkeypatch.setattr("bridge.convert.shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("bridge.checkpoints.convert.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
         CheckpointError, match=r"expected 2.. bytes of free space for .*out, found 100: free some"
     ):
@@ -304,7 +304,7 @@ def test_a_chunk_is_noted_only_when_it_is_on_disk(
 ) -> None:
     """A power cut may lose what was written and not synced; the journal must not speak of it."""
     events: list[str] = []
-    monkeypatch.setattr("bridge.formats.data_file.SYNC_BYTES", 1)
+    monkeypatch.setattr("bridge.formats.files.data_file.SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
     monkeypatch.setattr(Journal, "record", lambda self, entries: events.extend("noted" for _ in entries))
     monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))

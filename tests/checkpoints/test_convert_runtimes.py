@@ -14,11 +14,11 @@ from flax import nnx
 
 import jax_impl
 import torch_impl
-from bridge.convert import convert
-from bridge.diff import diff
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
 from jax_impl.models import decoder as jax_decoder
-from tests.bridge.test_convert import assert_same, objects, tensors
-from tests.ranks import RankGroup
+from tests.checkpoints.test_convert import assert_same, objects, tensors
+from tests.support.ranks import RankGroup
 from torch_impl.models import decoder as torch_decoder
 
 SIZES = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bridge.formats.dcp_reader import DcpReader
-from tests.bridge.destination_sweep import SIZE, TARGETS, contents
-from tests.bridge.destinations import FORMATS, command, source
+from bridge.formats.dcp.reader import DcpReader
+from tests.support.bridge.destination_sweep import SIZE, TARGETS, contents
+from tests.support.bridge.destinations import FORMATS, command, source
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--mount", "--map-root-user"]
@@ -23,7 +23,7 @@ UNPRIVILEGED = (
     "import ctypes\n"
     "header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
     "assert ctypes.CDLL(None).capset(header, sets) == 0\n"
-    "from bridge.cli import main\n"
+    "from bridge.commands.main import main\n"
     "main()\n"
 )
 
@@ -56,12 +56,12 @@ def in_a_namespace(module: str, folder: Path) -> tuple[Path, dict[str, Found]]:
 
 @pytest.fixture(scope="module")
 def happened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Found]]:
-    return in_a_namespace("tests.bridge.destinations", tmp_path_factory.mktemp("destinations"))
+    return in_a_namespace("tests.support.bridge.destinations", tmp_path_factory.mktemp("destinations"))
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Found]]:
-    return in_a_namespace("tests.bridge.destination_sweep", tmp_path_factory.mktemp("swept"))
+    return in_a_namespace("tests.support.bridge.destination_sweep", tmp_path_factory.mktemp("swept"))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import bridge.diff as diff_module
-from bridge import regions
-from bridge.cli import app
-from bridge.convert import convert
-from bridge.diff import diff
+import bridge.checkpoints.diff as diff_module
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.ulp import Difference, Tolerance
+from bridge.commands.main import app
+from bridge.formats import regions
 from bridge.formats.base import Box, check_coverage
 from bridge.mapping.rules import parse_mapping
-from bridge.ulp import Difference, Tolerance
-from tests.bridge.dcp_files import stock_save
-from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
-from tests.bridge.test_convert import HYPERPARAMETERS, write
+from tests.checkpoints.test_convert import HYPERPARAMETERS, write
+from tests.support.bridge.dcp_files import stock_save
+from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 
 Arrays = dict[str, np.ndarray]
 

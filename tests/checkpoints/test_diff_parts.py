@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge.cli import app
-from bridge.convert import convert
-from bridge.diff import DiffReport, diff
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import DiffReport, diff
+from bridge.checkpoints.selection import Selection
+from bridge.commands.main import app
 from bridge.formats.base import CheckpointError
 from bridge.mapping.rules import parse_mapping
-from bridge.selection import Selection
-from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
-from tests.bridge.test_convert import HYPERPARAMETERS, write
+from tests.checkpoints.test_convert import HYPERPARAMETERS, write
+from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 
 WEIGHTS = Selection(weights_only=True)
 

@@ -11,14 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from bridge import regions
-from bridge.cli_diff import diff as diff_command
-from bridge.convert import convert
-from bridge.diff import common_dtype, diff
-from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import common_dtype, diff
+from bridge.commands.diff import diff as diff_command
+from bridge.formats import create_checkpoint, open_checkpoint, regions
 from bridge.formats.base import DTYPES
-from tests.bridge.bits import random_bits
-from tests.bridge.test_convert import write
+from tests.checkpoints.test_convert import write
+from tests.support.bridge.bits import random_bits
 
 
 def one_tensor(path: Path, format: str, array: np.ndarray, name: str = "w") -> Path:

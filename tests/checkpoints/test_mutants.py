@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.dcp_archive_writer import _around
-from tests.bridge.bits import random_bits
-from tests.bridge.dcp_files import edit_metadata, stock_save
-from tests.bridge.mutants import hostile_pickles
-from tests.bridge.orbax_helpers import stock_save as orbax_save
+from bridge.formats.dcp.archive_writer import _around
+from tests.support.bridge.bits import random_bits
+from tests.support.bridge.dcp_files import edit_metadata, stock_save
+from tests.support.bridge.mutants import hostile_pickles
+from tests.support.bridge.orbax_helpers import stock_save as orbax_save
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -59,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, seed: int, count: int) -> dict[str, int]:
-    arguments = [sys.executable, "-m", "tests.bridge.mutants", str(folder), str(seed), str(count)]
+    arguments = [sys.executable, "-m", "tests.support.bridge.mutants", str(folder), str(seed), str(count)]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     *bad, summary = done.stdout.splitlines()

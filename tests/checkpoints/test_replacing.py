@@ -13,13 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
-from bridge.convert import convert
-from bridge.formats import Attempt, create_checkpoint, open_checkpoint, renaming
-from bridge.formats.atomic import AtomicDirectory, sidecar_of, temporaries_of
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.verify import verify
+from bridge.formats import Attempt, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
+from bridge.formats.files import renaming
+from bridge.formats.files.atomic import AtomicDirectory, sidecar_of, temporaries_of
 from bridge.formats.replaceable import require_replaceable
-from bridge.verify import verify
-from tests.bridge.bits import random_bits, same_bits
+from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)
 ARRAY = random_bits((6, 4), F32, 1)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.verify import verify
 from bridge.formats import open_checkpoint
-from bridge.verify import verify
-from tests.bridge import plain_torch
-from tests.ranks import RankGroup
+from tests.support.bridge import plain_torch
+from tests.support.ranks import RankGroup
 
 ROOT = Path(__file__).parents[2]
 KINDS = [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
@@ -108,7 +108,7 @@ def run_jax(jobs: list[dict[str, Any]], processes: int = 1, devices: int = 8) ->
             environment["TWINSHARD_TEST_PROCESSES"] = f"localhost:{port},{processes},{index}"
         members.append(
             subprocess.Popen(
-                [sys.executable, "-m", "tests.bridge.plain_jax", json.dumps(jobs)],
+                [sys.executable, "-m", "tests.support.bridge.plain_jax", json.dumps(jobs)],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -20,20 +20,19 @@ import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from bridge import regions
-from bridge.cli_verify import verify as verify_command
-from bridge.convert import convert
-from bridge.finite import count_not_finite
-from bridge.formats import create_checkpoint
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.finite import count_not_finite
+from bridge.checkpoints.summary import inspect
+from bridge.checkpoints.verify import verify
+from bridge.commands.verify import verify as verify_command
+from bridge.formats import create_checkpoint, regions
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.dcp_reader import DcpReader
-from bridge.formats.manifest import MANIFEST_FILE
-from bridge.inspect import inspect
-from bridge.verify import verify
-from tests.bridge.bits import random_bits
-from tests.bridge.dcp_files import stock_save
-from tests.bridge.orbax_helpers import stock_save as orbax_save
-from tests.bridge.verify_files import FORMATS, arrays, converted, copy, flipped, places, where, write
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.files.manifest import MANIFEST_FILE
+from tests.support.bridge.bits import random_bits
+from tests.support.bridge.dcp_files import stock_save
+from tests.support.bridge.orbax_helpers import stock_save as orbax_save
+from tests.support.bridge.verify_files import FORMATS, arrays, converted, copy, flipped, places, where, write
 
 __all__ = ["converted", "copy"]  # fixtures
 
@@ -260,7 +259,7 @@ def test_chunks_above_the_budget_are_read_in_pieces_and_checked_as_a_whole(
     array = random_bits((40, 30), np.dtype(np.float32), 3)
     write(tmp_path / "a", "dcp", {"w.x": array}, (40, 30))
     monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
-    monkeypatch.setattr("bridge.verify.REGION_BYTES", 256)
+    monkeypatch.setattr("bridge.checkpoints.verify.REGION_BYTES", 256)
     read, sizes = DcpReader.read, []
 
     def recorded(self: DcpReader, name: str, box: Box | None = None) -> np.ndarray:

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from bridge.formats.dcp_reader import DcpReader
-from bridge.verify import verify
-from tests.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places, where
+from bridge.checkpoints.verify import verify
+from bridge.formats.dcp.reader import DcpReader
+from tests.support.bridge.verify_files import (
+    FORMATS,
+    arrays,
+    contents,
+    converted,
+    copy,
+    flipped,
+    places,
+    where,
+)
 
 __all__ = ["converted", "copy"]  # fixtures
 

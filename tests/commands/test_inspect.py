@@ -13,11 +13,11 @@ import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from bridge.cli_inspect import inspect as inspect_command
+from bridge.checkpoints.summary import inspect
+from bridge.commands.inspect import inspect as inspect_command
 from bridge.formats.base import Box
-from bridge.inspect import inspect
-from tests.bridge.decoder_trees import dcp_arrays
-from tests.bridge.test_convert import HYPERPARAMETERS, write
+from tests.checkpoints.test_convert import HYPERPARAMETERS, write
+from tests.support.bridge.decoder_trees import dcp_arrays
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -66,7 +66,7 @@ def test_an_object_that_is_not_plain_data_is_named_and_the_rest_is_shown(tmp_pat
 
 
 def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.formats.orbax_reader import OrbaxReader
+    from bridge.formats.orbax.reader import OrbaxReader
 
     write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
     monkeypatch.setattr(OrbaxReader, "read", None)

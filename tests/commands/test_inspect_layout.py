@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from bridge.checkpoints.picture import chunks_figure, layout_figure, save_picture
+from bridge.checkpoints.summary import chunk_bars, chunk_lines
 from bridge.formats import create_checkpoint
 from bridge.formats.base import Box, TensorInfo
-from bridge.inspect import chunk_bars, chunk_lines
 from bridge.layout_file import LayoutError, PlacedLayout, layout_lines, parse_layout
-from bridge.layout_picture import chunks_figure, layout_figure, save_picture
-from tests.bridge.test_cli import call, command
-from tests.bridge.test_convert import write
+from tests.checkpoints.test_convert import write
+from tests.commands.test_main import call, command
 
 # Two buffers of 4 x 27 and 4 x 24 elements; the last six elements of the first are padding.
 SLOTS = [
@@ -84,7 +84,7 @@ def test_a_layout_file_is_drawn_to_scale(layout_file: Path) -> None:
 
 
 def test_the_drawing_of_a_planned_layout_says_what_the_planner_says(tmp_path: Path) -> None:
-    planner = pytest.importorskip("torch_impl.layout")
+    planner = pytest.importorskip("bridge.sharding.layout")
     shapes = {"stack": (3, 5, 4), "w": (13, 7), "b": (11,), "none": (0, 4), "s": (), "v": (6, 10)}
     for granularity in ("row", "block(2)", "tensor"):
         planned = planner.plan_layout(shapes, 5, granularity=granularity)
@@ -501,7 +501,7 @@ def test_the_chunk_picture_has_the_runs_of_every_bar() -> None:
 
 
 def test_nothing_but_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.formats.orbax_reader import OrbaxReader
+    from bridge.formats.orbax.reader import OrbaxReader
 
     write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
     monkeypatch.setattr(OrbaxReader, "read", None)

@@ -17,10 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import bridge
-from bridge.cli import app
-from bridge.cli_output import byte_progress, human_bytes, plain_json, print_table
-from tests.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
-from tests.bridge.test_convert import HYPERPARAMETERS, tensors, write
+from bridge.commands.main import app
+from bridge.commands.output import byte_progress, human_bytes, plain_json, print_table
+from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
+from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def call(*arguments: object) -> Result:
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command as a process of its own, its output in pipes."""
-    program = [sys.executable, "-c", "from bridge.cli import main; main()", *map(str, arguments)]
+    program = [sys.executable, "-c", "from bridge.commands.main import main; main()", *map(str, arguments)]
     return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120, **options)
 
 
@@ -111,7 +111,7 @@ def test_an_error_is_one_message_on_stderr_with_status_2(
     here = sorted(p.name for p in tmp_path.iterdir())
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", "from bridge.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from bridge.commands.main import main; main()", *arguments],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -240,8 +240,8 @@ def test_the_version_is_printed() -> None:
 def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, dcp: Path) -> None:
     program = (
         "import os, signal, time\n"
-        "from bridge.cli import main\n"
-        "from bridge.formats.dcp_writer import DcpWriter\n"
+        "from bridge.commands.main import main\n"
+        "from bridge.formats.dcp.writer import DcpWriter\n"
         "def write(*_):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(2)\n"
@@ -266,7 +266,7 @@ def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -
     def broken(*args: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("bridge.inspect.inspect", broken)
+    monkeypatch.setattr("bridge.checkpoints.summary.inspect", broken)
     assert isinstance(call("inspect", dcp).exception, ZeroDivisionError)
 
 
@@ -294,7 +294,7 @@ def test_a_pipe_and_a_dumb_terminal_get_a_line_of_progress_now_and_then(
         monkeypatch.setenv("TERM", "dumb")
     pipe, now = io.StringIO(), iter([0.0, 1.0, 11.0, 21.0])
     console = Console(file=pipe, width=200, force_terminal=dumb)
-    monkeypatch.setattr("bridge.cli_output.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("bridge.commands.output.time.monotonic", lambda: next(now))
     with byte_progress(console, "convert") as progress:
         progress(100, 1000, "model.a")
         progress(100, 1000, "model.b")

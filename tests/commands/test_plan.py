@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from bridge.cli import app
+from bridge.commands.main import app
 from bridge.planning import Workload, load_policy, make_plan, resolve_models
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
-from bridge.formats.atomic import AtomicDirectory, is_temporary
 from bridge.formats.base import Box, CheckpointError, TensorInfo, check_coverage, dtype_from_name, dtype_name
+from bridge.formats.files.atomic import AtomicDirectory, is_temporary
 
 
 def count(shape: tuple[int, ...], chunks: list[Box]) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, fully_shard
-from torch_impl.streams import CudaStreams
+from torch_impl.comm.streams import CudaStreams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

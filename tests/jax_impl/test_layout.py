@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax_impl.aligned import pack_aligned
 from jax_impl.layout import Layout, Slot, plan_layout, row_boxes
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "sharding" / "golden" / "layouts.json").read_text())
 
 dimension = st.one_of(st.integers(0, 9), st.sampled_from([16, 31, 64, 97]))
 shape = st.lists(dimension, max_size=4).map(tuple)

@@ -22,7 +22,7 @@ from jax_impl import (
     variable_leaves,
 )
 from jax_impl.models import Decoder
-from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
+from tests.support.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
 MIXED = """
 [mesh]

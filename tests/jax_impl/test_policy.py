@@ -14,7 +14,7 @@ import jax_impl.policy
 from jax_impl.models import Decoder, DecoderConfig
 from jax_impl.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from jax_impl.strategy import Placements
-from tests.golden import policies as golden
+from tests.sharding.golden import policies as golden
 
 ROOT = UnitPolicy("")
 

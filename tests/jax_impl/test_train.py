@@ -14,9 +14,9 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
-from jax_impl.plan import ShardingPlan
-from tests.jax_impl.checkpoint_runs import whole_buffer
-from tests.jax_impl.tiny import decoder, loss, named, tokens
+from jax_impl.runtime.sharding_plan import ShardingPlan
+from tests.support.jax_impl.checkpoint_runs import whole_buffer
+from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

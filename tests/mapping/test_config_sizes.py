@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.mapping.config_sizes import with_config

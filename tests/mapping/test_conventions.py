@@ -13,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from bridge.convert import convert
-from bridge.diff import diff
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.memory_reader import MemoryReader
-from tests.bridge.orbax_helpers import random_box
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.memory_reader import MemoryReader
+from tests.support.bridge.orbax_helpers import random_box
 
 F32 = np.dtype(np.float32)
 M, HEADS, KV, D, F, V, LAYERS = 6, 4, 2, 8, 7, 11, 3

@@ -15,10 +15,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from bridge.convert import convert
-from bridge.diff import diff
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
 from jax_impl.models import next_token_loss
-from tests.bridge.family_checkpoints import (
+from tests.support.bridge.family_checkpoints import (
     HYPERPARAMETERS,
     config_json,
     dcp_tensors,
@@ -32,7 +32,7 @@ from tests.bridge.family_checkpoints import (
     train_step,
     trained,
 )
-from tests.bridge.family_models import flax_model, flax_weights, hf_logits, hf_model, tokens
+from tests.support.bridge.family_models import flax_model, flax_weights, hf_logits, hf_model, tokens
 
 JAX_HYPERPARAMETERS = {
     "learning_rate": HYPERPARAMETERS["lr"],

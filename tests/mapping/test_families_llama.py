@@ -9,9 +9,9 @@ import pytest
 
 from bridge.formats.base import Box
 from bridge.mapping import load_mapping, make_plan
-from tests.bridge.bits import same_bits
-from tests.bridge.memory_reader import MemoryReader
-from tests.bridge.test_mapping_conventions import HEADS, KV, LAYERS, D, M, hf_checkpoint, meta_rows
+from tests.mapping.test_conventions import HEADS, KV, LAYERS, D, M, hf_checkpoint, meta_rows
+from tests.support.bridge.bits import same_bits
+from tests.support.bridge.memory_reader import MemoryReader
 
 Arrays = dict[str, np.ndarray]
 Get = Callable[[str], np.ndarray]

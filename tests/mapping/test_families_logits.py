@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.mapping.rules import MappingTable, parse_mapping
-from tests.bridge.family_checkpoints import (
+from tests.support.bridge.family_checkpoints import (
     config_json,
     dcp_tensors,
     flat,
@@ -26,15 +26,15 @@ from tests.bridge.family_checkpoints import (
     save_dcp,
     trained,
 )
-from tests.bridge.family_models import flax_model, flax_weights, hf_logits, tokens
-from tests.bridge.llama_forms import TorchtitanLlama, maxtext_logits
+from tests.support.bridge.family_models import flax_model, flax_weights, hf_logits, tokens
+from tests.support.bridge.llama_forms import TorchtitanLlama, maxtext_logits
 
 TOLERANCE = 2e-5  # of the standard deviation of the logits
 
 
 def family(model: torch.nn.Module, old: str = "", new: str = "") -> MappingTable:
     """The shipped family; with ``old`` and ``new`` swapped, so that every tensor is still matched once."""
-    text = (files("bridge") / "families" / "llama.toml").read_text()
+    text = (files("bridge.mapping") / "families" / "llama.toml").read_text()
     assert old in text
     assert new in text
     if old:
@@ -126,7 +126,7 @@ def test_a_wrong_rule_shows_in_the_logits(original, tmp_path: Path, old: str, ne
     model, hf = original
     if "interleaved" in old:
         mapping = parse_mapping(
-            (files("bridge") / "families" / "llama.toml").read_text().replace(old, new), "llama"
+            (files("bridge.mapping") / "families" / "llama.toml").read_text().replace(old, new), "llama"
         ).with_axes({"d": model.config.head_dim})
     else:
         mapping = family(model, old, new)

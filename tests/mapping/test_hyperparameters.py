@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats.base import TreePath
 from bridge.mapping import MappingError, make_plan, parse_mapping
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge.memory_reader import MemoryReader
 
 RULES = """
 [convention.t]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from bridge.formats.base import Box, CheckpointError
 from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
 from bridge.mapping.operations import Operation, rounded
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.memory_reader import MemoryReader
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from flax import nnx
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.dcp_files import stock_save
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.dcp_files import stock_save
+from tests.support.bridge.memory_reader import MemoryReader
 
 Tree = dict[str, Any]
 

@@ -15,8 +15,8 @@ from bridge.mapping import relation
 from bridge.mapping.apply import Axes, apply_rule
 from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.relation import Block, TensorView
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.memory_reader import MemoryReader
 
 
 def views(rule: Rule, source: str, reader: MemoryReader, sizes: dict[str, int]) -> dict[str, TensorView]:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge.cli import app
+from bridge.commands.main import app
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
 from bridge.mapping.rules import Tied
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.decoder_trees import HEAD_DIM, dcp_arrays
-from tests.bridge.memory_reader import MemoryReader
-from tests.bridge.test_convert import write
+from tests.checkpoints.test_convert import write
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays
+from tests.support.bridge.memory_reader import MemoryReader
 
 F32 = np.dtype(np.float32)
 

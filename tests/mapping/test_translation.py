@@ -11,9 +11,9 @@ import pytest
 
 from bridge.formats.base import Box, CheckpointError
 from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.decoder_trees import HEAD_DIM, LAYERS, dcp_arrays, expected_orbax
-from tests.bridge.memory_reader import MemoryReader
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.decoder_trees import HEAD_DIM, LAYERS, dcp_arrays, expected_orbax
+from tests.support.bridge.memory_reader import MemoryReader
 
 FLOAT32 = np.dtype(np.float32)
 

@@ -23,7 +23,7 @@ from jax_impl.models import next_token_loss
 from jax_impl.models.causal_lm import CausalLM
 from jax_impl.models.causal_lm_config import CausalLMConfig, Rotary
 from jax_impl.models.causal_lm_layers import rotary_frequencies
-from tests.bridge.family_models import (
+from tests.support.bridge.family_models import (
     FAMILIES,
     LLAMA3_ROPE,
     flax_model,
@@ -33,7 +33,7 @@ from tests.bridge.family_models import (
     hf_model,
     tokens,
 )
-from tests.jax_impl.tiny import named
+from tests.support.jax_impl.tiny import named
 
 TOLERANCE = 2e-5  # of the standard deviation of the logits
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jax_impl.models.decoder as jax_decoder
 import torch_impl.models.decoder as torch_decoder
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.formats import open_checkpoint
 from bridge.parity.config import RelayConfig
 from torch_impl import save_checkpoint

@@ -13,7 +13,7 @@ import pytest
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.ulp import Tolerance, compare
+from bridge.checkpoints.ulp import Tolerance, compare
 from jax_impl import AdamWState, main_weight_adamw
 from tests.parity.test_jax_adamw import (
     DTYPES,
@@ -124,7 +124,7 @@ def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_how_far_torchs_tails_drift(dtype: type) -> None:
-    """Tensors that are nothing but tail. These are the numbers in the docstring of ``jax_impl.optimizer``."""
+    """Tensors that are only tail. The docstring of ``jax_impl.optimizer.main_weight_adamw`` gives these numbers."""
     length = {np.float32: 7, np.float64: 3}[dtype]
     count = 1000
     weights, gradients = problem((length,) * count, dtype)

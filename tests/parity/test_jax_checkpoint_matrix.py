@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_impl import load_checkpoint, save_checkpoint
-from tests.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl import checkpoint_runs as runs
 
 COUNTS = (1, 2, 3, 4)
 # Each pair of counts takes one of the 16 pairs of strategies, so that all pairs of both kinds occur.
@@ -35,7 +35,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, A
             saved, logits = runs.logical(plan, state), runs.forward(plan, state)
             with pytest.MonkeyPatch.context() as patch:
                 # Chunks of a few rows: some inside one device's shard, some over two or three.
-                patch.setattr("bridge.formats.orbax_writer._CHUNK", 300)
+                patch.setattr("bridge.formats.orbax.writer._CHUNK", 300)
                 save_checkpoint(path, plan, state, TRAIN)
             state, losses = runs.train(state, devices, strategy, first=2, count=2)
             self[key] = {
@@ -123,8 +123,8 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], d
         state, _ = runs.train(runs.fresh(*case), *case, first=0, count=1)
         saved, outputs = runs.logical(plan, state), runs.forward(plan, state)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("bridge.formats.orbax_writer._CHUNK", 300)
-            patch.setattr("jax_impl.checkpoint_chunks._HELD", 1000)
+            patch.setattr("bridge.formats.orbax.writer._CHUNK", 300)
+            patch.setattr("jax_impl.checkpoint.chunks._HELD", 1000)
             save_checkpoint(path, plan, state, TRAIN)
         state, losses = runs.train(state, *case, first=1, count=1)
         return {"path": path, "saved": saved, "outputs": outputs, "losses": losses}

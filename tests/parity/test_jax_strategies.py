@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
-from tests.jax_impl.tiny import decoder, loss, named, tokens
+from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 ROWS, STEPS = 36, 3

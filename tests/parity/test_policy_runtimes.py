@@ -18,10 +18,10 @@ from flax import nnx
 
 import jax_impl
 import torch_impl
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 from bridge.parity.config import POLICIES, DataConfig, RelayConfig
 from jax_impl.models import decoder as jax_decoder
-from tests.parity.policy_job import (
+from tests.support.parity.policy_job import (
     LAYERS,
     VOCABULARY,
     WIDTH,
@@ -33,7 +33,7 @@ from tests.parity.policy_job import (
     sharded,
     values,
 )
-from tests.ranks import RankGroup
+from tests.support.ranks import RankGroup
 from torch_impl.models import decoder as torch_decoder
 
 RANKS = 4

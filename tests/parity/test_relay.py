@@ -29,7 +29,7 @@ from torch_impl.models import decoder as torch_decoder
 
 
 def twinshard(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bridge.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "bridge.commands.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
@@ -402,7 +402,7 @@ def test_a_leg_whose_parent_ended_before_it_could_ask_does_not_start(tmp_path: P
 
 SLOW_RELAY = """
 import signal, sys, time
-import bridge.cli, bridge.parity.relay
+import bridge.commands.main, bridge.parity.relay
 def run(*arguments):
     try:
         print("running", flush=True)
@@ -415,7 +415,7 @@ bridge.parity.relay.run = run
 # Whatever the tests themselves were started with.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 sys.argv[1:] = ["relay", "quick"]
-bridge.cli.main()
+bridge.commands.main.main()
 """
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import RankGroup
-from tests.torch_impl import checkpoint_jobs as jobs
-from torch_impl.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl import checkpoint_jobs as jobs
+from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.models import Decoder, next_token_loss
 
 WORLDS = (1, 2, 3, 4)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
     assert_same_gradients,
@@ -21,7 +21,7 @@ from tests.torch_impl.toy import (
     mse,
     sharded_toy,
 )
-from torch_impl.dtensor import row_range_of
+from torch_impl.dtensor.tensor import row_range_of
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

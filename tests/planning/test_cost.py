@@ -287,7 +287,7 @@ from bridge.planning import Workload, load_policy, make_plan, resolve_models
 for name in ("fsdp", "zero1"):
     plan = make_plan(model, load_policy(name), 16384, "torch", Workload())
     plan.at_rest.total, plan.traffic.wire_bytes(), plan.peak.total
-from tests.process_memory import status_bytes
+from tests.support.process_memory import status_bytes
 print(status_bytes("VmHWM"), time.monotonic() - start)
 """
 
@@ -308,7 +308,7 @@ sys.modules.update(dict.fromkeys({missing!r}))
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in {missing!r} else find(name, *rest)
 sys.argv = ["twinshard", "plan", "fsdp", "--model", {model!r}]
-from bridge.cli import main
+from bridge.commands.main import main
 main()
 """
 
@@ -321,7 +321,7 @@ main()
         (["jax"], "llama3-8b", 0, "parameters"),
         (["torch"], "decoder:quick", 0, "jax"),
         (["jax"], "decoder:quick", 0, "torch"),
-        (["jax"], "tests.bridge.test_planning_plan:nothing", 2, "can be imported"),
+        (["jax"], "tests.planning.test_cost:nothing", 2, "can be imported"),
     ],
 )
 def test_one_runtime_is_enough(missing: list[str], model: str, status: int, expected: str) -> None:

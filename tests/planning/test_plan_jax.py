@@ -15,8 +15,8 @@ from hypothesis import given, settings
 
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
-from tests.parity.plan_runs import Spec
-from tests.parity.test_plan_torch import PART, cases, model_of, policy_text
+from tests.planning.test_plan_torch import PART, cases, model_of, policy_text
+from tests.support.parity.plan_runs import Spec
 
 PRIMITIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
 

@@ -12,8 +12,8 @@ import torch_impl
 from bridge.planning import Workload, load_policy, make_plan, parse_policy, resolve_models
 from bridge.planning.compiled import check_compiled
 from tests.bench.torch_memory import live_bytes
-from tests.parity.test_plan_torch import assert_collectives
-from tests.ranks import RankGroup
+from tests.planning.test_plan_torch import assert_collectives
+from tests.support.ranks import RankGroup
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 WITHIN = 0.10

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bridge.planning import Plan, Workload, make_plan, parse_policy
 from bridge.planning.at_rest import at_rest
 from bridge.planning.model import Model, Parameter
-from tests.parity.plan_runs import KINDS, Spec, train
-from tests.ranks import RankGroup
+from tests.support.parity.plan_runs import KINDS, Spec, train
+from tests.support.ranks import RankGroup
 
 # One axis, and two on which every strategy is legal.
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (3, 1)]

@@ -27,13 +27,13 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from bridge.cli_map import map_
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
+from bridge.commands.map import map_
 from bridge.formats import open_checkpoint
 from bridge.mapping.rules import load_mapping, parse_mapping
-from bridge.propose import Proposal, propose
-from tests.bridge.decoder_trees import dcp_arrays, expected_orbax
-from tests.bridge.test_convert import assert_same, tensors, write
+from bridge.propose.propose import Proposal, propose
+from tests.checkpoints.test_convert import assert_same, tensors, write
+from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.formats import create_checkpoint
-from bridge.propose import propose
-from bridge.propose_axes import align
-from bridge.propose_names import families, similarity
-from tests.bridge.memory_reader import MemoryReader
+from bridge.propose.axes import align
+from bridge.propose.names import families, similarity
+from bridge.propose.propose import propose
+from tests.support.bridge.memory_reader import MemoryReader
 
 
 @settings(deadline=None, max_examples=60)

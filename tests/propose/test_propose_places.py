@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.convert import convert
-from bridge.diff import diff
-from bridge.propose import propose
-from bridge.selection import Selection
-from tests.bridge.test_convert import assert_same, tensors
-from tests.bridge.test_propose import call, saved
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.selection import Selection
+from bridge.propose.propose import propose
+from tests.checkpoints.test_convert import assert_same, tensors
+from tests.propose.test_propose import call, saved
 
 WEIGHTS = {
     "embed.weight": (7, 6),

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torch_impl.layout as layout_module
-from tests.golden import layouts as golden
-from torch_impl.aligned_packing import pack_aligned
-from torch_impl.layout import Layout, Slot, plan_layout, row_boxes, rows_of
-from torch_impl.packing import Kind, admissible, admissible_steps, earliest
-from torch_impl.partition import plan_buffers
+import bridge.sharding.layout as layout_module
+from bridge.sharding.aligned_packing import pack_aligned
+from bridge.sharding.layout import Layout, Slot, plan_layout, row_boxes, rows_of
+from bridge.sharding.packing import Kind, admissible, admissible_steps, earliest
+from bridge.sharding.partition import plan_buffers
+from tests.sharding.golden import layouts as golden
 
 DIMENSION = st.one_of(st.integers(0, 6), st.sampled_from([7, 11, 13, 16, 24, 31, 64, 97]))
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)

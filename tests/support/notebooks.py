@@ -1,4 +1,4 @@
-"""Execute the notebooks from a clean kernel; ``python -m tests.notebooks`` stores the outputs in place."""
+"""Execute the notebooks from a clean kernel; ``python -m tests.support.notebooks`` stores the outputs in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
 def execute(path: Path) -> nbformat.NotebookNode:

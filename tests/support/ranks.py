@@ -48,6 +48,8 @@ def _serve(rank: int, pipe: Connection) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=timeout / 2),
             )
+            # A function that communicates nothing would end its group while other ranks still connect to it.
+            dist.barrier()
             function = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankGroup
-from tests.torch_impl import fsdp2_script
-from tests.torch_impl.fsdp2_script import Script
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl import fsdp2_script
+from tests.support.torch_impl.fsdp2_script import Script
 
 SCRIPTS = {
     "plain": Script(),

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.known_faults import FAULTS, HAZARDS
-from tests.torch_impl.real_models import MODELS, SAMPLES, rank_batch
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.known_faults import FAULTS, HAZARDS
+from tests.support.torch_impl.real_models import MODELS, SAMPLES, rank_batch
+from tests.support.torch_impl.toy import (
     Toy,
     assert_same_gradients,
     batch,

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Block,
     batch,
     mse,

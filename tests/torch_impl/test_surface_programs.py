@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Block,
     Toy,
     assert_at_rest,

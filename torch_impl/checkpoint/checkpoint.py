@@ -29,13 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
-from bridge.formats.atomic import AtomicDirectory
-from torch_impl.agreement import agree, rank
-from torch_impl.dtensor import local_boxes, local_pieces
-from torch_impl.dtensor_ops import count_write
-from torch_impl.hyperparameters import GroupUpdate, plan_group_updates
-from torch_impl.shared_directory import SharedDirectoryWriter
-from torch_impl.training_state import (
+from bridge.formats.files.atomic import AtomicDirectory
+from torch_impl.checkpoint.contents import (
     drop_state,
     is_stateless,
     materialize_state,
@@ -45,6 +40,11 @@ from torch_impl.training_state import (
     state_tree,
     train_values,
 )
+from torch_impl.checkpoint.hyperparameters import GroupUpdate, plan_group_updates
+from torch_impl.checkpoint.shared_directory import SharedDirectoryWriter
+from torch_impl.comm.agreement import agree, rank
+from torch_impl.dtensor.ops import count_write
+from torch_impl.dtensor.tensor import local_boxes, local_pieces
 
 _SHOWN = 10
 _SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bridge.formats import CheckpointError, CheckpointReader
-from torch_impl.training_state import IMPLEMENTATION_KEYS, parameter_names
+from torch_impl.checkpoint.contents import IMPLEMENTATION_KEYS, parameter_names
 
 _PREFIX = "optimizer.param_groups."
 

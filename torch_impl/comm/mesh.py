@@ -17,7 +17,7 @@ import math
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.row_shard import check_order, shard_index
+from torch_impl.dtensor.placement import check_order, shard_index
 
 
 class DataParallelMesh:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_impl import collectives
-from torch_impl.data_parallel import DataParallelMesh
+from torch_impl.comm import collectives
+from torch_impl.comm.mesh import DataParallelMesh
 
 
 def require_same_unit(

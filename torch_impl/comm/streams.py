@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_impl.collectives import Work
+from torch_impl.comm.collectives import Work
 
 # A lane and what to issue there: called with whether to issue asynchronously, it returns what to wait for, if anything.
 Step = tuple[str, Callable[[bool], Work | None]]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_impl import collectives
-from torch_impl.model_tensors import named_units
-from torch_impl.streams import Step, Streams, Transfer
+from torch_impl.comm import collectives
+from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.diagnostics.model_tensors import named_units
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # Of what no unit began: the exchange at fully_shard, full_tensor, norms.

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from torch_impl.group import ParameterGroup
-from torch_impl.model_tensors import named_units
-from torch_impl.unit import Unit
+from torch_impl.diagnostics.model_tensors import named_units
+from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.unit import Unit
 
 
 @dataclass(frozen=True)

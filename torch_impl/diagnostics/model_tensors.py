@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.unit import Unit
+from torch_impl.runtime.unit import Unit
 
 
 def named_units(model: nn.Module) -> dict[Unit, str]:

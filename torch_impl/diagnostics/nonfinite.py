@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_impl.agreement import rank
-from torch_impl.dtensor import is_partial, local_boxes, local_of, local_pieces
-from torch_impl.model_tensors import named_main_parameters, process_groups
-from torch_impl.rows import Box
+from bridge.sharding.rows import Box
+from torch_impl.comm.agreement import rank
+from torch_impl.diagnostics.model_tensors import named_main_parameters, process_groups
+from torch_impl.dtensor.tensor import is_partial, local_boxes, local_of, local_pieces
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torch_impl.dtensor import local_of
-from torch_impl.model_tensors import named_main_parameters, named_units
+from torch_impl.diagnostics.model_tensors import named_main_parameters, named_units
+from torch_impl.dtensor.tensor import local_of
 
 
 class Overlap(NamedTuple):

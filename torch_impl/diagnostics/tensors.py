@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torch_impl.dtensor import is_partial
-from torch_impl.dtensor_reductions import norms
-from torch_impl.model_tensors import named_main_parameters
+from torch_impl.diagnostics.model_tensors import named_main_parameters
+from torch_impl.dtensor.reductions import norms
+from torch_impl.dtensor.tensor import is_partial
 
 
 def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: float = 2.0) -> dict[str, float]:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from torch_impl.dtensor import RowDTensor, distribute
-from torch_impl.row_shard import row_placement
+from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.tensor import RowDTensor, distribute
 
 
 def filling(original: Callable[..., None]) -> Callable[..., None]:

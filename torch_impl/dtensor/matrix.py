@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from torch_impl import collectives, dtensor
-from torch_impl.row_shard import row_axes
+from torch_impl.comm import collectives
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.placement import row_axes
 
 _aten = torch.ops.aten
 

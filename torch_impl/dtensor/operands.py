@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from torch_impl import dtensor
-from torch_impl.row_shard import replicated, row_axes
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.placement import replicated, row_axes
 
 
 class Placing(NamedTuple):

@@ -18,13 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_impl import dtensor
-from torch_impl.dtensor_matrix import outer_product, zeros_of
-from torch_impl.dtensor_operands import align
-from torch_impl.dtensor_random import RANDOM, fill_randomly
-from torch_impl.dtensor_reductions import REDUCTIONS
-from torch_impl.dtensor_views import VIEWS, row_view
-from torch_impl.row_shard import row_placement
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.matrix import outer_product, zeros_of
+from torch_impl.dtensor.operands import align
+from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.random import RANDOM, fill_randomly
+from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.views import VIEWS, row_view
 
 _aten = torch.ops.aten
 

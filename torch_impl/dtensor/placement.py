@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torch_impl.rows import Box, rows_of
+from bridge.sharding.rows import Box, rows_of
 
 _ordered_meshes: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from torch_impl import collectives, dtensor
-from torch_impl.row_shard import coordinate_of
+from torch_impl.comm import collectives
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.placement import coordinate_of
 
 _aten = torch.ops.aten
 

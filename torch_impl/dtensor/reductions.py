@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_impl import collectives, dtensor
-from torch_impl.dtensor_matrix import can_reduce, mean_along, norm_along
-from torch_impl.dtensor_operands import align
-from torch_impl.row_shard import cut_axes
+from torch_impl.comm import collectives
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.matrix import can_reduce, mean_along, norm_along
+from torch_impl.dtensor.operands import align
+from torch_impl.dtensor.placement import cut_axes
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from torch_impl import collectives
-from torch_impl.row_shard import chunk_lengths, row_axes, row_placement, tensor_parallel_box
-from torch_impl.rows import rows_of
+from bridge.sharding.rows import rows_of
+from torch_impl.comm import collectives
+from torch_impl.dtensor.placement import chunk_lengths, row_axes, row_placement, tensor_parallel_box
 
 
 def gather(

@@ -38,9 +38,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
-from torch_impl import dtensor_ops
-from torch_impl.row_gather import gather
-from torch_impl.row_shard import (
+from bridge.sharding.rows import Box, local_shape, row_boxes, rows_of
+from torch_impl.dtensor import ops as dtensor_ops
+from torch_impl.dtensor.placement import (
     RowShard,
     check_placements,
     row_axes,
@@ -48,7 +48,7 @@ from torch_impl.row_shard import (
     shard_index,
     tensor_parallel_box,
 )
-from torch_impl.rows import Box, local_shape, row_boxes, rows_of
+from torch_impl.dtensor.row_gather import gather
 
 
 class _ToLocal(torch.autograd.Function):

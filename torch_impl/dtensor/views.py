@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from torch_impl import dtensor
-from torch_impl.autograd import counted_view
-from torch_impl.rows import local_shape, rows_of
+from bridge.sharding.rows import local_shape, rows_of
+from torch_impl.dtensor import tensor as dtensor
+from torch_impl.runtime.autograd import counted_view
 
 _aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""AdamW on the main weights of sharded modules. The order of operations is listed in ``torch_impl.adamw_update``."""
+"""AdamW on the main weights of sharded modules. ``torch_impl.optimizer.update`` lists the order of operations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.adamw_update import ParameterUpdate, update
-from torch_impl.dtensor import is_partial, local_of
-from torch_impl.moments import MomentFormat
-from torch_impl.offload import Share, Transfers, transfers_for
-from torch_impl.ownership import taken_by
+from torch_impl.dtensor.tensor import is_partial, local_of
+from torch_impl.optimizer.moments import MomentFormat
+from torch_impl.optimizer.offload import Share, Transfers, transfers_for
+from torch_impl.optimizer.update import ParameterUpdate, update
+from torch_impl.runtime.ownership import taken_by
 
 
 class MainWeightAdamW(torch.optim.Optimizer):
@@ -47,7 +47,7 @@ class MainWeightAdamW(torch.optim.Optimizer):
         """``params``, ``lr`` (a number or a tensor of one element), ... as in ``torch.optim.AdamW``.
 
         exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64 parameters
-            float64), bfloat16, or, with a scale per row, float16 or float8_e4m3fn (see ``torch_impl.moments``).
+            float64), bfloat16, or, with a scale per row, float16 or float8_e4m3fn (see ``optimizer.moments``).
         offload_fraction: part of the state, by elements, to the nearest parameter, that lives in CPU memory and is
             fetched for the update. Results and checkpoints are those of no offload, to the byte.
 

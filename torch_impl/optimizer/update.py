@@ -3,8 +3,8 @@
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
 staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
 
-Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer``. ``[x]`` is a scalar
-computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
+Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer.main_weight_adamw``. ``[x]``
+is a scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
 ``x * y + z`` rounded once::
 
     1   g = the gradient in the dtype of the update
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor import RowDTensor, local_of
-from torch_impl.moments import MomentFormat, first_row
-from torch_impl.offload import Transfers
+from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.optimizer.moments import MomentFormat, first_row
+from torch_impl.optimizer.offload import Transfers
 
 # Elements of the tensors that are staged together, unless one tensor is larger.
 _CHUNK = 1 << 22

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_impl.layout import Layout
-from torch_impl.rows import local_shape
+from bridge.sharding.layout import Layout
+from bridge.sharding.rows import local_shape
 
 
 class FlatBuffer:

@@ -25,14 +25,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torch_impl.dtensor import RowDTensor, is_partial, local_of, make_partial, wrap_like
-from torch_impl.levels import ShardLevels
-from torch_impl.placement import Strategy
-from torch_impl.pool import PooledGradient
-from torch_impl.precision import GroupDtypes
-from torch_impl.row_shard import row_placement
-from torch_impl.streams import Step, Streams, Transfer
-from torch_impl.tensor_parallel import TensorParallel
+from bridge.sharding.strategy import Strategy
+from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.tensor import RowDTensor, is_partial, local_of, make_partial, wrap_like
+from torch_impl.runtime.levels import ShardLevels
+from torch_impl.runtime.pool import PooledGradient
+from torch_impl.runtime.precision import GroupDtypes
+from torch_impl.runtime.tensor_parallel import TensorParallel
 
 # Of a unit's gradients, what is held before they get their buffer. Both are in use together when it is made, so more
 # would raise the peak at the end of a unit; less, that at its beginning.

@@ -26,18 +26,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement
 
-from torch_impl import autograd
-from torch_impl.buffer import FlatBuffer
-from torch_impl.data_parallel import DataParallelMesh
-from torch_impl.dtensor import make_dtensor
-from torch_impl.gradient import GroupGradient
-from torch_impl.layout import Layout
-from torch_impl.levels import ShardLevels
-from torch_impl.ownership import OwnedParameter
-from torch_impl.placement import Strategy
-from torch_impl.pool import PooledWeights
-from torch_impl.precision import GroupDtypes
-from torch_impl.streams import Step, Streams, Transfer
+from bridge.sharding.layout import Layout
+from bridge.sharding.strategy import Strategy
+from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.dtensor.tensor import make_dtensor
+from torch_impl.runtime import autograd
+from torch_impl.runtime.buffer import FlatBuffer
+from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.levels import ShardLevels
+from torch_impl.runtime.ownership import OwnedParameter
+from torch_impl.runtime.pool import PooledWeights
+from torch_impl.runtime.precision import GroupDtypes
 
 
 class ParameterGroup:

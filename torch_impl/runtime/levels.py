@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_impl import collectives
-from torch_impl.buffer import FlatBuffer
-from torch_impl.collectives import Work
-from torch_impl.data_parallel import DataParallelMesh
-from torch_impl.layout import Layout
+from bridge.sharding.layout import Layout
+from torch_impl.comm import collectives
+from torch_impl.comm.collectives import Work
+from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.runtime.buffer import FlatBuffer
 
 
 class ShardLevels:

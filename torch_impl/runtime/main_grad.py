@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_impl.gradient import GroupGradient
+from torch_impl.runtime.gradient import GroupGradient
 
 _ATTRIBUTES = ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_impl.dtensor import local_of
-from torch_impl.group import ParameterGroup
+from torch_impl.dtensor.tensor import local_of
+from torch_impl.runtime.group import ParameterGroup
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor import RowDTensor
-from torch_impl.tensor_parallel import TensorParallel, tensor_parallel_of
+from torch_impl.dtensor.tensor import RowDTensor
+from torch_impl.runtime.tensor_parallel import TensorParallel, tensor_parallel_of
 
 # Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
 _TAKEN = "_taken_by_unit"

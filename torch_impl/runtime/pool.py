@@ -26,9 +26,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torch_impl import autograd
-from torch_impl.buffer import FlatBuffer
-from torch_impl.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
+from torch_impl.runtime import autograd
+from torch_impl.runtime.buffer import FlatBuffer
+from torch_impl.runtime.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
 
 # Programs that alternate between some kinds of steps, such as microbatches, keep one plan.
 _REMEMBERED = 4

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_impl import autograd
-from torch_impl.gradient import GroupGradient
-from torch_impl.pool import BufferPool
-from torch_impl.streams import streams_for
+from torch_impl.comm.streams import streams_for
+from torch_impl.runtime import autograd
+from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.pool import BufferPool
 
 if TYPE_CHECKING:
-    from torch_impl.unit import Unit
+    from torch_impl.runtime.unit import Unit
 
 
 class Order:

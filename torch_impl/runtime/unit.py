@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torch_impl import autograd, main_grad
-from torch_impl.group import ParameterGroup
-from torch_impl.pool import BufferPool
-from torch_impl.precision import MixedPrecisionPolicy
-from torch_impl.schedule import Schedule
+from torch_impl.runtime import autograd, main_grad
+from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.pool import BufferPool
+from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.schedule import Schedule
 
 
 class _Call(NamedTuple):

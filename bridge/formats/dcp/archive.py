@@ -26,7 +26,7 @@ from typing import Final, TypeGuard
 import numpy as np
 
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp_pickle import (
+from bridge.formats.dcp.pickle import (
     PLAIN_VALUES,
     Call,
     Name,

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.base import CheckpointError, dtype_from_name, dtype_name
-from bridge.formats.dcp_archive import (
+from bridge.formats.dcp.archive import (
     END,
     END64,
     END64_LOCATOR,
@@ -33,8 +33,8 @@ from bridge.formats.dcp_archive import (
     UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.formats.dcp_pickle import PLAIN_VALUES, Call, Name, Persistent, plain_value
-from bridge.formats.dcp_pickle_writer import write_pickle
+from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent, plain_value
+from bridge.formats.dcp.pickle_writer import write_pickle
 
 ALIGNMENT: Final = 64
 WIDE: Final = MAX32  # record sizes from here on are written with 64 bits

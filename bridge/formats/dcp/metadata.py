@@ -31,10 +31,10 @@ from bridge.formats.base import (
     dtype_name,
     is_tree_path,
 )
-from bridge.formats.dcp_archive import is_index
-from bridge.formats.dcp_pickle import Call, Instance, Name, Vocabulary, read_pickle
-from bridge.formats.dcp_pickle_writer import write_pickle
-from bridge.formats.mapped_files import is_plain_name
+from bridge.formats.dcp.archive import is_index
+from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
+from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.files.mapped import is_plain_name
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from bridge.formats.dcp_pickle import Call, Instance, Name, Persistent
+from bridge.formats.dcp.pickle import Call, Instance, Name, Persistent
 
 
 def write_pickle(value: object, protocol: int) -> bytes:

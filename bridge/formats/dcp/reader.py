@@ -15,7 +15,7 @@ from typing import Final, Self
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp_archive import (
+from bridge.formats.dcp.archive import (
     BLOCK,
     Record,
     as_integers,
@@ -24,7 +24,7 @@ from bridge.formats.dcp_archive import (
     read_value,
     verify_record,
 )
-from bridge.formats.dcp_metadata import (
+from bridge.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
     Extent,
@@ -32,8 +32,8 @@ from bridge.formats.dcp_metadata import (
     parse_metadata,
     parse_rank_metadata,
 )
-from bridge.formats.manifest import object_checksum
-from bridge.formats.mapped_files import (
+from bridge.formats.files.manifest import object_checksum
+from bridge.formats.files.mapped import (
     ChunkIndex,
     Fetch,
     MappedFiles,
@@ -44,8 +44,8 @@ from bridge.formats.mapped_files import (
     regular_file,
     small_file,
 )
-from bridge.formats.safetensors_header import Header, looks_like_header, read_header
-from bridge.formats.safetensors_reader import saved_offsets
+from bridge.formats.safetensors.header import Header, looks_like_header, read_header
+from bridge.formats.safetensors.reader import saved_offsets
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 

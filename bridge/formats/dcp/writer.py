@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.atomic import CommitOrAbort
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -24,11 +23,12 @@ from bridge.formats.base import (
     dtype_name,
     grid_of_chunks,
 )
-from bridge.formats.data_file import DataFiles
-from bridge.formats.dcp_archive_writer import tensor_archive, tensor_archive_length, value_archive
-from bridge.formats.dcp_metadata import DcpMetadata, Extent, format_metadata
-from bridge.formats.dcp_reader import DcpReader
-from bridge.formats.manifest import (
+from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
+from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.files.atomic import CommitOrAbort
+from bridge.formats.files.data_file import DataFiles
+from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -38,7 +38,7 @@ from bridge.formats.manifest import (
     render_manifest,
     rest_checksum,
 )
-from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
 
 CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bridge.formats import renaming
+from bridge.formats.files import renaming
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
 

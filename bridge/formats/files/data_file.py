@@ -23,8 +23,8 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.atomic import fsync_directory
-from bridge.formats.working import ChunkRecord
+from bridge.formats.files.atomic import fsync_directory
+from bridge.formats.files.working import ChunkRecord
 
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bridge.formats.atomic import remove, temporaries_of
 from bridge.formats.base import CheckpointError
+from bridge.formats.files.atomic import remove, temporaries_of
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0

@@ -30,9 +30,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from bridge.formats.atomic import sidecar_of
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
-from bridge.formats.mapped_files import small_file
+from bridge.formats.files.atomic import sidecar_of
+from bridge.formats.files.mapped import small_file
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"

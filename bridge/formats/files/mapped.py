@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo
-from bridge.formats.dcp_archive import BLOCK, drop_pages
+from bridge.formats.dcp.archive import BLOCK, drop_pages
 
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""

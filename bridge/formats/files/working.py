@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.atomic import AtomicDirectory, CommitOrAbort, is_temporary
 from bridge.formats.base import (
     MAX_NAME,
     TREE_PATH_KEYS,
@@ -24,10 +23,11 @@ from bridge.formats.base import (
     dtype_name,
     is_tree_path,
 )
-from bridge.formats.dcp_archive import raw_bytes
-from bridge.formats.dcp_pickle import is_unicode
-from bridge.formats.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
-from bridge.formats.manifest import ManifestTensor
+from bridge.formats.dcp.archive import raw_bytes
+from bridge.formats.dcp.pickle import is_unicode
+from bridge.formats.files.atomic import AtomicDirectory, CommitOrAbort, is_temporary
+from bridge.formats.files.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
+from bridge.formats.files.manifest import ManifestTensor
 from bridge.formats.replaceable import require_replaceable
 
 

@@ -25,11 +25,11 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.dcp_archive import as_integers, raw_bytes
-from bridge.formats.manifest import array_checksum
-from bridge.formats.ocdbt import OcdbtWriter
-from bridge.formats.orbax_store import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.formats.working import ChunkRecord
+from bridge.formats.dcp.archive import as_integers, raw_bytes
+from bridge.formats.files.manifest import array_checksum
+from bridge.formats.files.working import ChunkRecord
+from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
+from bridge.formats.orbax.ocdbt import OcdbtWriter
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.formats.atomic import is_temporary
 from bridge.formats.base import CheckpointError
+from bridge.formats.files.atomic import is_temporary
 
 TREE_FILE = "_METADATA"
 COMMIT_FILE = "commit_success.txt"

@@ -23,8 +23,8 @@ from pathlib import Path
 import google_crc32c
 import tensorstore as ts
 
-from bridge.formats.data_file import DataFiles
-from bridge.formats.working import ChunkRecord
+from bridge.formats.files.data_file import DataFiles
+from bridge.formats.files.working import ChunkRecord
 
 MANIFEST = "manifest.ocdbt"
 MAX_INLINE = 1024

@@ -27,11 +27,10 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp_archive import BLOCK, as_integers, drop_pages
-from bridge.formats.dcp_pickle import is_unicode
-from bridge.formats.mapped_files import Fetch, copy_mapped, files_below, lend_mapped, regular_file, small_file
-from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
-from bridge.formats.orbax_store import (
+from bridge.formats.dcp.archive import BLOCK, as_integers, drop_pages
+from bridge.formats.dcp.pickle import is_unicode
+from bridge.formats.files.mapped import Fetch, copy_mapped, files_below, lend_mapped, regular_file, small_file
+from bridge.formats.orbax.arrays import (
     MANIFEST,
     MAX_INNER_CHUNKS,
     ArrayLayout,
@@ -41,8 +40,9 @@ from bridge.formats.orbax_store import (
     parse_array,
     store_spec,
 )
-from bridge.formats.orbax_tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
+from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
+from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
+from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.

@@ -20,8 +20,8 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.mapped_files import Fetch, MappedFiles
-from bridge.formats.ocdbt_nodes import NodeBudget
+from bridge.formats.files.mapped import Fetch, MappedFiles
+from bridge.formats.orbax.ocdbt_nodes import NodeBudget
 
 _MAX_DEPTH = 16
 

@@ -34,7 +34,6 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.atomic import CommitOrAbort
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -44,8 +43,9 @@ from bridge.formats.base import (
     dtype_name,
     grid_of_chunks,
 )
-from bridge.formats.journal import JOURNAL_FILE, Journal
-from bridge.formats.manifest import (
+from bridge.formats.files.atomic import CommitOrAbort
+from bridge.formats.files.journal import JOURNAL_FILE, Journal
+from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -55,11 +55,11 @@ from bridge.formats.manifest import (
     parse_manifest,
     render_manifest,
 )
-from bridge.formats.orbax_chunks import ChunkStore, join_stores, process_store
-from bridge.formats.orbax_item import COMMIT_FILE, TREE_FILE
-from bridge.formats.orbax_store import ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.formats.orbax_tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
-from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
+from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
+from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
+from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
+from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.formats.orbax.tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20

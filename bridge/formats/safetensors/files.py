@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.mapped_files import is_plain_name, small_file
+from bridge.formats.files.mapped import is_plain_name, small_file
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

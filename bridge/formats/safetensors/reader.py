@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, check_coverage
-from bridge.formats.dcp_archive import as_integers
-from bridge.formats.mapped_files import (
+from bridge.formats.dcp.archive import as_integers
+from bridge.formats.files.mapped import (
     ChunkIndex,
     Fetch,
     MappedFiles,
@@ -29,9 +29,9 @@ from bridge.formats.mapped_files import (
     lend_mapped,
     regular_file,
 )
-from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, parse_extras
-from bridge.formats.safetensors_files import FileSet, find_files
-from bridge.formats.safetensors_header import (
+from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
+from bridge.formats.safetensors.files import FileSet, find_files
+from bridge.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
     Header,

@@ -20,11 +20,11 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
-from bridge.formats.data_file import DataFile, DataFiles
-from bridge.formats.dcp_writer import default_chunk_shape
-from bridge.formats.manifest import (
+from bridge.formats.dcp.writer import default_chunk_shape
+from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
+from bridge.formats.files.data_file import DataFile, DataFiles
+from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -35,11 +35,11 @@ from bridge.formats.manifest import (
     require_own,
     rest_checksum,
 )
-from bridge.formats.safetensors_extras import EXTRAS_KEY, Extras, encode_value, format_extras
-from bridge.formats.safetensors_files import INDEX_FILE, SINGLE_FILE, SUFFIX
-from bridge.formats.safetensors_header import METADATA_KEY, dtype_code, format_header
-from bridge.formats.safetensors_reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
-from bridge.formats.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
+from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
+from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
+from bridge.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.stores import open_store, store_errors, without_end
+from bridge.formats.stores.store import open_store, store_errors, without_end
 
 BLOCK: Final = 8 << 20
 """Bytes fetched at least: a request costs as much time as some of them."""

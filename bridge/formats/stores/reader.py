@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
-from bridge.formats.mirror import Mirror
+from bridge.formats.stores.mirror import Mirror
 
 
 class StoredReader:

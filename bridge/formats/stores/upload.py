@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.manifest import manifest_path
-from bridge.formats.stores import open_store, store_errors, without_end
+from bridge.formats.files.manifest import manifest_path
+from bridge.formats.stores.store import open_store, store_errors, without_end
 
 _FOUND_BY: Final = (
     *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.dcp_pickle import (
+from bridge.formats.dcp.pickle import (
     PLAIN_VALUES,
     Call,
     Instance,
@@ -24,7 +24,7 @@ from bridge.formats.dcp_pickle import (
     plain_value,
     read_pickle,
 )
-from bridge.formats.dcp_pickle_writer import write_pickle
+from bridge.formats.dcp.pickle_writer import write_pickle
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

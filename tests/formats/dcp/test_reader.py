@@ -25,16 +25,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from bridge.formats import CheckpointError, dcp_metadata, mapped_files, open_checkpoint
-from bridge.formats import dcp_reader as module
+from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.dcp_pickle import PLAIN_VALUES, Instance, plain_value, read_pickle
-from bridge.formats.dcp_pickle_writer import write_pickle
-from bridge.formats.dcp_reader import DcpReader
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
-from tests.bridge.test_dcp_pickle import PAIR, Evil, nest
-from tests.ranks import RankGroup
+from bridge.formats.dcp import metadata as dcp_metadata
+from bridge.formats.dcp import reader as module
+from bridge.formats.dcp.pickle import PLAIN_VALUES, Instance, plain_value, read_pickle
+from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.files import mapped as mapped_files
+from tests.formats.dcp.test_pickle import PAIR, Evil, nest
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
+from tests.support.ranks import RankGroup
 
 
 @pytest.fixture
@@ -677,6 +679,6 @@ def test_reading_needs_no_torch() -> None:
     """A fresh interpreter in which torch and jax cannot be imported."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['jax'] = None\n"
-        "import bridge.formats, bridge.formats.dcp_reader, bridge.formats.dcp_writer"
+        "import bridge.formats, bridge.formats.dcp.reader, bridge.formats.dcp.writer"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

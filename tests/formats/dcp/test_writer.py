@@ -24,13 +24,21 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from bridge.formats import CheckpointError, dcp_writer, open_checkpoint
+from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box, CheckpointReader, check_coverage
-from bridge.formats.dcp_reader import DcpReader
-from bridge.formats.dcp_writer import DcpWriter, default_chunk_shape
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.dcp_files import array_of, numbered, stock_load, stock_load_all, stock_save, tensor_of
-from tests.ranks import RankGroup
+from bridge.formats.dcp import writer as dcp_writer
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.dcp.writer import DcpWriter, default_chunk_shape
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.dcp_files import (
+    array_of,
+    numbered,
+    stock_load,
+    stock_load_all,
+    stock_save,
+    tensor_of,
+)
+from tests.support.ranks import RankGroup
 
 
 def put(writer: DcpWriter, path: str | tuple[str | int, ...], array: np.ndarray, **options: Any) -> None:
@@ -422,11 +430,11 @@ def test_abort_after_commit_and_a_second_abort_change_nothing(tmp_path: Path) ->
 def test_a_killed_writer_leaves_no_checkpoint_under_the_name(tmp_path: Path) -> None:
     code = (
         "import sys, os, signal, numpy as np\n"
-        "from bridge.formats.dcp_writer import DcpWriter\n"
+        "from bridge.formats.dcp.writer import DcpWriter\n"
         "w = DcpWriter(sys.argv[1]); i = w.add_tensor('w', (9,), np.dtype('int8'))\n"
         "w.write('w', i.chunks[0], np.ones(9, np.int8)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], cwd=root, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "c").exists()
@@ -445,9 +453,9 @@ MEASURE = """
 import sys, itertools
 import numpy as np
 from bridge.formats.base import Box
-from bridge.formats.dcp_reader import DcpReader
-from bridge.formats.dcp_writer import DcpWriter
-from tests.process_memory import status_bytes
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.dcp.writer import DcpWriter
+from tests.support.process_memory import status_bytes
 
 path, job, shape = sys.argv[1], sys.argv[2], (int(sys.argv[3]), 16384)
 row = np.arange(shape[1], dtype=np.float32)
@@ -474,7 +482,7 @@ print(status_bytes("VmHWM") - base)
 def peak_above_imports(path: Path, job: str, rows: int) -> int:
     """Peak resident bytes, file pages included, above those of the interpreter with its imports."""
     command = [sys.executable, "-c", MEASURE, str(path), job, str(rows)]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
 
 

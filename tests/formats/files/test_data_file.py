@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.formats import data_file
 from bridge.formats.base import DTYPES, Box, TensorInfo
-from bridge.formats.data_file import BLOCK, DataFile, DataFiles
-from bridge.formats.journal import Journal
-from bridge.formats.journal import resume as resume_journal
-from bridge.formats.safetensors_writer import SafetensorsWriter
-from bridge.formats.working import ChunkRecord
+from bridge.formats.files import data_file
+from bridge.formats.files.data_file import BLOCK, DataFile, DataFiles
+from bridge.formats.files.journal import Journal
+from bridge.formats.files.journal import resume as resume_journal
+from bridge.formats.files.working import ChunkRecord
+from bridge.formats.safetensors.writer import SafetensorsWriter
 
 
 @pytest.fixture(autouse=True)

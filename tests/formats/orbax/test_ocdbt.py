@@ -18,14 +18,14 @@ import tensorstore as ts
 import zstandard
 from hypothesis import given, settings
 
-from bridge.formats import ocdbt
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.ocdbt import OcdbtWriter
-from bridge.formats.ocdbt_nodes import NodeBudget, entries_and_keys
-from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_store import ArrayLayout, new_context
-from bridge.formats.orbax_values import Place, StoredValues, places_in_files, places_in_ocdbt
-from bridge.formats.working import ChunkRecord
+from bridge.formats.files.working import ChunkRecord
+from bridge.formats.orbax import ocdbt
+from bridge.formats.orbax.arrays import ArrayLayout, new_context
+from bridge.formats.orbax.ocdbt import OcdbtWriter
+from bridge.formats.orbax.ocdbt_nodes import NodeBudget, entries_and_keys
+from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt
 
 
 def stored(path: Path, context: ts.Context | None = None, **config: Any) -> ts.KvStore:

@@ -21,14 +21,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
+from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
 from bridge.formats.base import Box, check_coverage
-from bridge.formats.ocdbt import OcdbtWriter
-from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
-from bridge.verify import verify
-from tests.bridge.bits import random_bits
-from tests.bridge.orbax_helpers import (
+from bridge.formats.orbax.ocdbt import OcdbtWriter
+from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from tests.support.bridge.bits import random_bits
+from tests.support.bridge.orbax_helpers import (
     STOCK_RESTORES,
     assert_reads,
     assert_same_bits,
@@ -356,7 +356,7 @@ def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     program = """
 import sys, numpy as np
-from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
+from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
 writer = OrbaxWriter(sys.argv[1])
 info = writer.add_tensor("w", (1 << 30, 4), np.dtype("float32"))
 for box in info.chunks:
@@ -465,7 +465,7 @@ assert not {"jax", "torch", "orbax", "orbax.checkpoint"} & set(sys.modules)
 MEMORY_PROGRAM = """
 import sys, numpy as np
 from bridge.formats import create_checkpoint, open_checkpoint
-from tests.process_memory import AnonymousPeak
+from tests.support.process_memory import AnonymousPeak
 
 with AnonymousPeak() as peak:
     rng = np.random.default_rng(0)

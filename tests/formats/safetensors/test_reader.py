@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from bridge.formats import CheckpointError, detect_format, mapped_files, open_checkpoint
+from bridge.formats import CheckpointError, detect_format, open_checkpoint
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.safetensors_header import DTYPE_NAMES, read_header
-from bridge.formats.safetensors_reader import SafetensorsReader
-from tests.bridge.bits import random_bits, same_bits
-from tests.bridge.dcp_files import array_of
-from tests.bridge.safetensors_files import entry, one_of_each, raw_file, stock_file, tiny_llama
+from bridge.formats.files import mapped as mapped_files
+from bridge.formats.safetensors.header import DTYPE_NAMES, read_header
+from bridge.formats.safetensors.reader import SafetensorsReader
+from tests.support.bridge.bits import random_bits, same_bits
+from tests.support.bridge.dcp_files import array_of
+from tests.support.bridge.safetensors_files import entry, one_of_each, raw_file, stock_file, tiny_llama
 
 F32 = np.dtype("float32")
 
@@ -497,7 +498,7 @@ def test_the_stock_library_refuses_what_a_test_here_calls_broken(tmp_path: Path)
 def test_reading_needs_neither_torch_nor_the_safetensors_package() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['jax'] = sys.modules['safetensors'] = None\n"
-        "import bridge.formats.safetensors_reader, bridge.formats.safetensors_writer\n"
+        "import bridge.formats.safetensors.reader, bridge.formats.safetensors.writer\n"
         "assert 'tensorstore' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -17,23 +17,23 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from bridge.cli import app
-from bridge.convert import ConvertOptions, convert, planned
-from bridge.diff import diff
+from bridge.checkpoints.convert import ConvertOptions, convert, planned
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.selection import Selection
+from bridge.checkpoints.summary import inspect
+from bridge.checkpoints.verify import verify
+from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats import mirror as mirror_module
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.mirror import Mirror
-from bridge.formats.upload import Upload
-from bridge.inspect import inspect
-from bridge.propose import propose
-from bridge.selection import Selection
-from bridge.verify import verify
-from tests.bridge.bits import random_bits
+from bridge.formats.stores import mirror as mirror_module
+from bridge.formats.stores.mirror import Mirror
+from bridge.formats.stores.upload import Upload
+from bridge.propose.propose import propose
+from tests.support.bridge.bits import random_bits
 
 FORMATS = ("dcp", "orbax", "safetensors")
 BLOCK = 4096
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Counting(MemoryFileSystem):
@@ -302,7 +302,7 @@ def test_an_upload_that_fails_leaves_nothing_and_can_be_resumed(
 KILLED = """
 import os, sys
 from fsspec.implementations.local import LocalFileSystem
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
 src, dst, format, last, part = *sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5])
 put_file, sent = LocalFileSystem.put_file, []
 def killing(self, local, name, **kwargs):

@@ -10,10 +10,10 @@ import pytest
 
 from bridge.formats import Box, CheckpointError, open_checkpoint
 from bridge.formats.base import grid_of_chunks
-from bridge.formats.orbax_writer import OrbaxPart, OrbaxWriter
-from jax_impl import checkpoint_chunks
-from jax_impl.checkpoint_chunks import Chunks
-from tests.bridge.bits import random_bits
+from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from jax_impl.checkpoint import chunks as checkpoint_chunks
+from jax_impl.checkpoint.chunks import Chunks
+from tests.support.bridge.bits import random_bits
 
 TENSORS = {
     "matrix": random_bits((37, 11), np.dtype(np.float32), 1),

@@ -17,7 +17,6 @@ from orbax.checkpoint.experimental import v1
 
 from bridge.formats import CheckpointError, open_checkpoint
 from jax_impl import (
-    checkpoint_contents,
     data_parallel_mesh,
     fully_shard,
     init_state,
@@ -26,8 +25,9 @@ from jax_impl import (
     save_checkpoint,
     variable_leaves,
 )
-from tests.jax_impl import checkpoint_runs as runs
-from tests.jax_impl.tiny import CONFIG, decoder
+from jax_impl.checkpoint import contents as checkpoint_contents
+from tests.support.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl.tiny import CONFIG, decoder
 
 
 @pytest.fixture(scope="module")

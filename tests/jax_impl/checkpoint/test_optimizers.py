@@ -25,9 +25,9 @@ from jax_impl import (
     save_checkpoint,
     shard_weights,
 )
-from jax_impl.module_tree import parameter_leaves
-from tests.jax_impl import checkpoint_runs as runs
-from tests.jax_impl.tiny import loss, tokens
+from jax_impl.modules.module_tree import parameter_leaves
+from tests.support.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl.tiny import loss, tokens
 
 OPTIMIZERS = {
     "adamw with bfloat16 mu": optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
@@ -134,7 +134,7 @@ class Odd(nnx.Module):
 def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: tuple[str, int], chunk: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.orbax_writer._CHUNK", chunk)
+    monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", chunk)
     optimizer = main_weight_adamw(0.1)
     kind, rows = granularity
     plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=kind, rows=rows)

@@ -16,8 +16,8 @@ from jax_impl import (
     load_checkpoint,
     plan_sharding,
 )
-from tests.jax_impl import checkpoint_runs as runs
-from tests.jax_impl.tiny import CONFIG, decoder
+from tests.support.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl.tiny import CONFIG, decoder
 
 X64_PROGRAM = """
 import sys
@@ -26,8 +26,8 @@ simulate_devices(3)
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_enable_x64", True)
 from jax_impl import data_parallel_mesh, fully_shard, init_state, load_checkpoint, main_weight_adamw, save_checkpoint
-from tests.jax_impl.checkpoint_runs import assert_same_bits, logical
-from tests.jax_impl.tiny import decoder
+from tests.support.jax_impl.checkpoint_runs import assert_same_bits, logical
+from tests.support.jax_impl.tiny import decoder
 
 optimizer = main_weight_adamw(1e-2)
 plan, weights = fully_shard(decoder(dtype=jnp.float64), data_parallel_mesh(3))
@@ -59,7 +59,7 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax_impl import data_parallel_mesh, init_state, load_checkpoint, main_weight_adamw, plan_sharding, save_checkpoint
 from jax_impl import shard_weights, stack_layers
-from tests.process_memory import AnonymousPeak
+from tests.support.process_memory import AnonymousPeak
 
 path, kind = sys.argv[1:]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jax_impl.mesh import checked_mesh, data_parallel_mesh, simulate_devices
+from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
 
 
 def test_more_devices_than_exist_are_refused():
@@ -85,7 +85,7 @@ def test_whether_the_backend_runs_is_known_without_starting_it():
         """
         import jax
         import jax_impl
-        from jax_impl.mesh import _backend_runs
+        from jax_impl.comm.mesh import _backend_runs
         assert not _backend_runs()
         assert not _backend_runs()
         jax.devices()
@@ -103,8 +103,8 @@ def test_the_flags_of_simulate_devices_keep_the_meaning_of_the_strategy():
         import jax
         from flax import nnx
         from jax_impl.models import Decoder
-        from tests.jax_impl.test_memory import LAYERED
-        from tests.jax_impl.tiny import loss, tokens
+        from tests.jax_impl.diagnostics.test_memory import LAYERED
+        from tests.support.jax_impl.tiny import loss, tokens
         plan, weights = fully_shard(Decoder(LAYERED, rngs=nnx.Rngs(0)), data_parallel_mesh(4))
         batch = shard_batch(plan, tokens(4, length=3))
         compiled = jax.jit(make_gradients(plan, loss)).lower(weights, batch).compile()
@@ -141,7 +141,7 @@ def test_twenty_steps_on_eight_simulated_devices_neither_hang_nor_abort():
         """
         from jax_impl import *
         simulate_devices(8)
-        from tests.jax_impl.tiny import decoder, loss, tokens
+        from tests.support.jax_impl.tiny import decoder, loss, tokens
         plan, weights = fully_shard(decoder(), data_parallel_mesh(8), strategy="optim_grads")
         optimizer = main_weight_adamw(1e-3)
         state = init_state(plan, weights, optimizer)

@@ -18,9 +18,9 @@ from orbax.checkpoint.experimental import v1
 
 from bridge.formats import open_checkpoint
 from jax_impl import load_checkpoint, main_weight_adamw, save_checkpoint
-from tests.jax_impl import checkpoint_runs as runs
-from tests.jax_impl import process_job as jobs
-from tests.jax_impl.tiny import named, tokens
+from tests.support.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl import process_job as jobs
+from tests.support.jax_impl.tiny import named, tokens
 
 STEPS, SAVED_AFTER = 5, 3
 OPTIMIZER = main_weight_adamw(**runs.STEADY)
@@ -221,15 +221,15 @@ def test_the_save_of_one_process_is_loaded_by_several(groups: dict[str, jobs.Gro
 
 
 FAILURES = {
-    "open": (0, "jax_impl.checkpoint:Contents:of"),
-    "open of another": (1, "jax_impl.checkpoint:Contents:of"),
-    "write": (1, "bridge.formats.orbax_writer:OrbaxPart:write"),
-    "first process's write": (0, "bridge.formats.orbax_chunks:ChunkStore:write"),
-    "spill": (1, "jax_impl.checkpoint:Chunks:finish"),
-    "assemble": (1, "jax_impl.checkpoint:Chunks:write_spilled"),
-    "flush": (1, "bridge.formats.orbax_writer:OrbaxPart:finish"),
-    "commit": (0, "bridge.formats.orbax_writer:OrbaxWriter:_require_stored"),
-    "rename": (0, "bridge.formats.atomic:AtomicDirectory:commit"),
+    "open": (0, "jax_impl.checkpoint.checkpoint:Contents:of"),
+    "open of another": (1, "jax_impl.checkpoint.checkpoint:Contents:of"),
+    "write": (1, "bridge.formats.orbax.writer:OrbaxPart:write"),
+    "first process's write": (0, "bridge.formats.orbax.chunks:ChunkStore:write"),
+    "spill": (1, "jax_impl.checkpoint.checkpoint:Chunks:finish"),
+    "assemble": (1, "jax_impl.checkpoint.checkpoint:Chunks:write_spilled"),
+    "flush": (1, "bridge.formats.orbax.writer:OrbaxPart:finish"),
+    "commit": (0, "bridge.formats.orbax.writer:OrbaxWriter:_require_stored"),
+    "rename": (0, "bridge.formats.files.atomic:AtomicDirectory:commit"),
 }
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gradients, shard_batch
-from jax_impl.collective_count import Collective
-from tests.jax_impl.tiny import decoder, loss, tokens
+from jax_impl.diagnostics.collectives import Collective
+from tests.support.jax_impl.tiny import decoder, loss, tokens
 
 # Gathers and reductions of each unit in one step of K microbatches.
 EXPECTED = {

@@ -17,9 +17,9 @@ from jax_impl import (
     make_gradients,
     shard_batch,
 )
-from jax_impl.collective_count import Collective
-from tests.jax_impl.test_strategy_matrix import decoder
-from tests.jax_impl.tiny import loss, tokens
+from jax_impl.diagnostics.collectives import Collective
+from tests.jax_impl.runtime.test_strategy_matrix import decoder
+from tests.support.jax_impl.tiny import loss, tokens
 
 MESHES = {"4": 4, "2x2": {"outer": 2, "inner": 2}, "2x3": {"outer": 2, "inner": 3}}
 # Of a unit: gathers before the microbatches by axis, gathers and reductions in each, and reductions after them. An axis

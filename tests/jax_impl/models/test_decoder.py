@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
-from tests.jax_impl.tiny import CONFIG, decoder, loss, named, tokens
+from tests.support.jax_impl.tiny import CONFIG, decoder, loss, named, tokens
 
 
 def reference_logits(weights, config, ids):

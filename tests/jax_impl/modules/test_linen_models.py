@@ -12,7 +12,7 @@ import pytest
 from flax import linen
 
 from jax_impl import apply_linen, data_parallel_mesh, fully_shard, make_train_step
-from tests.jax_impl.test_tree_models import DIM, VOCABULARY, assert_trains_as_alone, linen_loss, rows
+from tests.jax_impl.modules.test_tree_models import DIM, VOCABULARY, assert_trains_as_alone, linen_loss, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
 

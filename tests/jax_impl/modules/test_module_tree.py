@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_impl import stack_layers
 from jax_impl.models import Decoder
-from jax_impl.module_tree import (
+from jax_impl.modules.module_tree import (
     module_paths,
     parameter_leaves,
     split_units,
@@ -16,8 +16,8 @@ from jax_impl.module_tree import (
     variable_infos,
     variable_leaves,
 )
-from jax_impl.unit_slot import SlotCall
-from tests.jax_impl.tiny import CONFIG, decoder
+from jax_impl.modules.unit_slot import SlotCall
+from tests.support.jax_impl.tiny import CONFIG, decoder
 
 
 class Odd(nnx.Module):

@@ -23,7 +23,7 @@ from jax_impl import (
     unshard,
     variable_leaves,
 )
-from tests.jax_impl.tiny import named
+from tests.support.jax_impl.tiny import named
 
 ENGINES = ["shard_map", "pjit"]
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

@@ -20,8 +20,8 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
-from jax_impl.seal import check_seals, open_sealed, seal
-from tests.jax_impl.tiny import decoder, loss, named, tokens
+from jax_impl.modules.seal import check_seals, open_sealed, seal
+from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 
 ENGINES = ["shard_map", "pjit"]
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl import AdamWState, main_weight_adamw
-from jax_impl.adamw_update import Constants, step_scalars
+from jax_impl.optimizer.update import Constants, step_scalars
 
 
 def reference(weights, gradients, lr, b1, b2, eps, decay, start=0):

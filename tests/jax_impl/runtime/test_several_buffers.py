@@ -29,12 +29,12 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
-from jax_impl.buffer import pack, shard_boxes, unpack
-from jax_impl.collective_count import Collective
+from jax_impl.diagnostics.collectives import Collective
 from jax_impl.layout import Layout, Slot
-from tests.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
-from tests.jax_impl.test_collectives import EXPECTED, unordered_collectives
-from tests.jax_impl.tiny import named
+from jax_impl.runtime.buffer import pack, shard_boxes, unpack
+from tests.jax_impl.diagnostics.test_collectives import EXPECTED, unordered_collectives
+from tests.support.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
+from tests.support.jax_impl.tiny import named
 
 STRATEGIES = tuple(EXPECTED)
 # Widths of the layers of each unit, and its number of buffers by devices.

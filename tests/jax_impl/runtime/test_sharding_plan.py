@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_impl import data_parallel_mesh, fully_shard, plan_sharding, shard_weights, unshard
-from tests.jax_impl.tiny import CONFIG, decoder, named, tokens
+from tests.support.jax_impl.tiny import CONFIG, decoder, named, tokens
 
 COUNTS = [1, 2, 3, 4]
 

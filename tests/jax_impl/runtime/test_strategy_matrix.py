@@ -20,7 +20,7 @@ from flax import nnx
 
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
 from jax_impl.models import Decoder
-from tests.jax_impl.tiny import CONFIG, loss, named, tokens
+from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
 ROWS, STEPS = 72, 10
 # A large eps keeps Adam from hiding a wrong gradient scale, and from magnifying rounding where gradients are tiny.

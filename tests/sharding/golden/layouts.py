@@ -1,6 +1,6 @@
 """The groups of ``layouts.json``: plans that both packages must reproduce to the byte.
 
-Rewrite the file after a deliberate change of the planner with ``python -m tests.golden.layouts``.
+Rewrite the file after a deliberate change of the planner with ``python -m tests.sharding.golden.layouts``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def cases() -> Iterator[Case]:
 
 def golden() -> list[dict[str, Any]]:
     """The content of ``layouts.json``, planned by ``torch_impl``."""
-    from torch_impl.layout import plan_layout
+    from bridge.sharding.layout import plan_layout
 
     entries = []
     for case in cases():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tests.bridge.bits import random_bits
+from tests.support.bridge.bits import random_bits
 
 D, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FF, VOCAB = 6, 3, 4, 2, 5, 7, 11
 

@@ -1,6 +1,6 @@
 """Conversions to a disk that becomes full at one point or another, from the first file to the last.
 
-    unshare --mount --map-root-user python -m tests.bridge.destination_sweep MOUNT OUTSIDE
+    unshare --mount --map-root-user python -m tests.support.bridge.destination_sweep MOUNT OUTSIDE
 
 mounts a small tmpfs at MOUNT, which nobody else sees, and prints what happened as JSON: by format, a list of cases.
 """
@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge import convert as conversion
-from bridge.formats import data_file
-from tests.bridge import destinations
-from tests.bridge.destinations import command, digest, fill, names, vanishing
+from bridge.checkpoints import convert as conversion
+from bridge.formats.files import data_file
+from tests.support.bridge import destinations
+from tests.support.bridge.destinations import command, digest, fill, names, vanishing
 
 TENSORS, ROWS = 8, 64
 SIZE = TENSORS * ROWS * 256 * 4
@@ -27,7 +27,7 @@ DISK, FILES = 4 << 20, 64
 TARGETS = {"dcp": "a/out", "orbax": "a/out", "safetensors": "a/out", "one file": "out.safetensors"}
 # Nothing is left; the data does not fit; what goes beside the data does not; all of it does.
 LEFT = (0, PAGE, *range(SIZE // 4, SIZE, SIZE // 4), *range(SIZE - 4 * PAGE, SIZE + 12 * PAGE, 2 * PAGE))
-CLI = "from tests.bridge.destination_sweep import full_cli; full_cli()"
+CLI = "from tests.support.bridge.destination_sweep import full_cli; full_cli()"
 
 require_space = conversion._require_space
 
@@ -55,7 +55,7 @@ def clear(mount: Path) -> None:
 
 def full_cli() -> None:
     """`twinshard`, its first argument a disk that becomes full after the check, its second how much is left."""
-    from bridge.cli import main
+    from bridge.commands.main import main
 
     mount, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
     conversion._require_space = vanishing(mount, left)
@@ -143,7 +143,7 @@ def main() -> None:
     options = f"size={DISK},nr_inodes={FILES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], check=True)
     data_file.SYNC_BYTES = SIZE // 8
-    # Past the cache; tests.bridge.destinations goes through it.
+    # Past the cache; tests.support.bridge.destinations goes through it.
     data_file._DIRECT_BYTES = 2 * PAGE
     destinations.TENSORS, destinations.ROWS = TENSORS, ROWS
     new = destinations.source(outside / "new", 3)

@@ -1,6 +1,6 @@
 """Conversions to places that refuse: a disk that is full, or becomes so, one that may not be written.
 
-    unshare --mount --map-root-user python -m tests.bridge.destinations MOUNT OUTSIDE
+    unshare --mount --map-root-user python -m tests.support.bridge.destinations MOUNT OUTSIDE
 
 mounts a small tmpfs at MOUNT, which nobody else sees, and prints what happened as JSON: by format and case.
 """
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from typer.testing import CliRunner
 
-from bridge import convert as conversion
-from bridge.cli import app
-from bridge.formats import create_checkpoint, data_file, open_checkpoint
+from bridge.checkpoints import convert as conversion
+from bridge.commands.main import app
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.files import data_file
 
 FORMATS = ("dcp", "orbax", "safetensors")
 DISK = 12 << 20

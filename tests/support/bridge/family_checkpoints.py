@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.bridge.family_models import flax_weights, hf_model, tokens
+from tests.support.bridge.family_models import flax_weights, hf_model, tokens
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-9, "weight_decay": 0.1}
 

@@ -1,6 +1,6 @@
 """A conversion that is killed before its n-th operation on files, run as a program.
 
-    python -m tests.bridge.killed SRC DST FORMAT N [--resume] [--replace] [--one]
+    python -m tests.support.bridge.killed SRC DST FORMAT N [--resume] [--replace] [--one]
 
 Prints how many operations there were, when N is 0 and nothing is killed. Two threads, whose operations differ by a few
 from run to run as one syncs what the other wrote; with --one there is one, and they are always the same.
@@ -31,15 +31,16 @@ OPERATIONS = (
 
 def main() -> None:
     source, destination, format, last, *flags = sys.argv[1:]
-    from bridge import convert
-    from bridge.formats import data_file, open_checkpoint, renaming
+    from bridge.checkpoints import convert
+    from bridge.formats import open_checkpoint
+    from bridge.formats.files import data_file, renaming
 
     # Everything that is imported late, before operations are counted.
     with open_checkpoint(source) as reader:
         reader.read(next(iter(reader.tensors)))
-    import bridge.formats.dcp_writer
-    import bridge.formats.orbax_writer
-    import bridge.formats.safetensors_writer  # noqa: F401 (imported for its time only)
+    import bridge.formats.dcp.writer
+    import bridge.formats.orbax.writer
+    import bridge.formats.safetensors.writer  # noqa: F401 (imported for its time only)
 
     data_file.SYNC_BYTES = 1000
     data_file._DIRECT_BYTES = data_file.BLOCK

@@ -1,6 +1,6 @@
 """Damaged and hostile checkpoints, and a program that converts many of them and says what came of each.
 
-    python -m tests.bridge.mutants FOLDER SEED COUNT
+    python -m tests.support.bridge.mutants FOLDER SEED COUNT
 
 FOLDER holds checkpoints to begin with. Each mutant is one of them with one or more changes; it is converted in this
 process, whose memory is limited, within 10 seconds. Prints one JSON line for each mutant that did something else than
@@ -214,9 +214,9 @@ class Hang(BaseException):
 
 def main() -> None:
     folder, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    from bridge.convert import convert
+    from bridge.checkpoints.convert import convert
+    from bridge.checkpoints.verify import verify
     from bridge.formats import open_checkpoint
-    from bridge.verify import verify
 
     sources = sorted((folder / "sources").iterdir())
     for number, source in enumerate(sources):

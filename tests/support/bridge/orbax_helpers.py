@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_writer import OrbaxWriter
-from tests.bridge.bits import random_bits
+from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats.orbax.writer import OrbaxWriter
+from tests.support.bridge.bits import random_bits
 
 
 def every_dtype(shape: tuple[int, ...] = (7, 5)) -> dict[str, np.ndarray]:

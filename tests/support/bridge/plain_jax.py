@@ -1,6 +1,6 @@
 """What a user of flax, optax and Orbax runs: a sharded model trained, saved and loaded. Nothing of this package.
 
-    python -m tests.bridge.plain_jax '[{"do": "save", ...}, {"do": "load", ...}]'
+    python -m tests.support.bridge.plain_jax '[{"do": "save", ...}, {"do": "load", ...}]'
 
 prints a JSON list with the losses of every job. Under TWINSHARD_TEST_PROCESSES it is one of several processes, which
 share the devices.

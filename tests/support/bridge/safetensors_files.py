@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bridge.formats.base import DTYPES
-from bridge.formats.safetensors_header import DTYPE_NAMES
-from tests.bridge.bits import random_bits
-from tests.bridge.dcp_files import tensor_of
+from bridge.formats.safetensors.header import DTYPE_NAMES
+from tests.support.bridge.bits import random_bits
+from tests.support.bridge.dcp_files import tensor_of
 
 # torch has no name in the stock library for the last one, which the format has.
 STOCK_DTYPES = [name for name in DTYPE_NAMES.values() if name != "float8_e8m0fnu"]

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.bridge.decoder_trees import MODEL, torch_shapes
+from tests.support.bridge.decoder_trees import MODEL, torch_shapes
 
 
 class Weights(nn.Module):

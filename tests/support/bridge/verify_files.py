@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.convert import convert
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.verify import VerifyReport
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import DTYPES
-from bridge.verify import VerifyReport
-from tests.bridge.bits import random_bits
+from tests.support.bridge.bits import random_bits
 
 FORMATS = ("dcp", "orbax", "safetensors")
 

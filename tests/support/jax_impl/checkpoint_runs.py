@@ -25,12 +25,12 @@ from jax_impl import (
     stack_layers,
     variable_leaves,
 )
-from jax_impl.flat_group import FlatGroup
 from jax_impl.layout import Layout
-from jax_impl.logical_group import LogicalGroup
 from jax_impl.models import Decoder
-from jax_impl.module_tree import parameter_leaves
-from tests.jax_impl.tiny import CONFIG, decoder, loss, tokens
+from jax_impl.modules.module_tree import parameter_leaves
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.logical_group import LogicalGroup
+from tests.support.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
 DEFAULT = "optim_grads_params"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

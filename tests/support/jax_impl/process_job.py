@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from bridge.formats import orbax_writer
-from bridge.formats.orbax_reader import OrbaxReader
-from bridge.formats.orbax_writer import OrbaxPart
+from bridge.formats.orbax import writer as orbax_writer
+from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats.orbax.writer import OrbaxPart
 from jax_impl import (
     ShardingPlan,
     TrainState,
@@ -37,9 +37,9 @@ from jax_impl import (
     simulate_devices,
     unshard,
 )
-from tests.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl import checkpoint_runs as runs
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 class Group:
@@ -55,7 +55,7 @@ class Group:
             ours, theirs = Pipe()
             arguments = map(str, (port, processes, index, devices, theirs.fileno()))
             member = subprocess.Popen(
-                [sys.executable, "-m", "tests.jax_impl.process_job", *arguments],
+                [sys.executable, "-m", "tests.support.jax_impl.process_job", *arguments],
                 cwd=_ROOT,
                 env=environment,
                 pass_fds=[theirs.fileno()],

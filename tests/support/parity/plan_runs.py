@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from torch_impl import collectives
+from torch_impl.comm import collectives
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -75,7 +75,9 @@ def train(policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: i
         "bytes": dict(count.bytes_of),
         "groups": dict(groups),
         "fingerprints": [
-            group.fingerprint for unit in torch_impl.layout_report(model).units for group in unit.groups
+            group.fingerprint
+            for unit in torch_impl.diagnostics.layout_report(model).units
+            for group in unit.groups
         ],
     }
 

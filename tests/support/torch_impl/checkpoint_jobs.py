@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from bridge.formats.atomic import AtomicDirectory
-from bridge.formats.dcp_reader import DcpReader
-from tests.torch_impl.toy import counted
+from bridge.formats.dcp.reader import DcpReader
+from bridge.formats.files.atomic import AtomicDirectory
+from tests.support.torch_impl.toy import counted
 from torch_impl import (
     MainWeightAdamW,
     MixedPrecisionPolicy,
@@ -29,7 +29,7 @@ from torch_impl import (
     load_checkpoint,
     save_checkpoint,
 )
-from torch_impl.dtensor import local_of
+from torch_impl.dtensor.tensor import local_of
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)

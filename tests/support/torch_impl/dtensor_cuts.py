@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torch_impl.dtensor import RowDTensor, make_dtensor
-from torch_impl.row_shard import shard_index, tensor_parallel_box
-from torch_impl.rows import local_shape, rows_of
+from bridge.sharding.rows import local_shape, rows_of
+from torch_impl.dtensor.placement import shard_index, tensor_parallel_box
+from torch_impl.dtensor.tensor import RowDTensor, make_dtensor
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (0, 4), (4, 4, 2), (6, 1)]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.torch_impl.real_models import MODELS, STEPS, rank_batch
+from tests.support.torch_impl.real_models import MODELS, STEPS, rank_batch
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 _CONFIG = DecoderConfig(

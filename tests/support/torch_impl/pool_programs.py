@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.torch_impl.toy import Block, whole
+from tests.support.torch_impl.toy import Block, whole
 
 WORLD = 2
 BLOCKS = 6

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from torch_impl import collectives
+from torch_impl.comm import collectives
 
 
 class Block(nn.Module):
@@ -115,7 +115,7 @@ def assert_same_weights(
 def assert_at_rest(model: nn.Module) -> None:
     """Sharded parameters are shown, and the compute weights of optim_grads_params have no memory."""
     for param in model.parameters():
-        assert type(param) is torch_impl.dtensor.RowDTensor
+        assert type(param) is torch_impl.dtensor.tensor.RowDTensor
     for module in model.modules():
         if isinstance(module, torch_impl.FSDPModule):
             assert not module._unit._backwards

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bridge.formats import CheckpointError, open_checkpoint
-from torch_impl.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)

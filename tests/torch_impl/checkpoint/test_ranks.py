@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.torch_impl import checkpoint_jobs as jobs
-from torch_impl.layout import plan_layout, row_boxes
+from bridge.sharding.layout import plan_layout, row_boxes
+from tests.support.torch_impl import checkpoint_jobs as jobs
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from torch_impl import streams
-from torch_impl.streams import CpuStreams, CudaStreams
+from torch_impl.comm import streams
+from torch_impl.comm.streams import CpuStreams, CudaStreams
 
 
 class Work:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
-from torch_impl import collectives
-from torch_impl.dtensor import local_of, local_pieces
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
+from torch_impl.comm import collectives
+from torch_impl.dtensor.tensor import local_of, local_pieces
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # World, mesh shape, strategy: odd splits, and one replicated axis.
@@ -114,7 +114,7 @@ def test_norms_of_empty_integer_plain_and_large_tensors(ranks: RankGroup) -> Non
 
 def poison(tensor: torch.Tensor, index: tuple[int, ...], value: float) -> None:
     """Set one element of a sharded tensor, on the ranks that hold it."""
-    boxes = torch_impl.dtensor.local_boxes(tensor)
+    boxes = torch_impl.dtensor.tensor.local_boxes(tensor)
     for box, piece in zip(boxes, local_pieces(tensor), strict=True):
         local = tuple(at - start for at, start in zip(index, box.offsets, strict=True))
         if all(0 <= at < size for at, size in zip(local, box.sizes, strict=True)):
@@ -219,12 +219,12 @@ def overlaps(strategy: str) -> None:
     assert torch_impl.memory_overlaps(model, optimizer) == ()
     first, second = model.get_parameter("embed.weight"), model.get_parameter("blocks.0.stack")
     if strategy == "no_shard":
-        first.grad = torch_impl.dtensor.wrap_like(first, local_of(second).view(-1)[1:6].expand(9, 5))
+        first.grad = torch_impl.dtensor.tensor.wrap_like(first, local_of(second).view(-1)[1:6].expand(9, 5))
         (found,) = torch_impl.memory_overlaps(model)
         assert {found.first, found.second} == {"gradient embed.weight", "weight blocks.0.stack"}
         assert found.nbytes == 20
     state = optimizer.state[first]
-    state["exp_avg"] = torch_impl.dtensor.wrap_like(first, local_of(state["exp_avg_sq"]))
+    state["exp_avg"] = torch_impl.dtensor.tensor.wrap_like(first, local_of(state["exp_avg_sq"]))
     found = [one for one in torch_impl.memory_overlaps(model, optimizer) if "exp_avg" in one.first]
     numel = local_of(first).numel()
     labels = {"exp_avg of embed.weight", "exp_avg_sq of embed.weight"}
@@ -255,8 +255,8 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, int]]:
     assert text[0].split() == ["unit", "all_gather", "reduce_scatter", "all_reduce"]
     assert text[-1].split()[0] == "total"
     assert "(root)" in str(count)
-    assert collectives.all_gather.__module__ == "torch_impl.collectives"
-    report = torch_impl.layout_report(model)
+    assert collectives.all_gather.__module__ == "torch_impl.comm.collectives"
+    report = torch_impl.diagnostics.layout_report(model)
     sizes = {unit.name: 4 * unit.groups[0].padded_numel for unit in report.units}
     return {key: (calls, nbytes / sizes.get(key[0], 1)) for key, (calls, nbytes) in found.items()}
 
@@ -292,7 +292,7 @@ def layouts() -> None:
     torch_impl.fully_shard(model.blocks[0], strategy="optim", mp_policy=policy, grad_divisor=5)
     torch_impl.fully_shard([model.blocks[1].up, model.blocks[1].down], reshard_after_forward=False)
     torch_impl.fully_shard(model, ignored_params=[model.head.bias])
-    report = torch_impl.layout_report(model)
+    report = torch_impl.diagnostics.layout_report(model)
     assert [(unit.name, unit.module, len(unit.groups)) for unit in report.units] == [
         ("", "Toy", 2),
         ("blocks.0", "Block", 2),
@@ -324,8 +324,8 @@ def layouts() -> None:
     assert lines[-1] == "not sharded: head.bias"
     assert dataclasses.is_dataclass(report)
     empty = torch_impl.fully_shard(nn.Sequential(nn.Tanh()))
-    assert torch_impl.layout_report(empty).numel == 0
-    assert "(root)" in str(torch_impl.layout_report(empty))
+    assert torch_impl.diagnostics.layout_report(empty).numel == 0
+    assert "(root)" in str(torch_impl.diagnostics.layout_report(empty))
 
 
 def test_the_layout_report_lists_units_groups_and_what_is_not_sharded(ranks: RankGroup) -> None:

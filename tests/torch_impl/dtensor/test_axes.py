@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.ranks import RankGroup
-from tests.torch_impl.dtensor_cuts import CUTS, Cut, place, placed, values
-from torch_impl.dtensor import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed, values
+from torch_impl.dtensor.placement import shard_index
+from torch_impl.dtensor.tensor import (
     RowDTensor,
     RowShard,
     is_partial,
@@ -27,7 +28,6 @@ from torch_impl.dtensor import (
     row_range_of,
     wrap_like,
 )
-from torch_impl.row_shard import shard_index
 
 
 def box_of(full: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import init
 
-from tests.ranks import RankGroup
-from tests.torch_impl.dtensor_cuts import CUTS, Cut, place, placed
-from torch_impl.dtensor import RowDTensor, local_of
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed
+from torch_impl.dtensor.tensor import RowDTensor, local_of
 
 IN_PLACE: list[Callable[[torch.Tensor], Any]] = [
     lambda t: t.uniform_(-2, 3),

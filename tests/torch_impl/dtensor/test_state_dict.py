@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, assert_same_weights, sharded_toy, whole
-from torch_impl.dtensor import RowDTensor
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, assert_same_weights, sharded_toy, whole
+from torch_impl.dtensor.tensor import RowDTensor
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:

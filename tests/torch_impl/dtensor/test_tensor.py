@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, sharded_toy, whole
-from torch_impl.dtensor import (
+from bridge.sharding.rows import local_shape, rows_of
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, sharded_toy, whole
+from torch_impl.dtensor.tensor import (
     RowDTensor,
     RowShard,
     local_boxes,
@@ -29,7 +30,6 @@ from torch_impl.dtensor import (
     row_bounds_of,
     row_range_of,
 )
-from torch_impl.rows import local_shape, rows_of
 
 # Shapes, and row bounds on three ranks: uneven, with empty shards at either end and in the middle.
 CUTS = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from tests.ranks import RankGroup
-from tests.torch_impl.dtensor_cuts import CUTS, placed
-from torch_impl.dtensor import RowDTensor, local_of
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.dtensor_cuts import CUTS, placed
+from torch_impl.dtensor.tensor import RowDTensor, local_of
 
 
 def slices() -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
-from torch_impl.dtensor import RowDTensor, local_of
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from torch_impl.dtensor.tensor import RowDTensor, local_of
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 
 from bridge.formats import CheckpointError
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, batch, mse, sharded_toy
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint
-from torch_impl.dtensor import RowDTensor, local_of, row_range_of, wrap_like
-from torch_impl.moments import MomentFormat
+from torch_impl.dtensor.tensor import RowDTensor, local_of, row_range_of, wrap_like
+from torch_impl.optimizer.moments import MomentFormat
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.float16: 65504.0, FLOAT8: 448.0}

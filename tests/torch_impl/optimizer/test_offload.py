@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.ranks import RankGroup
-from tests.torch_impl.test_moment_dtypes import random_gradients, same_bits
-from tests.torch_impl.toy import Toy, sharded_toy
-from torch_impl import MainWeightAdamW, adamw_update, load_checkpoint, save_checkpoint
-from torch_impl.dtensor import local_of
-from torch_impl.offload import Batch, CpuTransfers, Share, Transfers
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, sharded_toy
+from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients, same_bits
+from torch_impl import MainWeightAdamW, load_checkpoint, save_checkpoint
+from torch_impl.dtensor.tensor import local_of
+from torch_impl.optimizer import update as adamw_update
+from torch_impl.optimizer.offload import Batch, CpuTransfers, Share, Transfers
 
 DTYPES = {
     "float32": {},
@@ -136,7 +137,7 @@ def test_results_are_right_when_every_copy_is_made_as_late_as_the_waits_allow(
         MainWeightAdamW(model.parameters(), **DTYPES[kind], offload_fraction=fraction)
         for model, fraction in zip(models, (0.0, 1.0), strict=True)
     )
-    monkeypatch.setattr("torch_impl.optimizer.transfers_for", lambda device: late)
+    monkeypatch.setattr("torch_impl.optimizer.main_weight_adamw.transfers_for", lambda device: late)
     for step in range(3):
         late.log.clear()
         late._number = 0

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.test_optimizer import OPTIONS, gradients, set_gradients
-from tests.torch_impl.toy import Toy, sharded_toy, whole
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, sharded_toy, whole
+from tests.torch_impl.optimizer.test_main_weight_adamw import OPTIONS, gradients, set_gradients
 from torch_impl import MainWeightAdamW
-from torch_impl.dtensor import local_of
+from torch_impl.dtensor.tensor import local_of
 
 
 def weights(shape: tuple[int, ...] = (4, 6), count: int = 1) -> list[nn.Parameter]:

@@ -11,9 +11,15 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, assert_same_weights, counted, seeded
-from torch_impl import collectives
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_weights,
+    counted,
+    seeded,
+)
+from torch_impl.comm import collectives
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # What no shard boundary cuts, and how many buffers that makes of a ``Wide`` on 2, 3 and 4 ranks.

@@ -8,8 +8,15 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, assert_at_rest, assert_same_gradients, assert_same_weights, batch, mse
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
+    Toy,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_weights,
+    batch,
+    mse,
+)
 
 
 def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.Module:

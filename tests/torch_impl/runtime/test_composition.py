@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
-from torch_impl.dtensor import local_of
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
+from torch_impl.dtensor.tensor import local_of
 
 WORLD = 4
 WIDTH = 6

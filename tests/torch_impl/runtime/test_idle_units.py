@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Block,
     assert_at_rest,
     assert_same_gradients,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Block,
     Toy,
     assert_at_rest,
@@ -560,7 +560,7 @@ def manual_unshard() -> None:
     assert torch.equal(model.head.weight, reference.head.weight)
     assert type(model.head.weight) is nn.Parameter
     state = model.state_dict()
-    assert all(isinstance(value, torch_impl.dtensor.RowDTensor) for value in state.values())
+    assert all(isinstance(value, torch_impl.dtensor.tensor.RowDTensor) for value in state.values())
     model.unshard()
     model.reshard()
     assert_at_rest(model)

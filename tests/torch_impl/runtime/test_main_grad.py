@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 SEEN: list[tuple[str, bool]] = []

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACED = [

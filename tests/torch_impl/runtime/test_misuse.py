@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -305,7 +305,7 @@ def ignored_parameters() -> None:
     assert type(model.stack) is nn.Parameter
     model(torch.ones(2, 5)).sum().backward()
     assert type(model.stack.grad) is torch.Tensor
-    assert isinstance(model.up.weight.grad, torch_impl.dtensor.RowDTensor)
+    assert isinstance(model.up.weight.grad, torch_impl.dtensor.tensor.RowDTensor)
 
 
 def test_ignored_parameters_stay_plain(ranks: RankGroup) -> None:

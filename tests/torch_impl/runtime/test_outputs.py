@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
-from torch_impl.dtensor import RowDTensor
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
+from torch_impl.dtensor.tensor import RowDTensor
 
 WORLD = 2
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

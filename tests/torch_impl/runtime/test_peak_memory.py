@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
 from tests.bench.torch_memory import live_bytes
-from tests.ranks import RankGroup
+from tests.support.ranks import RankGroup
 
 WIDTH, LAYERS = 96, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)

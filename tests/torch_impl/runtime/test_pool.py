@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.pool_programs import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.pool_programs import (
     BLOCKS,
     STEPS,
     WARM_UP,
@@ -25,8 +25,8 @@ from tests.torch_impl.pool_programs import (
     plain,
     some,
 )
-from tests.torch_impl.toy import Block, assert_at_rest, assert_same_weights, seeded, whole
-from torch_impl.pool import PooledGradient
+from tests.support.torch_impl.toy import Block, assert_at_rest, assert_same_weights, seeded, whole
+from torch_impl.runtime.pool import PooledGradient
 
 
 def sharded_tower(pool: bool, **options: Any) -> Tower:

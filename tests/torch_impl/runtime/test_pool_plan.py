@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_impl.pool import Slot
-from torch_impl.pool_plan import Lifetime, colour, plan_buffers
+from torch_impl.runtime.pool import Slot
+from torch_impl.runtime.pool_plan import Lifetime, colour, plan_buffers
 
 spans = st.integers(0, 30).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 31)))
 

@@ -13,9 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, counted, rank_inputs, seeded, whole
-from torch_impl import collectives
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
+    assert_at_rest,
+    assert_same_gradients,
+    counted,
+    rank_inputs,
+    seeded,
+    whole,
+)
+from torch_impl.comm import collectives
 
 WORLD = 2
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -237,7 +244,7 @@ def interrupted_gathers() -> None:
                 model(mine)
         finally:
             collectives.all_gather = gather
-        assert all(type(param) is torch_impl.dtensor.RowDTensor for param in model.parameters())
+        assert all(type(param) is torch_impl.dtensor.tensor.RowDTensor for param in model.parameters())
         torch.testing.assert_close(model(mine), expected)
 
 

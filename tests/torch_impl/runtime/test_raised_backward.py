@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.pool_programs import WORLD, Stop, Tower, data, loss_of, others, stopping
-from tests.torch_impl.toy import assert_at_rest, assert_same_gradients, seeded
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.pool_programs import WORLD, Stop, Tower, data, loss_of, others, stopping
+from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, seeded
 
 
 def sharded() -> Tower:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import RankGroup
-from tests.torch_impl.random_programs import Player, Program, draw
-from tests.torch_impl.toy import assert_same_weights
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.random_programs import Player, Program, draw
+from tests.support.torch_impl.toy import assert_same_weights
 
 # In one job of the ranks: a program takes a fraction of a second.
 SEEDS = [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.real_models import ADAMW, MODELS, STEPS, full_batch_run, rank_batch
-from tests.torch_impl.toy import assert_at_rest, mean_over_ranks, whole
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.real_models import ADAMW, MODELS, STEPS, full_batch_run, rank_batch
+from tests.support.torch_impl.toy import assert_at_rest, mean_over_ranks, whole
 
 # Strategy and the shape of the mesh that it runs on.
 PLACEMENTS: list[tuple[str, tuple[int, ...]]] = [

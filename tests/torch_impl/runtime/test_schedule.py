@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
     counted,
     rank_inputs,
     seeded,
 )
-from torch_impl import collectives
+from torch_impl.comm import collectives
 
 WORLD = 2
 UNITS = 4

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import Toy
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Toy
 
 KINDS = ("AdamW", "SGD", "Adafactor", "RMSprop", "NAdam")
 

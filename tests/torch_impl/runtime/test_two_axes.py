@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
     assert_same_gradients,
@@ -28,9 +28,10 @@ from tests.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl import Placements, row_shard
-from torch_impl.data_parallel import DataParallelMesh
-from torch_impl.dtensor import local_of
+from torch_impl import Placements
+from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.dtensor import placement as row_shard
+from torch_impl.dtensor.tensor import local_of
 
 WORLD = 4
 SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))]

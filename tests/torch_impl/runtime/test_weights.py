@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.ranks import RankGroup
-from tests.torch_impl.toy import (
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
     Block,
     Toy,
     assert_same_gradients,
@@ -24,7 +24,7 @@ from tests.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl.dtensor import local_of
+from torch_impl.dtensor.tensor import local_of
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 WORLD = 3

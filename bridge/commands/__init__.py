@@ -1,0 +1,1 @@
+"""The ``twinshard`` command: one file a subcommand, and what they print."""

@@ -1,0 +1,1 @@
+"""PyTorch's distributed checkpoints (DCP): archives, metadata pickles, reader and writer."""

@@ -1,0 +1,1 @@
+"""How bytes get to disk: atomic directories, journals, manifests, mapped and direct files."""

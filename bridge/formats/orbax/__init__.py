@@ -1,0 +1,1 @@
+"""Orbax checkpoints: OCDBT index, zarr chunks, tree metadata, reader and writer."""

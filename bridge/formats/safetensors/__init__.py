@@ -1,0 +1,1 @@
+"""safetensors, one file or Hugging Face's sharded folders."""

@@ -1,0 +1,1 @@
+"""AdamW over main weights, and where its state lives."""

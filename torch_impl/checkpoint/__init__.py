@@ -1,0 +1,1 @@
+"""Saving and loading of train states, sharded, without gathering."""

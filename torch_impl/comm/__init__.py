@@ -1,0 +1,1 @@
+"""Meshes, collectives and agreement between processes."""

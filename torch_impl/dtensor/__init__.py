@@ -1,0 +1,1 @@
+"""DTensors over uneven rows: the placement, the operators, and what is refused."""
