@@ -34,15 +34,12 @@ app = typer.Typer(
     name="twinshard",
     help="Move checkpoints between PyTorch and JAX, compare them, and run both stacks side by side.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
 app.command()(convert)
-
-
 app.command()(diff)
 app.command()(inspect)
 app.command()(verify)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from bridge.parity.report import Hop, LegResult, RelayReport
 
 MAPPING = "decoder"
 FORMATS = {"torch": "dcp", "jax": "orbax"}
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
 
 
 class RelayError(RuntimeError):
@@ -41,8 +43,10 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
 
     Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
-    Raises ``RelayError`` when the folder is taken, a leg fails or a conversion fails; what had finished stays there.
+    Raises ``RelayError`` when a framework is not installed, the folder is taken, a leg or a conversion fails; what had
+    finished stays there.
     """
+    _require_frameworks(config)
     if out.exists():
         raise RelayError(f"run folder {out}: expected a new folder, found one there; choose another --out")
     with _progress(console) as progress:
@@ -57,6 +61,19 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     report.write(out / "report.json")
     save_picture(report, out / "relay.png")
     return report
+
+
+def _require_frameworks(config: RelayConfig) -> None:
+    # The references that every leg is compared with run in PyTorch, so a relay of JAX legs alone needs it as well.
+    needed = dict.fromkeys(["torch", *(leg.framework for leg in config.legs)])
+    absent = [
+        module for one in needed for module in FRAMEWORKS[one] if importlib.util.find_spec(module) is None
+    ]
+    if absent:
+        raise RelayError(
+            f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported; install both with "
+            "pip install 'twinshard[all]'"
+        )
 
 
 def versions() -> dict[str, str]:

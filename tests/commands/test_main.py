@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -374,3 +375,14 @@ def test_bytes_are_printed_as_json_too(tmp_path: Path) -> None:
         {"pickled": {"$bytes": "AP8="}},
         {"pickled": {"$bytes": "b3RoZXI="}},
     ]
+
+
+def test_a_relay_without_a_framework_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flax" else found(name))
+    done = call("relay", "quick", "--out", tmp_path / "run")
+    assert done.exit_code == 2
+    assert re.search(r"flax cannot be imported; .* 'twinshard\[all\]'", " ".join(done.stderr.split()))
+    assert not (tmp_path / "run").exists()
