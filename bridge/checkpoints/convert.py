@@ -33,9 +33,8 @@ from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.formats.stores.upload import Upload
-from bridge.mapping.config_sizes import with_config
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
-from bridge.mapping.sizes import with_stored_sizes
+from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import make_plan
 
 

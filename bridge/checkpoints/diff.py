@@ -23,14 +23,13 @@ from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.regions import Progress, group_boxes, split_box
 from bridge.formats.stores.store import place_of
-from bridge.mapping.config_sizes import with_config
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
-from bridge.mapping.sizes import with_stored_sizes
+from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import Plan, PlannedTensor, make_plan
 
 

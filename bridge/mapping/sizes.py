@@ -1,12 +1,30 @@
-"""Sizes of axes that the shapes of weights leave open."""
+"""Sizes of axes that the shapes of weights leave open.
+
+    from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
+    from `config.json` beside it       [config]  d = ["head_dim", "hidden_size / num_attention_heads"]
+
+Of several fields of `config.json` the first that is there counts, and only where neither the caller nor the mapping's
+[axes] gives a size.
+"""
 
 from __future__ import annotations
 
-from bridge.formats.base import CheckpointReader, TensorInfo
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.files.mapped import small_file
+from bridge.formats.stores.reader import StoredReader
 from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
+
+CONFIG_FILE = "config.json"
+_MAX_BYTES = 1 << 20
+_QUOTIENT = re.compile(r"\s*(\w+)\s*(?:/\s*(\w+)\s*)?")
 
 
 def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
@@ -72,3 +90,50 @@ def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: Te
     if size < 0:
         raise MappingError(f"expected a size of 0 or more in {info.name} for axis {axis}, got {size}")
     return size
+
+
+def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
+    """The table with the sizes that a `config.json` beside the checkpoint gives, if there is one.
+
+    CheckpointError when it cannot be read, MappingError when its numbers are no sizes.
+    """
+    if not table.config.keys() - table.axes.keys():
+        return table
+    home = reader.home if isinstance(reader, StoredReader) else Path(reader.path)
+    directory = home if home.is_dir() else home.parent
+    if not (directory / CONFIG_FILE).exists():
+        return table
+    file = directory / CONFIG_FILE
+    data = small_file(directory, CONFIG_FILE, "the configuration of the model", most=_MAX_BYTES)
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
+    fields = config if isinstance(config, dict) else {}
+    sizes = {}
+    for axis in table.config.keys() - table.axes.keys():
+        found = (_config_value(text, fields, str(file)) for text in table.config[axis])
+        size_ = next((value for value in found if value is not None), None)
+        if size_ is not None:
+            sizes[axis] = size_
+    return table.with_axes(sizes)
+
+
+def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
+    """The number that a field or a quotient of two gives; None where one is missing, or null."""
+    match = _QUOTIENT.fullmatch(text)
+    if match is None:
+        raise MappingError(
+            f"expected a field of {CONFIG_FILE} or a quotient of two such as 'hidden_size / num_heads', got {text!r}"
+        )
+    numbers = [fields.get(name) for name in match.groups() if name is not None]
+    if None in numbers:
+        return None
+    if not all(type(number) is int and number > 0 for number in numbers):
+        raise MappingError(f"{file}: expected positive integers for {text!r}, got {numbers}")
+    over, under = (*numbers, 1)[:2]
+    assert isinstance(over, int)
+    assert isinstance(under, int)
+    if over % under:
+        raise MappingError(f"{file}: expected {text!r} to be an integer, got {over} / {under}")
+    return over // under

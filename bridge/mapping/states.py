@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.formats.base import CheckpointReader, TensorInfo
-from bridge.mapping import trees
+from bridge.mapping import beside_weights
 from bridge.mapping.apply import View
 from bridge.mapping.conventions import ADAM, MOMENTS, Convention, Section, State, tree_places
 from bridge.mapping.errors import MappingError
@@ -153,5 +153,5 @@ class StatePlan:
         name = self.target.name_of("step", weight, number)
         if self.found.convention.one_step == self.target.one_step and len(infos) == 1:
             return identity(infos[0].name, infos[0].shape, infos[0].dtype)
-        step = trees.one_step(self.reader, infos, name, whole=self.found.convention.one_step)
+        step = beside_weights.one_step(self.reader, infos, name, whole=self.found.convention.one_step)
         return np.asarray(step, np.int32 if self.target.one_step else np.float32)

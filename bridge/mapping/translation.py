@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
-from bridge.mapping import trees
+from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_rule
 from bridge.mapping.conventions import MODEL_WEIGHTS, MOMENTS, POWERS, WEIGHT, Convention, Section
 from bridge.mapping.entries import Rule
@@ -148,7 +148,7 @@ class _Planner:
         between_trees = self.source.is_tree and self.target.is_tree
         unmatched = []
         for info in found.others.values():
-            if trees.is_carried(info, between_trees=between_trees):
+            if beside_weights.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
             else:
@@ -186,7 +186,7 @@ class _Planner:
             more = len(problems) - len(shown)
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
-            paths = {name: trees.object_path(path) for name, path in paths.items()}
+            paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
         return _collect(self.reader, self.to, planned, paths, dropped, values | self._noted())
 
     def _target(self, into: str | None) -> Convention:

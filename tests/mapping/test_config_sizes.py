@@ -11,9 +11,9 @@ import pytest
 from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
-from bridge.mapping.config_sizes import with_config
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable, parse_mapping
+from bridge.mapping.sizes import with_config
 
 TABLE = """
 [config]
