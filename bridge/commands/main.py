@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import signal
-import time
 import warnings
-from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
@@ -21,13 +19,9 @@ from bridge.commands.convert import convert
 from bridge.commands.diff import diff
 from bridge.commands.inspect import inspect
 from bridge.commands.map import map_
-from bridge.commands.options import (
-    JsonOption,
-    progress_console,
-    user_errors,
-)
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import print_line
 from bridge.commands.plan import plan
+from bridge.commands.relay import relay
 from bridge.commands.verify import verify
 
 app = typer.Typer(
@@ -46,48 +40,7 @@ app.command()(verify)
 app.command(name="map")(map_)
 
 
-@app.command()
-def relay(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|FILE", help="A built-in relay (default, bfloat16, quick) or a TOML file."
-        ),
-    ] = "default",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder to create; default: runs/relay-<time>.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Train one model by PyTorch and JAX in turns.
-
-    The checkpoint is converted between the legs, and every step compared with a run that never hops.
-
-    \b
-    Example:
-      twinshard relay --out runs/first
-    """
-    from bridge.parity.config import ConfigError, RelayConfig
-    from bridge.parity.relay import RelayError, run
-
-    folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
-    with user_errors(ConfigError, RelayError):
-        report = run(RelayConfig.load(config), folder, progress_console())
-    console = Console()
-    if json:
-        print_json(console, report.as_dict())
-    else:
-        heading, *rows = report.table()
-        print_table(console, heading, rows)
-        print_line(console, report.summary())
-        print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
-    for failure in report.failures():
-        print_line(Console(stderr=True), f"failed: {failure}")
-    if not report.failures() and not json:
-        print_line(console, "Every promise of the relay held.")
-    raise typer.Exit(1 if report.failures() else 0)
-
-
+app.command()(relay)
 app.command()(plan)
 
 
