@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.support.notebooks import FOLDER, execute
+from tests.support.notebooks import FOLDER, PICTURE, RELAY, ROOT, execute, relay_shown
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -18,7 +18,7 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_a_clean_kernel(path: Path) -> None:
-    execute(path)
+    execute(path, relay="quick")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -27,3 +27,10 @@ def test_a_notebook_is_committed_with_its_outputs_and_without_errors(path: Path)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+
+
+def test_the_readme_shows_the_relay_of_the_notebook() -> None:
+    printed, picture = relay_shown(nbformat.read(RELAY, as_version=4))
+    assert printed.startswith("leg ")
+    assert f"```\n{printed}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert PICTURE.read_bytes() == picture
