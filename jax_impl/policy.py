@@ -37,6 +37,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bridge.mesh_axes import why_not_data_parallel
 from jax_impl.granularity import is_int
 from jax_impl.strategy import Placements, Strategy, strategy_named
 
@@ -297,6 +298,8 @@ def _checked_axes(mesh: Any) -> tuple[tuple[str, int | str], ...]:
         _expect(legal, f'[mesh] {name}: expected a size >= 1 or "all", got {size!r}')
     once = list(mesh.values()).count("all") <= 1
     _expect(once, f'[mesh]: expected "all" for one axis at most, got it for {names}')
+    refusal = why_not_data_parallel(mesh)
+    _expect(refusal is None, f"[mesh]: {refusal}")
     return tuple(mesh.items())
 
 

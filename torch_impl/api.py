@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bridge.mesh_axes import why_not_data_parallel
 from bridge.sharding.layout import Granularity, Layout, plan_layout
 from bridge.sharding.strategy import Placements, check_axes
 from torch_impl import fsdp2 as fsdp2_options
@@ -56,7 +57,8 @@ def fully_shard(
     ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
-    mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group.
+    mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
+        model parallelism ("tp", "expert", ...; see ``bridge.mesh_axes``) are refused, unless dp_mesh_dims names them.
     strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
@@ -88,6 +90,9 @@ def fully_shard(
     )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
+    refusal = None if dp_mesh_dims is not None else why_not_data_parallel(mesh.mesh_dim_names or ())
+    if refusal is not None:
+        raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
     classes = [_sharded_class(type(one)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)

@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 if TYPE_CHECKING:
@@ -343,6 +344,9 @@ def _check_mesh(mesh: object) -> None:
         )
     if list(mesh.values()).count("all") > 1:
         raise PolicyError(f'[mesh]: expected "all" for one axis at most, got it for {names}')
+    refusal = why_not_data_parallel(mesh)
+    if refusal is not None:
+        raise PolicyError(f"[mesh]: {refusal}")
 
 
 def _only(table: Mapping[str, Any], keys: Collection[str]) -> None:

@@ -70,6 +70,10 @@ def test_units_are_those_of_the_vectors(case):
         (lambda: ShardingPolicy([UnitPolicy("a")], source="s"), "s: [[unit]]: expected one for the root"),
         (lambda: ShardingPolicy([ROOT], {"dp": -1}), "policy: [mesh] dp: expected a size >= 1"),
         (lambda: ShardingPolicy([ROOT], {3: 1}), "[mesh]: expected axis names of letters"),
+        (
+            lambda: ShardingPolicy([ROOT], {"dp": 2, "TP": 4}, source="m"),
+            "m: [mesh]: axis 'TP' is named for model parallelism, expected data-parallel axes only",
+        ),
         (lambda: ShardingPolicy([ROOT], ["dp"]), "[mesh]: expected a table of axes, got ['dp']"),
         (lambda: ShardingPolicy([ROOT], precision={}), "policy: precision: expected a PrecisionPolicy"),
         (lambda: ShardingPolicy("a"), "policy: units: expected UnitPolicy items, got 'a'"),
@@ -140,5 +144,5 @@ def test_reading_a_policy_needs_nothing_of_jax():
     tree = ast.parse(Path(jax_impl.policy.__file__).read_text(encoding="utf-8"))
     named = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     named |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
-    own = {"jax_impl.granularity", "jax_impl.strategy"}
+    own = {"bridge.mesh_axes", "jax_impl.granularity", "jax_impl.strategy"}
     assert {name for name in named if name.split(".")[0] not in sys.stdlib_module_names} <= own

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -258,6 +259,12 @@ def refused_arguments() -> None:
             r"shard_placement_fn: Replicate",
             {"shard_placement_fn": lambda _: Replicate()},
         ),
+        (
+            ValueError,
+            r"mesh: axis 'tp' is named for model parallelism, .* Rename the axis .*, or name the axis in dp_mesh_dims",
+            {"mesh": mesh},
+        ),
+        (ValueError, "mesh: axis 'tp' is named for model parallelism", {"mesh": mesh["tp"]}),
         (ValueError, "dp_mesh_dims: expected mesh= as well", {"dp_mesh_dims": dims("dp")}),
         (
             ValueError,
@@ -289,6 +296,39 @@ def refused_arguments() -> None:
 
 def test_refused_arguments_say_what_to_do_and_change_nothing(ranks: RankGroup) -> None:
     ranks.run(1, refused_arguments)
+
+
+def wrapped_parameters() -> None:
+    class Extended(nn.Parameter):
+        """As FSDP2's extensions: plain values, and a say in their all-gather."""
+
+        def fsdp_pre_all_gather(self, *_: Any) -> None: ...
+
+    def wrapped() -> nn.Parameter:
+        return nn.Parameter(TwoTensor(torch.ones(4, 3), torch.zeros(4, 3)))
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for weight, kind in (
+        (wrapped(), "TwoTensor"),
+        (Extended(torch.ones(4, 3)), "Extended"),
+        (
+            nn.Parameter(DTensor.from_local(wrapped(), mesh["tp"], [Replicate()], run_check=False)),
+            "TwoTensor",
+        ),
+    ):
+        module = nn.Linear(3, 4, bias=False)
+        module.weight = weight
+        with pytest.raises(
+            ValueError,
+            match=rf"^weight: expected a plain parameter or a DTensor, got a {kind}.*ignored_params",
+        ):
+            torch_impl.fully_shard(module, mesh=mesh["dp"])
+        assert type(module) is nn.Linear
+        assert module.weight is weight
+
+
+def test_wrapper_subclasses_and_extensions_of_the_all_gather_are_refused(ranks: RankGroup) -> None:
+    ranks.run(2, wrapped_parameters)
 
 
 def named_axes() -> None:

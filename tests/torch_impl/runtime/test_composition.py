@@ -196,6 +196,7 @@ def test_checkpoints_move_between_tensor_parallel_and_data_parallel(ranks: RankG
 def refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alone = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("columns", "dp"))
 
     def linear(placement: Any, on: DeviceMesh) -> nn.Linear:
         module = nn.Linear(4, 4, bias=False)
@@ -209,7 +210,8 @@ def refused() -> None:
 
     for module, data, reason in (
         (linear(Shard(0), alone), mesh["dp"], "parts of one named mesh"),
-        (linear(Shard(0), mesh["dp"]), mesh["tp"], "data-parallel axes first"),
+        (linear(Shard(0), wrong["columns"]), wrong["dp"], "data-parallel axes first"),
+        (linear(Shard(0), mesh["dp"]), mesh["tp"], "axis 'tp' is named for model parallelism"),
         (linear(Shard(0), mesh["dp"]), mesh["dp"], "parts of one named mesh"),
         (linear(Partial(), mesh["tp"]), mesh["dp"], "weight: expected a parameter placed by Shard"),
     ):
