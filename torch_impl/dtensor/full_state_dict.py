@@ -1,5 +1,8 @@
 """Whole state dicts through ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``.
 
+A model on the meta device gets its memory from a strict load; torch would assign the sharded tensors anew, and the
+unit, which owns their memory, would know nothing of them.
+
 Torch cuts a whole tensor as ``torch.chunk`` would, and with ``broadcast_from_rank0`` does so between broadcasts, where
 an error on one rank leaves the others waiting; tensors without dimensions it takes for numbers. Its functions are
 therefore wrapped, so that sharded tensors take their own rows of the whole ones. All use of torch's private names for
@@ -13,13 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_impl.dtensor.placement import row_placement
 from torch_impl.dtensor.tensor import RowDTensor, distribute
+from torch_impl.fsdp_module import FSDPModule
 
 
 def filling(original: Callable[..., None]) -> Callable[..., None]:
@@ -77,9 +82,46 @@ def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original(model, state, info)`` loads ``state``, whole if ``info`` says so, into ``model``."""
+
+    @functools.wraps(original)
+    def call(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
+        whole = info.broadcast_from_rank0 or (info.full_state_dict and state)
+        if info.handle_model and whole:
+            _materialize(model, info.strict)
+        return original(model, state, info)
+
+    return call
+
+
+def _materialize(model: nn.Module, strict: bool) -> None:
+    units = dict.fromkeys(module._unit for module in model.modules() if isinstance(module, FSDPModule))
+    waiting = [unit for unit in units if any(group.on_meta for group in unit.groups)]
+    if not waiting:
+        return
+    first = next(name for group in waiting[0].groups if group.on_meta for name in group.names)
+    advice = "call model.to_empty(device=...) first, and initialize what the state dict lacks"
+    if not strict:
+        raise RuntimeError(
+            f"parameter {first!r} is on the meta device: expected strict=True, so that the state dict "
+            f"gives every weight a value, got strict=False; {advice}"
+        )
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, DTensor):
+            raise RuntimeError(
+                f"{name!r} is on the meta device: expected only sharded parameters there, got a plain "
+                f"{type(value).__name__}; {advice}"
+            )
+    for unit in waiting:
+        # With the index of the current device, which a mesh does not have.
+        unit.materialize(torch.empty(0, device=unit.groups[0].mesh.mesh.device_type).device)
+
+
 _WRAPPED = (
     (_state_dict_utils, "_distribute_tensors", filling),
     (_state_dict_utils, "distribute_tensor", distributing),
+    (state_dict, "_load_model_state_dict", materializing),
     (state_dict, "_broadcast_state_dict", keeping_scalars),
     (state_dict, "_distribute_state_dict", keeping_scalars),
 )

@@ -58,16 +58,15 @@ class ParameterGroup:
         self.names = [one.name for one in owned]
         self.tensor_parallel = [one.tensor_parallel for one in owned]
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
-        self._divisor = divisor
         self._arrived: weakref.WeakMethod[Callable[[ParameterGroup, int], None]] | None = None
-        self._allocate(device, [(one.param, one.local) for one in owned])
+        self._allocate(device, [(one.param, one.local) for one in owned], divisor)
 
     def materialize(self, device: torch.device) -> None:
         """Give weights that were planned on the meta device memory on ``device``; they are zeros.
 
-        The parameters are new ones, and shown by the modules.
+        The parameters stay the same objects, for an optimizer that holds them already.
         """
-        self._allocate(device, [(param, param) for param in self.params])
+        self._allocate(device, [(param, param) for param in self.params], self.gradient.divisor, again=True)
         arrived = None if self._arrived is None else self._arrived()
         if arrived is not None:
             self.on_gradient(arrived)
@@ -78,7 +77,13 @@ class ParameterGroup:
         """Whether the weights have shapes, but no memory yet."""
         return self.main.flat.is_meta
 
-    def _allocate(self, device: torch.device, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    def _allocate(
+        self,
+        device: torch.device,
+        given: Sequence[tuple[nn.Parameter, torch.Tensor]],
+        divisor: float,
+        again: bool = False,
+    ) -> None:
         """Make buffers and parameters like the given ones, with the values beside them if those have any."""
         strategy, dtypes = self.strategy, self.dtypes
         self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
@@ -102,8 +107,12 @@ class ParameterGroup:
         for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
             for copy in copies:
                 vars(copy).update(vars(param))
+        if again:
+            for (before, _), param in zip(given, self.params, strict=True):
+                torch.utils.swap_tensors(before, param)
+            self.params = [before for before, _ in given]
         self.gradient = GroupGradient(
-            self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, self._divisor
+            self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, divisor
         )
         finish = autograd.weakly(self._finish_transfer)
         self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, assert_same_weights, sharded_toy, whole
 from torch_impl.dtensor.tensor import RowDTensor
@@ -104,6 +105,52 @@ def whole_round_trip(broadcast: bool, strategy: str) -> None:
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_whole_state_dicts_load(ranks: RankGroup, broadcast: bool, strategy: str) -> None:
     ranks.run(3, whole_round_trip, broadcast, strategy)
+
+
+def whole_onto_meta(broadcast: bool, strategy: str) -> None:
+    reference = Toy(seed=5)
+    with torch.device("meta"):
+        model = sharded_toy(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = dist.get_rank() == 0 or not broadcast
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, reference.state_dict() if mine else {}, options=options)
+    assert_same_weights(model, reference, rtol=0, atol=0)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for one, its in ((model, optimizer), (reference, expected)):
+        one(torch.arange(4)).sum().backward()
+        its.step()
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_model_on_the_meta_device_gets_memory_and_values(
+    ranks: RankGroup, broadcast: bool, strategy: str
+) -> None:
+    ranks.run(3, whole_onto_meta, broadcast, strategy)
+
+
+def part_onto_meta(broadcast: bool) -> None:
+    weights = Toy().state_dict() if dist.get_rank() == 0 or not broadcast else {}
+    with torch.device("meta"):
+        model = sharded_toy()
+        buffered = torch_impl.fully_shard(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
+    advice = r"call model\.to_empty\(device=\.\.\.\) first"
+    with pytest.raises(
+        RuntimeError, match=f"embed.weight' is on the meta device: expected strict=True.*{advice}"
+    ):
+        set_model_state_dict(model, dict(weights), options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    with pytest.raises(RuntimeError, match=f"'1.running_mean' is on the meta device: .*{advice}"):
+        set_model_state_dict(buffered, {"0.weight": torch.ones(3, 2)}, options=options)
+    assert all(param.is_meta for one in (model, buffered) for param in one.parameters())
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_load_that_could_leave_weights_without_values_is_refused(ranks: RankGroup, broadcast: bool) -> None:
+    ranks.run(2, part_onto_meta, broadcast)
 
 
 def whole_of_another_shape() -> None:

@@ -203,3 +203,54 @@ def freed() -> None:
 
 def test_a_materialized_model_is_freed_with_its_last_reference(ranks: RankGroup) -> None:
     ranks.run(1, freed)
+
+
+def set_before_memory() -> None:
+    """Every setter that has a value, on a model without memory; torchtitan calls some of them then."""
+    scaled, plain = sharded(on_meta()), sharded(on_meta())
+    for module in (scaled, *scaled.layers):
+        module.set_gradient_divide_factor(1.0)
+    scaled.set_requires_gradient_sync(False)
+    scaled.set_reshard_after_forward(False)
+    scaled.set_reshard_after_backward(False)
+    scaled.set_main_gradients(True)
+    scaled.set_buffer_pool(False)
+    for model in (scaled, plain):
+        model.to_empty(device="cpu")
+        torch.manual_seed(7)
+        model.init_weights()
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    for model in (scaled, plain):
+        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    assert scaled._unit.groups[0].compute.allocated
+    with pytest.raises(RuntimeError, match="Partial"):
+        whole(scaled.norm.weight.grad)
+    scaled.zero_grad()
+    scaled.set_requires_gradient_sync(True)
+    mse(scaled, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    for ours, mean in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (mean.grad is None)
+        if mean.grad is not None:
+            torch.testing.assert_close(whole(ours.grad), whole(mean.grad) * dist.get_world_size())
+
+
+def test_what_is_set_before_to_empty_stays_set(ranks: RankGroup) -> None:
+    ranks.run(2, set_before_memory)
+
+
+def optimizer_before_memory() -> None:
+    reference = Net()
+    torch.manual_seed(7)
+    reference.init_weights()
+    model = sharded(on_meta())
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    model.init_weights()
+    steps(model, optimizer, full_batch=False)
+    steps(reference, torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.01), full_batch=True)
+    assert_same_weights(model, reference)
+
+
+def test_an_optimizer_built_before_to_empty_trains_the_model(ranks: RankGroup) -> None:
+    ranks.run(2, optimizer_before_memory)
