@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 import bridge
+from bridge.checked import checked
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.engine import Copier, default_workers, runs
 from bridge.checkpoints.memory import large_buffers_returned
@@ -244,16 +245,16 @@ def planned(
     table = mapping_table(options.mapping, options.axes, options.tied)
     casts = parse_casts(options.casts)
     with open_checkpoint(source) as whole:
-        reader: CheckpointReader = whole
+        reader = held = checked(whole)
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)
         if not options.selection.everything:
-            reader = selected = SelectedReader(whole, options.selection)
+            reader = selected = SelectedReader(held, options.selection)
             left_out = selected.left_out
             if table is not None:
                 # A part of a model does not have what the rules of the whole require, or all that tells sizes.
-                table = with_stored_sizes(table, whole).part()
+                table = with_stored_sizes(table, held).part()
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)

@@ -13,14 +13,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
-
-import google_crc32c
-import numpy as np
 
 from bridge.checkpoints.engine import default_workers
 from bridge.checkpoints.finite import count_not_finite
@@ -28,30 +24,28 @@ from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.summary import manifest_home
 from bridge.checkpoints.workers import ordered
 from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.files.manifest import (
-    MANIFEST_FILE,
     Manifest,
     ManifestTensor,
     array_checksum,
     manifest_path,
-    object_checksum,
     read_manifest,
-    rest_checksum,
 )
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.stores.mirror import Mirror
 from bridge.formats.stores.store import is_url
-
-_FILE_BLOCK = 8 << 20
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong, and where: the name of a file, a tensor or an object."""
-
-    where: str
-    text: str
+from bridge.manifest_problems import (
+    Problem,
+    SaysWhatIsChecked,
+    crc_problems,
+    entry_problems,
+    extended,
+    file_problems,
+    object_problems,
+    rest_problems,
+    structure_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -91,18 +85,6 @@ class VerifyReport:
         return self.opened and not self.problems
 
 
-@runtime_checkable
-class _SaysWhatIsChecked(Protocol):
-    def checksummed(self, name: str) -> bool:
-        """Whether every stored chunk of a tensor has a checksum that reading verifies."""
-
-
-@runtime_checkable
-class _SaysWhereDataIs(Protocol):
-    def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last."""
-
-
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -135,7 +117,7 @@ def verify(
         manifest = None
         problems.append(Problem(manifest_path(home).name, str(error)))
     if manifest is not None:
-        problems += _file_problems(home, manifest)
+        problems += file_problems(home, manifest)
     try:
         reader = open_checkpoint(place)
     except (CheckpointError, OSError) as error:
@@ -147,9 +129,9 @@ def verify(
         )
     with large_buffers_returned(), reader:
         if manifest is not None:
-            problems += _structure_problems(reader, manifest)
-            problems += _rest_problems(reader, home, manifest)
-        problems += _object_problems(reader, manifest)
+            problems += structure_problems(reader, manifest)
+            problems += rest_problems(reader, home, manifest)
+        problems += _objects_problems(reader, manifest)
         check = _Check(reader, manifest)
         tensors = check.run(default_workers() if workers is None else workers, progress)
         problems += [problem for found in tensors for problem in found.problems]
@@ -182,80 +164,15 @@ def verify(
         )
 
 
-def _file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
-    root = home if home.is_dir() else home.parent
-    for name, expected in manifest.files.items():
-        path = root / name
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            yield Problem(
-                name, "expected a file of the checkpoint in the manifest, got a path that leads elsewhere"
-            )
-            continue
-        try:
-            if not path.is_file():
-                yield Problem(name, "the manifest lists this file, but it is missing")
-            elif (size := path.stat().st_size) != expected.size:
-                yield Problem(name, f"expected {expected.size} bytes, got {size}")
-            elif expected.crc is not None and (crc := _file_crc(path)) != expected.crc:
-                yield Problem(name, f"damaged: expected CRC-32C {expected.crc:08x}, got {crc:08x}")
-        except OSError as error:
-            yield Problem(name, f"cannot be read: {error}")
-
-
-def _file_crc(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_FILE_BLOCK):
-            crc = google_crc32c.extend(crc, block)
-    return crc
-
-
-def _rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Of headers and the like in files whose data the chunks' checksums speak for."""
-    listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
-    if not listed or not isinstance(reader, _SaysWhereDataIs):
-        return
-    root = home if home.is_dir() else home.parent
-    try:
-        ranges = reader.data_ranges()
-        for name, expected in listed.items():
-            if (crc := rest_checksum(root / name, ranges.get(name, ()))) != expected:
-                yield Problem(
-                    name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
-                )
-    except (CheckpointError, OSError) as error:
-        yield Problem(manifest.format, str(error))
-
-
-def _structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator[Problem]:
-    if reader.format != manifest.format:
-        yield Problem(
-            MANIFEST_FILE, f"expected format {manifest.format}, as in the manifest, got {reader.format}"
-        )
-    for kind, listed, found in (
-        ("tensor", manifest.tensors.keys(), reader.tensors.keys()),
-        ("object", manifest.objects.keys(), reader.objects.keys()),
-    ):
-        for name in listed:
-            if name not in found:
-                yield Problem(name, f"the manifest lists this {kind}, but it is missing")
-        for name in found:
-            if name not in listed:
-                yield Problem(name, f"expected no {kind} of this name: the manifest does not list it")
-
-
-def _object_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:
+def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:
     for name in reader.objects:
         try:
             value = reader.objects[name]
         except CheckpointError as error:
             yield Problem(name, str(error))
             continue
-        expected = manifest.objects.get(name) if manifest else None
-        if expected is not None and (crc := object_checksum(value)) != expected:
-            yield Problem(
-                name, f"the value is damaged: expected CRC-32C {expected:08x}, got {crc:08x} of {value!r:.80}"
-            )
+        if manifest is not None:
+            yield from object_problems(name, value, manifest)
 
 
 @dataclass
@@ -282,7 +199,7 @@ class _Check:
         self._found = {name: _Found(name) for name in reader.tensors}
         for name, entry in (manifest.tensors if manifest else {}).items():
             if name in reader.tensors:
-                problems = list(_entry_problems(reader.tensors[name], entry))
+                problems = list(entry_problems(reader.tensors[name], entry))
                 self._found[name].problems += problems
                 if not problems:
                     self._listed[name] = entry
@@ -290,7 +207,7 @@ class _Check:
     def protected(self) -> int | None:
         """Bytes of elements that a checksum speaks for."""
         infos = self._reader.tensors
-        if isinstance(self._reader, _SaysWhatIsChecked):
+        if isinstance(self._reader, SaysWhatIsChecked):
             checked = self._reader.checksummed
             return sum(i.nbytes for n, i in infos.items() if n in self._listed or checked(n))
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
@@ -334,7 +251,7 @@ class _Check:
         found.nan, found.infinite = count_not_finite(array)
         for chunk, crc in crcs.items():
             if crc is not None:
-                found.problems += _crc_problem(info, chunk, crc, array_checksum(array[chunk.slices(joint)]))
+                found.problems += crc_problems(info, chunk, crc, array_checksum(array[chunk.slices(joint)]))
         return size, found
 
     def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found:
@@ -350,37 +267,7 @@ class _Check:
             found.nan += nan
             found.infinite += infinite
             if expected is not None:
-                crc = _extended(crc, array)
+                crc = extended(crc, array)
         if expected is not None:
-            found.problems += _crc_problem(info, chunk, expected, crc)
+            found.problems += crc_problems(info, chunk, expected, crc)
         return found
-
-
-def _entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]:
-    if entry.dtype != info.dtype.name or entry.shape != info.shape:
-        text = f"expected {entry.dtype} {list(entry.shape)}, as in the manifest, got {info.dtype} {list(info.shape)}"
-        return [Problem(info.name, text)]
-    try:
-        check_coverage(info.shape, entry.chunks, f"chunks in the manifest of tensor {info.name!r}")
-    except CheckpointError as error:
-        return [Problem(info.name, str(error))]
-    return []
-
-
-def _crc_problem(info: TensorInfo, chunk: Box, expected: int, found: int) -> list[Problem]:
-    if found == expected:
-        return []
-    return [
-        Problem(
-            info.name,
-            f"the chunk at {chunk.offsets}, sizes {chunk.sizes}, is damaged: expected CRC-32C {expected:08x}, got "
-            f"{found:08x}",
-        )
-    ]
-
-
-def _extended(crc: int, array: np.ndarray) -> int:
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    # The C extension takes read-only buffers.
-    flat.flags.writeable = False
-    return int(google_crc32c.extend(crc, flat))

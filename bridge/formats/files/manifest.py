@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,19 +120,27 @@ def file_checksum(path: Path) -> int:
     return int(google_crc32c.value(path.read_bytes()))
 
 
+def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """What these ranges leave of ``size`` bytes, each from its first byte to the one after its last."""
+    position = 0
+    for start, stop in (*sorted(ranges), (size, size)):
+        if position < start:
+            yield position, start
+        position = max(position, stop)
+
+
 def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
     """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last."""
-    crc, position = 0, 0
+    crc = 0
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
-        for start, stop in (*sorted(ranges), (end, end)):
-            while position < start:
-                data = os.pread(file.fileno(), min(start - position, _BLOCK), position)
+        for position, stop in gaps(ranges, end):
+            while position < stop:
+                data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
                     raise OSError(f"{path}: expected {end} bytes, found {position}")
                 crc = google_crc32c.extend(crc, data)
                 position += len(data)
-            position = max(position, stop)
     return int(crc)
 
 

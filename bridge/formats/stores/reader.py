@@ -50,6 +50,10 @@ class StoredReader:
         """Where the mirror is."""
         return self._mirror.path
 
+    def fetch(self, path: Path, start: int, stop: int) -> None:
+        """Make bytes [start, stop) of a file of the mirror present."""
+        self._mirror.fetch(path, start, stop)
+
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every stored tensor by name."""

@@ -1,0 +1,177 @@
+"""A checkpoint as its manifest describes it: what is read is compared with the checksums, and a difference is an error.
+
+Chunks of the manifest that a block holds whole are compared as they are read. Of others the whole chunk is read for the
+comparison, when a part of it is first asked for. Tensors whose format has checksums are left to the format's reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.checkpoints.summary import manifest_home
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
+from bridge.formats.files.manifest import Manifest, array_checksum, manifest_path, read_manifest
+from bridge.formats.files.mapped import ChunkIndex, Fetch
+from bridge.formats.regions import split_box
+from bridge.formats.stores.reader import StoredReader
+from bridge.manifest_problems import (
+    Problem,
+    SaysWhatIsChecked,
+    crc_problems,
+    entry_problems,
+    extended,
+    file_problems,
+    object_problems,
+    rest_problems,
+    structure_problems,
+)
+
+
+def checked(reader: CheckpointReader) -> CheckpointReader:
+    """``reader``, held to the manifest of its checkpoint; ``reader`` itself if there is none.
+
+    Metadata files, names, dtypes and shapes are compared at once, values when they are read.
+
+    Raises CheckpointError, naming file, tensor or chunk, where the checkpoint is not what the manifest says.
+    """
+    fetch: Fetch | None = None
+    place = Path(reader.path)
+    if isinstance(reader, StoredReader):
+        place, fetch = reader.home, reader.fetch
+    home = manifest_home(place)
+    manifest = read_manifest(home)
+    if manifest is None:
+        return reader
+    held = CheckedReader(reader, manifest, str(manifest_path(home)))
+    held.require(_problems(reader, home, manifest, fetch))
+    return held
+
+
+def _problems(
+    reader: CheckpointReader, home: Path, manifest: Manifest, fetch: Fetch | None
+) -> Iterator[Problem]:
+    yield from file_problems(home, manifest, fetch)
+    yield from structure_problems(reader, manifest)
+    # Other formats keep only data and the checksums of data in files that have no checksum of their own.
+    if reader.format == "safetensors":
+        yield from rest_problems(reader, home, manifest, fetch)
+    for name, entry in manifest.tensors.items():
+        yield from entry_problems(reader.tensors[name], entry)
+
+
+class CheckedReader:
+    """``reader``, whose values are compared with ``manifest``, the content of the file ``source``; see above."""
+
+    def __init__(self, reader: CheckpointReader, manifest: Manifest, source: str) -> None:
+        self._reader, self._manifest, self._source = reader, manifest, source
+        self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else _never
+        self._listed: dict[str, TensorInfo] = {}
+        self._chunks = ChunkIndex()
+        self._compared: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+        self.format: str = reader.format
+        self.path: Path | str = reader.path
+        self.tensors: Mapping[str, TensorInfo] = reader.tensors
+        self.object_paths: Mapping[str, TreePath] = reader.object_paths
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Values that are not tensors; compared when they are looked up."""
+        return _CheckedObjects(self._reader.objects, self._compare_object)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor; CheckpointError also for one that is not as in the manifest."""
+        array = self._reader.read(name, box)
+        self._compare(name, Box.whole(self.tensors[name].shape) if box is None else box, array)
+        return array
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """One block where it is in the file; CheckpointError also for one that is not as in the manifest."""
+        loan = self._reader.lend(name, box)
+        if loan is not None:
+            self._compare(name, box, loan.array)
+        return loan
+
+    def files(self) -> Sequence[Path]:
+        """Those that reading opens."""
+        return self._reader.files()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def require(self, problems: Iterable[Problem]) -> None:
+        """Raise CheckpointError for the first of these."""
+        for problem in problems:
+            raise CheckpointError(
+                f"{self.path}: {problem.where}: {problem.text}. The checkpoint is not what its manifest says: use an "
+                "undamaged copy (twinshard verify lists all that is wrong), or remove the manifest to go on with what "
+                f"is there: {self._source}"
+            )
+
+    def _compare(self, name: str, box: Box, array: np.ndarray) -> None:
+        if name not in self._listed:
+            # With the manifest's chunks, which need not be those of the file.
+            chunks = () if self._own(name) else tuple(self._manifest.tensors[name].chunks)
+            self._listed[name] = dataclasses.replace(self.tensors[name], chunks=chunks)
+        info = self._listed[name]
+        for index in self._chunks.touching(info, box) if info.chunks else ():
+            if (name, index) in self._compared:
+                continue
+            chunk = info.chunks[index]
+            whole = chunk.intersect(box) == chunk
+            crc = array_checksum(array[chunk.slices(box)]) if whole else self._checksum(info, chunk)
+            self.require(crc_problems(info, chunk, self._manifest.tensors[name].chunks[chunk], crc))
+            with self._lock:
+                self._compared.add((name, index))
+
+    def _checksum(self, info: TensorInfo, chunk: Box) -> int:
+        crc = 0
+        for piece in split_box(chunk, info.dtype.itemsize):
+            loan = self._reader.lend(info.name, piece)
+            if loan is None:
+                crc = extended(crc, self._reader.read(info.name, piece))
+            else:
+                crc = extended(crc, loan.array)
+                loan.give_back()
+        return crc
+
+    def _compare_object(self, name: str, value: object) -> None:
+        self.require(object_problems(name, value, self._manifest))
+
+
+class _CheckedObjects(Mapping[str, object]):
+    def __init__(self, objects: Mapping[str, object], compare: Callable[[str, object], None]) -> None:
+        self._objects, self._compare = objects, compare
+
+    def __getitem__(self, name: str) -> object:
+        value = self._objects[name]
+        self._compare(name, value)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._objects
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._objects)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+
+def _never(name: str) -> bool:
+    return False

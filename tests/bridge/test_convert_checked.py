@@ -1,0 +1,143 @@
+"""Conversion holds a source to its manifest: what is not as it was written is never carried on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from bridge.checked import checked
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.selection import Selection
+from bridge.checkpoints.verify import verify
+from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.base import Box, CheckpointError
+from bridge.formats.files.manifest import MANIFEST_FILE, array_checksum
+from tests.support.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places
+
+__all__ = ["converted", "copy"]  # fixtures
+
+
+def flip_anywhere(path: Path, out: Path, count: int) -> int:
+    """How many of ``count`` flipped bytes, spread over all files, conversion refuses; the others change nothing."""
+    rng, refused = random.Random(4), 0
+    target = "orbax" if path.name != "orbax" else "dcp"
+    convert(path, out / "whole", to=target)
+    expected = contents(out / "whole")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    for number in range(count):
+        file = files[number % len(files)]
+        restore = flipped(file, rng.randrange(file.stat().st_size), rng)
+        try:
+            convert(path, out / str(number), to=target, workers=1)
+        except (CheckpointError, FileNotFoundError):
+            refused += 1
+        else:
+            assert contents(out / str(number)) == expected, f"a byte of {file.name} was changed unnoticed"
+        restore()
+    return refused
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_byte_anywhere_is_refused_or_harmless(
+    copy: Callable[[str], Path], tmp_path: Path, format: str
+) -> None:
+    assert flip_anywhere(copy(format), tmp_path, 60) > 15
+
+
+def test_damage_is_named_with_the_way_out(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    path = copy("safetensors")
+    file, position = next(places(path, {"w.large": arrays()["w.large"]}))
+    flipped(file, position, random.Random(1))
+    with pytest.raises(
+        CheckpointError,
+        match=r"w\.large: the chunk at \(0, 0\), sizes .* is damaged: expected CRC-32C .* remove the manifest",
+    ):
+        convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # What is not read need not be right.
+    convert(path, tmp_path / "rest", selection=Selection(drop=("w.large",)))
+    assert verify(tmp_path / "rest").good
+    (path / MANIFEST_FILE).unlink()
+    convert(path, tmp_path / "out")
+
+
+def test_names_dtypes_and_objects_are_compared(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    path = copy("safetensors")
+    manifest = json.loads((path / MANIFEST_FILE).read_text())
+    for change, problem in (
+        (
+            lambda m: m["tensors"].update(other=m["tensors"].pop("w.bool")),
+            "other: the manifest lists this tensor",
+        ),
+        (lambda m: m["tensors"]["w.int64"].update(dtype="float64"), r"w\.int64: expected float64 \[3, 2\]"),
+        (lambda m: m["objects"].update({"run.note": "00000000"}), r"run\.note: the value is damaged"),
+        (lambda m: m.update(format="dcp"), "expected format dcp"),
+        (
+            lambda m: m["files"]["model.safetensors"].__setitem__(0, 7),
+            r"model\.safetensors: expected 7 bytes",
+        ),
+    ):
+        changed = json.loads(json.dumps(manifest))
+        change(changed)
+        (path / MANIFEST_FILE).write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=f"{problem}.*is not what its manifest says"):
+            convert(path, tmp_path / "out")
+
+
+def test_a_part_of_a_chunk_is_read_only_if_the_whole_is_right(tmp_path: Path) -> None:
+    values = np.arange(600, dtype=np.float32).reshape(30, 20)
+    with create_checkpoint(tmp_path / "ck", "safetensors") as writer:
+        writer.add_tensor("w", values.shape, values.dtype)
+        writer.write("w", Box((0, 0), (30, 20)), values)
+    manifest = json.loads((tmp_path / "ck" / MANIFEST_FILE).read_text())
+    manifest["tensors"]["w"]["chunks"] = [
+        [[low, 0], [10, 20], f"{array_checksum(values[low : low + 10]):08x}"] for low in (0, 10, 20)
+    ]
+    (tmp_path / "ck" / MANIFEST_FILE).write_text(json.dumps(manifest))
+    file = tmp_path / "ck" / "model.safetensors"
+    position = file.read_bytes().find(values[12:13].tobytes())
+    flipped(file, position, random.Random(2))
+    with checked(open_checkpoint(tmp_path / "ck")) as reader:
+        assert np.array_equal(reader.read("w", Box((0, 3), (10, 2))), values[:10, 3:5])
+        assert np.array_equal(reader.read("w", Box((20, 0), (10, 20))), values[20:])
+        for box in (Box((19, 19), (1, 1)), Box((0, 0), (30, 20)), Box((5, 0), (20, 1))):
+            with pytest.raises(
+                CheckpointError, match=r"the chunk at \(10, 0\), sizes \(10, 20\), is damaged"
+            ):
+                reader.read("w", box)
+        with pytest.raises(CheckpointError, match=r"the chunk at \(10, 0\)"):
+            reader.lend("w", Box((11, 0), (1, 20)))
+
+
+def test_a_source_at_a_url_is_held_to_its_manifest(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    store = fsspec.filesystem("memory")
+    for format in FORMATS:
+        path = copy(format)
+        store.put(str(path), f"/checked/{format}", recursive=True)
+        convert(f"memory://checked/{format}", tmp_path / f"whole_{format}")
+    # Still a copy of the last of these.
+    assert path.name == "safetensors"
+    for number, position in enumerate((12, (path / "model.safetensors").stat().st_size - 3)):
+        restore = flipped(path / "model.safetensors", position, random.Random(3))
+        store.put(str(path / "model.safetensors"), f"/checked/flipped{number}/model.safetensors")
+        store.put(str(path / MANIFEST_FILE), f"/checked/flipped{number}/{MANIFEST_FILE}")
+        restore()
+        with pytest.raises(CheckpointError):
+            convert(f"memory://checked/flipped{number}", tmp_path / "out")
+    store.rm("/checked", recursive=True)
+
+
+def test_one_file_may_be_renamed_with_its_manifest(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    convert(copy("dcp"), tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").rename(tmp_path / "y.safetensors")
+    (tmp_path / "x.safetensors.manifest.json").rename(tmp_path / "y.safetensors.manifest.json")
+    assert verify(tmp_path / "y.safetensors").good
+    convert(tmp_path / "y.safetensors", tmp_path / "back")
+    flipped(tmp_path / "y.safetensors", 12, random.Random(5))
+    assert not verify(tmp_path / "y.safetensors").good
