@@ -29,6 +29,7 @@ from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.journal import abandoned
 from bridge.formats.files.working import Attempt
+from bridge.formats.orbax_keys import check_keys
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
@@ -258,6 +259,8 @@ def planned(
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
+        outputs = apply_casts(plan.tensors.values(), casts)
+        check_keys(whole, (source for output in outputs.values() for source in output.sources))
         yield (
             Conversion(
                 place_of(source),
@@ -265,7 +268,7 @@ def planned(
                 files,
                 whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
                 target,
-                apply_casts(plan.tensors.values(), casts),
+                outputs,
                 {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
                 | dict(plan.notes),
                 (*left_out, *plan.dropped),

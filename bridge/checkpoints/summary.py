@@ -35,7 +35,8 @@ class Group:
 class Summary:
     """The contents of a checkpoint. ``unreadable`` says why, for objects whose value is not plain data.
 
-    manifest: whether it has one of ours, by which `verify` can tell that nothing changed.
+    manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
+    implementation of tensors that are typed PRNG keys; their dtype is that of the key data.
     """
 
     path: Path | str
@@ -45,6 +46,7 @@ class Summary:
     objects: Mapping[str, object]
     unreadable: Mapping[str, str]
     manifest: bool
+    key_types: Mapping[str, str]
 
     @property
     def chunks(self) -> int:
@@ -80,7 +82,8 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
                 unreadable[name] = str(error)
         home = reader.home if isinstance(reader, StoredReader) else Path(path)
         manifest = manifest_path(manifest_home(home)).is_file()
-        return Summary(place_of(path), reader.format, tensors, groups, objects, unreadable, manifest)
+        keys: Mapping[str, str] = getattr(reader, "key_types", {})
+        return Summary(place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, keys)
 
 
 def manifest_home(path: Path) -> Path:

@@ -88,6 +88,8 @@ def inspect(
     print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
     totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
     print_table(out, ("group", "tensors", "elements", "size"), totals)
+    for name, kind in summary.key_types.items():
+        print_line(out, f"{name} is a typed PRNG key, key<{kind}>")
     for name, value in summary.objects.items():
         print_line(out, f"{name} = {value!r}")
     for name, reason in summary.unreadable.items():

@@ -43,6 +43,7 @@ from bridge.formats.orbax.arrays import (
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
+from bridge.formats.orbax_keys import key_types
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.
@@ -58,6 +59,7 @@ class OrbaxReader:
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
+    Typed PRNG keys are the tensors of uint32 that are in `key_types`, with the name of their implementation.
     verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.
@@ -106,6 +108,9 @@ class OrbaxReader:
                 for path, layout in zip(tree.arrays, self._layouts.values(), strict=True)
             }
         )
+        typed = key_types(self._item, fetch)
+        keys = {leaf_name(path): typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
+        self.key_types: Mapping[str, str] = {name: kind for name, kind in keys.items() if kind is not None}
         objects = {**tree.objects, **self._read_strings(tree)}
         self.objects: Mapping[str, object] = MappingProxyType({leaf_name(p): v for p, v in objects.items()})
         self.object_paths: Mapping[str, TreePath] = MappingProxyType({leaf_name(p): p for p in objects})

@@ -69,6 +69,12 @@ class StoredReader:
         """The tree path of every object, by name."""
         return self._reader.object_paths
 
+    @property
+    def key_types(self) -> Mapping[str, str]:
+        """Implementations of typed PRNG keys, by name; see `OrbaxReader`."""
+        found: Mapping[str, str] = getattr(self._reader, "key_types", {})
+        return found
+
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`. OSError when the store fails."""
         with self._named():
