@@ -38,13 +38,16 @@ class Upload:
 
     As a context manager: removes that place at the end, unless `resume`, in which case it is found again by an upload
     to the same URL, and an error leaves it. FileExistsError when something is at the URL, unless `resume` and it is
-    a part of what such an upload was sending; CheckpointError when one is still at it. Temporary files are where
+    a part of what such an upload was sending; FileNotFoundError without a bucket, as none is made; CheckpointError when
+    one is still at it. Temporary files are where
     `tempfile` has them (TMPDIR), and need the space of the checkpoint.
     """
 
     def __init__(self, url: str, *, resume: bool = False) -> None:
         self.url = without_end(url)
         self._system, self._root = open_store(url)
+        if self._in_bucket:
+            self._require_bucket()
         self._keep = resume
         self._lock = -1
         self._sending: dict[str, int] = {}
@@ -91,7 +94,8 @@ class Upload:
                 with store_errors(
                     f"cannot write {self.url.rpartition('/')[0]}/{file.relative_to(self._directory)}"
                 ):
-                    self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
+                    if not self._in_bucket:
+                        self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
                     sent.append(name)
                     self._system.put_file(str(file), name, callback=_told(progress, before, total))
                 before += sizes[name]
@@ -137,6 +141,27 @@ class Upload:
             with store_errors(f"cannot remove {name}, which an upload that failed has left"):
                 if self._system.exists(name):
                     self._system.rm_file(name)
+
+    @property
+    def _in_bucket(self) -> bool:
+        """Whether the place is in an object store, which has no directories; making one there makes a bucket.
+
+        Paths of file systems begin with their root.
+        """
+        return not self._root.startswith("/")
+
+    def _require_bucket(self) -> None:
+        parts = self._root.split("/")
+        try:
+            there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
+        except Exception:
+            # One may be allowed to write into a bucket that one may not look at.
+            return
+        if not there:
+            raise FileNotFoundError(
+                f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
+                "credentials may list): correct the name, or create the bucket first; none is created here"
+            )
 
     def _require_nothing(self) -> None:
         self._system.invalidate_cache()

@@ -60,13 +60,47 @@ class Counting(MemoryFileSystem):
         super().put_file(lpath, rpath, *args, **kwargs)
 
 
+class Buckets(MemoryFileSystem):
+    """An object store as s3fs shows it: names begin with a bucket, which ``makedirs`` creates if it is not there."""
+
+    protocol = "buckets"
+    root_marker = ""
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    buckets: ClassVar[set[str]] = set()
+    hidden: ClassVar[bool] = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("buckets://").strip("/")
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        if self.hidden and "/" not in path:
+            raise PermissionError(path)
+        return path in self.buckets or any(f"{name}/".startswith(f"{path}/") for name in self.store)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.buckets.add(path.partition("/")[0])
+
+    def find(self, path: str, maxdepth: int | None = None, detail: bool = False, **_: Any) -> Any:
+        below = {name: self.info(name) for name in self.store if name.startswith(f"{path}/") or name == path}
+        return below if detail else list(below)
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        if rpath.partition("/")[0] not in self.buckets:
+            raise FileNotFoundError("The specified bucket does not exist")
+        self.pipe_file(rpath, Path(lpath).read_bytes())
+
+
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Counting]:
     fsspec.register_implementation("counted", Counting, clobber=True)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(mirror_module, "BLOCK", BLOCK)
-    for table in (Counting.store, Counting.given):
+    fsspec.register_implementation("buckets", Buckets, clobber=True)
+    monkeypatch.setattr(Buckets, "hidden", False)
+    for table in (Counting.store, Counting.given, Buckets.store, Buckets.buckets):
         table.clear()
     Counting.fails = set()
     Counting.pseudo_dirs[:] = [""]
@@ -387,6 +421,25 @@ def test_two_uploads_to_one_place_are_refused() -> None:
 
 def tree(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_no_bucket_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+    local = local_source(tmp_path, "dcp")
+    for url in ("buckets://typo/runs/x", "buckets://typo"):
+        with pytest.raises(
+            FileNotFoundError, match=f"in {url}, found no bucket 'typo' .* create the bucket first"
+        ):
+            convert(local, url, resume=resume)
+    monkeypatch.setattr(Buckets, "hidden", True)
+    with pytest.raises(FileNotFoundError, match=r"cannot write buckets://typo/runs/.*bucket does not exist"):
+        convert(local, "buckets://typo/runs/x")
+    assert not Buckets.buckets
+    Buckets.buckets.add("real")
+    for url in ("buckets://real/runs/x", "buckets://real/runs/y"):
+        convert(local, url, resume=resume)
+    assert Buckets.buckets == {"real"}
+    assert {name.rpartition("/")[0] for name in Buckets.store} >= {"real/runs/x", "real/runs/y"}
 
 
 def test_metadata_is_sent_last(tmp_path: Path, store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
