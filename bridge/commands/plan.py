@@ -45,7 +45,9 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", metavar="SIZE", help="Of one device, such as 80GB or 80GiB: say what fits in it."
+            "--memory",
+            metavar="SIZE",
+            help="Of one device, with its unit, such as 80GB or 80GiB: say what fits.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a device and microbatch.")] = 1,
@@ -79,7 +81,8 @@ def plan(
     the collectives of a step. One policy on one number of devices is shown unit by unit.
 
     With --memory, the cheapest policy that fits is named for each number of devices: the one whose devices send the
-    fewest bytes in a step. The exit status is 1 when nothing fits.
+    fewest bytes in a step. Where activations are not known, the peak is a lower bound, which may say no, but not yes:
+    the answer is then unknown. The exit status is 1 when nothing is known to fit.
 
     \b
     Example:

@@ -3,6 +3,8 @@
 Cheapest is, of the plans that fit, the one whose devices send the fewest bytes in a step; of equal ones, the one with
 the lowest peak. Plans on different numbers of devices are not compared: more devices do more work. A policy fits a
 number of devices when it fits in every runtime asked for, and its bytes and its peak are the largest of theirs.
+
+A peak without activations is a lower bound: such a plan does not fit or is not known to, and is never the cheapest.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from bridge.planning.runtimes import Policy
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest policy that fits on ``devices`` devices; None when no policy does."""
+    """The cheapest policy that fits on ``devices`` devices; None when no policy is known to.
+
+    unknown: policies of which nobody knows whether they fit.
+    """
 
     devices: int
     policy: str | None
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,12 @@ class Comparison:
     refused: tuple[str, ...] = ()
 
     def fits(self, plan: Plan) -> bool | None:
-        """Whether a plan's peak is within a device's memory; None when nobody asked."""
-        return None if self.memory is None else plan.peak.total <= self.memory
+        """Whether a plan's peak is within a device's memory; None when nobody asked, or when that is not known."""
+        if self.memory is None:
+            return None
+        if plan.peak.total > self.memory:
+            return False
+        return True if plan.peak.complete else None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -45,24 +55,29 @@ class Comparison:
         if self.memory is None:
             return ()
         counts = dict.fromkeys(plan.mesh.devices for plan in self.plans)
-        return tuple(Choice(devices, self._cheapest(devices)) for devices in counts)
+        return tuple(self._choice(devices) for devices in counts)
 
     @property
     def anything_fits(self) -> bool:
-        """True also when nobody asked."""
+        """Whether that is known of any plan; True also when nobody asked."""
         return self.memory is None or any(choice.policy is not None for choice in self.choices)
 
-    def _cheapest(self, devices: int) -> str | None:
+    def _choice(self, devices: int) -> Choice:
         by_policy: dict[str, list[Plan]] = {}
         for plan in self.plans:
             if plan.mesh.devices == devices:
                 by_policy.setdefault(plan.policy, []).append(plan)
+        answers = {policy: [self.fits(plan) for plan in plans] for policy, plans in by_policy.items()}
         costs = {
             policy: (max(p.traffic.wire_bytes() for p in plans), max(p.peak.total for p in plans))
             for policy, plans in by_policy.items()
-            if all(self.fits(plan) for plan in plans)
+            if all(answers[policy])
         }
-        return min(costs, key=lambda policy: costs[policy]) if costs else None
+        return Choice(
+            devices,
+            min(costs, key=lambda policy: costs[policy]) if costs else None,
+            tuple(policy for policy, fits in answers.items() if None in fits and False not in fits),
+        )
 
 
 def compare(

@@ -13,11 +13,13 @@ plans         a list, one for each policy, number of devices and runtime:
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``memory``, or null
+  fits          whether the peak is within ``memory``; null without ``memory``, and when the peak is a lower bound that
+                is within it (see "activations_known")
   units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, recompute,
                 padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
-cheapest      a list, for each number of devices: devices, policy (null when none fits); empty without ``memory``
+cheapest      a list, for each number of devices: devices, policy (null when none is known to fit), unknown (policies of
+              which that is not known); empty without ``memory``
 refused       why policies were left out on numbers of devices
 """
 
@@ -45,7 +47,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "workload": vars(first.workload),
         "memory": comparison.memory,
         "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
-        "cheapest": [{"devices": one.devices, "policy": one.policy} for one in comparison.choices],
+        "cheapest": [vars(one) for one in comparison.choices],
         "refused": comparison.refused,
     }
 

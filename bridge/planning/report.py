@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.commands.output import human_bytes
+from bridge.planning.activations import FormulaSegment
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
@@ -40,6 +41,8 @@ UNITS = (
     "sent",
 )
 
+_ANSWERS = {True: "yes", False: "no", None: "unknown"}
+
 
 def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     """Headings, and a row for each plan."""
@@ -48,7 +51,7 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     for plan in comparison.plans:
         row = (plan.policy, str(plan.mesh.devices), plan.runtime, *_held(plan.at_rest), _peak(plan))
         row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
-        rows.append((*row, "yes" if comparison.fits(plan) else "no") if asked else row)
+        rows.append((*row, _ANSWERS[comparison.fits(plan)]) if asked else row)
     return (*OVERVIEW, "fits") if asked else OVERVIEW, rows
 
 
@@ -118,14 +121,26 @@ def notes(comparison: Comparison) -> Sequence[str]:
     """Lines under the tables: what is not known, what is wasteful, what is cheapest."""
     lines = list(comparison.refused)
     if any(not plan.peak.complete for plan in comparison.plans):
-        lines.append("peak: without activations, which are known for built-in models only")
+        lines.append(
+            "peak: without activations, which are known for built-in models only, and so a lower bound"
+        )
+    if any(
+        plan.runtime == "jax" and any(isinstance(part, FormulaSegment) for part in plan.model.activations)
+        for plan in comparison.plans
+    ):
+        lines.append("jax: counted with a fused attention kernel; attention that keeps its scores holds more")
     warned: dict[str, None] = {}
     for plan in comparison.plans:
         warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())
     lines += warned
     for choice in comparison.choices:
-        if choice.policy is None:
-            lines.append(f"{choice.devices} devices: no policy fits")
-        else:
+        if choice.policy is not None:
             lines.append(f"{choice.devices} devices: {choice.policy} is the cheapest that fits")
+        elif not choice.unknown:
+            lines.append(f"{choice.devices} devices: no policy fits")
+        if choice.unknown:
+            lines.append(
+                f"{choice.devices} devices: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
+                "measure (--compile compiles decoder:CONFIG only)"
+            )
     return lines

@@ -8,7 +8,6 @@ from fractions import Fraction
 from bridge.planning.errors import PlanError
 
 _UNITS = {
-    "": 1,
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
@@ -16,8 +15,12 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """``"80GB"``, ``"79.5 GiB"`` or ``"1000"`` (bytes); parts of a byte are dropped. Raises ``PlanError`` otherwise."""
+    """``"80GB"``, ``"79.5 GiB"`` or ``"1000B"``; parts of a byte are dropped. Raises ``PlanError`` otherwise."""
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
+    if match is not None and not match[2]:
+        raise PlanError(
+            f"memory: expected an amount with its unit, got {text!r}; write {match[1]}GB (or {match[1]}B for bytes)"
+        )
     if match is None or match[2].lower() not in _UNITS:
         raise PlanError(f"memory: expected an amount such as 80GB or 79.5GiB, got {text!r}")
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
 from bridge.planning import Workload, load_policy, make_plan, resolve_models
+
+
+def own_model() -> nn.Module:
+    """With the layers that the shipped policies name."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    return model
 
 
 def call(*arguments: object) -> Result:
@@ -58,6 +66,22 @@ def test_nothing_that_fits_is_exit_status_1() -> None:
     result = call("fsdp", "--model", "llama3-405b", "--devices", "8", "--memory", "80GB")
     assert result.exit_code == 1
     assert "8 devices: no policy fits" in result.stdout
+
+
+def test_a_users_own_model_is_never_said_to_fit() -> None:
+    model = f"{__name__}:own_model"
+    arguments = ("fsdp", "--model", model, "--devices", "8", "--runtime", "torch", "--memory", "40MB")
+    result = call(*arguments)
+    assert result.exit_code == 1, result.stderr
+    (row,) = (line.split() for line in result.stdout.splitlines() if line.split()[-1:] == ["unknown"])
+    assert row[0] == "fsdp.toml"
+    assert "8 devices: unknown whether fsdp.toml fit" in result.stdout
+    assert "cheapest" not in result.stdout
+    document = json.loads(call(*arguments, "--json").stdout)
+    assert document["plans"][0]["fits"] is None
+    assert document["cheapest"] == [{"devices": 8, "policy": None, "unknown": ["fsdp.toml"]}]
+    assert call(*arguments[:-1], "1kB").exit_code == 1
+    assert "8 devices: no policy fits" in call(*arguments[:-1], "1kB").stdout
 
 
 def test_the_document_is_complete() -> None:
@@ -109,6 +133,7 @@ def test_the_document_is_complete() -> None:
         (("no_such_policy", "--model", "llama3-8b"), "no_such_policy: expected a TOML file or one of fsdp"),
         (("fsdp", "--model", "llama3-8b", "--devices", "eight"), "expected numbers such as 8,64,512"),
         (("fsdp", "--model", "llama3-8b", "--memory", "lots"), "expected an amount such as 80GB"),
+        (("fsdp", "--model", "llama3-8b", "--memory", "80"), "an amount with its unit, got '80'; write 80GB"),
         (("hsdp", "--model", "llama3-8b", "--devices", "3"), "expected axes of 3 devices"),
         (("fsdp", "--model", "llama3-8b", "--chart", "x.doc"), "x.doc"),
         (

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
 from bridge.planning.comparison import compare
+from bridge.planning.document import document
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model, Parameter
+from bridge.planning.report import notes, overview
 from bridge.planning.runtimes import SHIPPED_POLICIES
 from bridge.planning.shipped_models import shipped_model
 from bridge.planning.sizes import parse_bytes, parse_counts
@@ -240,6 +242,31 @@ def test_the_cheapest_that_fits() -> None:
     assert compare(model, policies, [8], Workload()).choices == ()
 
 
+def test_a_lower_bound_says_no_or_nothing() -> None:
+    policies = [load_policy(name) for name in ("no_shard", "fsdp")]
+    known = shipped_model("llama3-8b")
+    unknown = replace(known, activations=())
+    for models in ({"torch": unknown}, {"torch": known, "jax": unknown}):
+        found = compare(models, policies, [8], Workload(1, 16), parse_bytes("80GB"))
+        assert {(p.policy, p.runtime): found.fits(p) for p in found.plans} == {
+            ("no_shard.toml", runtime): False for runtime in models
+        } | {("fsdp.toml", runtime): None if models[runtime] is unknown else True for runtime in models}
+        (choice,) = found.choices
+        assert (choice.policy, choice.unknown) == (None, ("fsdp.toml",))
+        assert not found.anything_fits
+        assert [entry["policy"] for entry in document(found)["cheapest"]] == [None]
+        text = " ".join(notes(found))
+        assert "unknown whether fsdp.toml fit" in text
+        assert "cheapest that fits" not in text
+        assert [row[-1] for row in overview(found)[1]][-1] == "unknown"
+
+
+def test_the_notes_say_which_attention_the_numbers_of_jax_count() -> None:
+    for runtime, there in (("torch", False), ("jax", True)):
+        found = compare({runtime: shipped_model("llama3-8b")}, [load_policy("fsdp")], [8], Workload())
+        assert any("fused attention kernel" in line for line in notes(found)) == there
+
+
 def test_a_policy_is_left_out_where_its_mesh_does_not_fit() -> None:
     fixed = parse_policy(policy("optim", "dp = 4"), "four.toml")
     found = compare({"jax": SMALL}, [fixed, parse_policy(policy("optim"), "any.toml")], [4, 6], Workload())
@@ -258,7 +285,7 @@ def test_a_policy_is_left_out_where_its_mesh_does_not_fit() -> None:
         ("80 GiB", 80 * 2**30),
         ("1.5kb", 1500),
         ("0.1TB", 10**11),
-        ("12", 12),
+        ("12B", 12),
         ("7MiB", 7 * 2**20),
     ],
 )
@@ -269,6 +296,14 @@ def test_amounts_of_memory(text: str, count: int) -> None:
 @pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "1e3GB", "GB", "1..5GB", "٣GB"])
 def test_bad_amounts_of_memory(text: str) -> None:
     with pytest.raises(PlanError, match="memory: expected an amount such as 80GB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "hint"), [("80", "80GB"), (" 79.5 ", "79.5GB")])
+def test_an_amount_of_memory_without_its_unit_is_refused(text: str, hint: str) -> None:
+    with pytest.raises(
+        PlanError, match=f"memory: expected an amount with its unit, got '{text}'; write {hint}"
+    ):
         parse_bytes(text)
 
 
