@@ -15,6 +15,7 @@ import bridge.sharding.policy
 import bridge.sharding.strategy
 import jax_impl.policy
 import jax_impl.strategy
+from bridge.mesh_axes import why_not_data_parallel
 from tests.sharding.golden import policies as golden
 
 SHIPPED = sorted(
@@ -82,7 +83,12 @@ PATTERN = st.one_of(
 )
 PATH = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), max_size=3).map(".".join)
 AXES = st.lists(
-    st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=2, unique=True
+    st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
+        lambda name: why_not_data_parallel([name]) is None
+    ),
+    min_size=1,
+    max_size=2,
+    unique=True,
 )
 DTYPE = st.sampled_from(["float32", "bfloat16", "float16", "float64"])
 DEPTHS = [(p, g, o) for o in range(3) for g in range(o + 1) for p in range(g + 1)]
