@@ -109,9 +109,13 @@ def _by_keywords(mesh: Mesh, paths: Mapping[str, str], options: ShardingOptions)
     else:
         strategy = placements.strategy
     check_axes(strategy, placements, mesh.axis_names)
-    unit = UnitOptions(
-        strategy, options.get("recompute", False), options.get("granularity", "row"), options.get("rows", 1)
-    )
+    recompute = options.get("recompute", False)
+    if not isinstance(recompute, bool):
+        raise ValueError(
+            f"recompute: expected True or False, got {recompute!r}; to save chosen activations, use jax.checkpoint "
+            "with a policy inside of the model's units"
+        )
+    unit = UnitOptions(strategy, recompute, options.get("granularity", "row"), options.get("rows", 1))
     precision = Precision(options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype"))
     chosen = dict.fromkeys(_matching(paths, options.get("units", ("layers/*",))), unit)
     # Recomputing the root would run the whole model's forward a third time.

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.modules.seal import check_seals
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer_trial import check_optimizer
 from jax_impl.runtime.gradients import Batch, Loss, unchecked_gradients
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
@@ -126,6 +127,7 @@ class TrainStep:
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"expected microbatches >= 1, got {microbatches}")
+        check_optimizer(plan, optimizer)
         self._plan = plan
         self._microbatches = microbatches
         self._optimizer = optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,6 +13,23 @@ from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh
 
 AXIS = "dp"
+MODEL_AXES = (
+    "tp",
+    "tensor",
+    "model",
+    "mp",
+    "ep",
+    "expert",
+    "cp",
+    "context",
+    "sp",
+    "seq",
+    "sequence",
+    "pp",
+    "pipe",
+    "pipeline",
+    "stage",
+)
 
 # Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them. Small loops
 # it compiles in a way that knows no barriers, and then fails or aborts.
@@ -69,6 +86,7 @@ def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
     named = sizes if isinstance(sizes, Mapping) else {AXIS: sizes}
     if len(named) not in (1, 2) or any(type(size) is not int or size < 1 for size in named.values()):
         raise ValueError(f"mesh: expected one or two axes of at least one device, got {dict(named)}")
+    _check_names(tuple(named))
     count = math.prod(named.values())
     if count > len(devices):
         raise ValueError(
@@ -79,11 +97,13 @@ def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """The same devices as an automatically typed mesh; raises ``ValueError`` unless it has one or two axes."""
+    """The same devices as an automatically typed mesh; raises ``ValueError`` unless it has one or two axes,
+    none of them named for model parallelism (``MODEL_AXES``)."""
     if len(mesh.axis_names) not in (1, 2):
         raise ValueError(
             f"mesh: expected one or two data-parallel axes, outer to inner, got {dict(mesh.shape)}"
         )
+    _check_names(mesh.axis_names)
     if (
         mesh.devices.size > 1
         and is_simulated(mesh)
@@ -97,6 +117,16 @@ def checked_mesh(mesh: Mesh) -> Mesh:
         )
     # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
     return _automatic(mesh.devices, mesh.axis_names)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if name.lower() in MODEL_AXES:
+            raise ValueError(
+                f"mesh: axis {name!r} is named for model parallelism, expected data-parallel axes only; this "
+                "runtime would shard weights over the axis as over data ranks. Rename the axis (for example to 'dp') "
+                "if the axis is data-parallel"
+            )
 
 
 def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.comm.axes import MeshAxes
+from jax_impl.comm.collectives import Wire
 from jax_impl.layout import Layout
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
@@ -64,6 +65,10 @@ class Group(Protocol):
     def paths(self) -> tuple[str, ...]: ...
     @property
     def dtype(self) -> np.dtype: ...
+    @property
+    def wire(self) -> Wire: ...
+    @property
+    def layers(self) -> int | None: ...
     @property
     def stored(self) -> Mapping[str, Stored]: ...
     @property
@@ -230,8 +235,14 @@ class ShardingPlan:
         return jax.make_array_from_callback(stored.shape, self.sharding(key), values)
 
     def check_array(self, key: str, array: jax.Array) -> None:
-        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``."""
+        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values."""
         stored, sharding = self.stored(key), self.sharding(key)
+        if array.is_deleted():
+            # XLA does not check: a program that is given such an array crashes.
+            raise ValueError(
+                f"array {key!r}: expected values, got an array that was given up (donated) to an earlier step: go on "
+                "with the state which that step returned"
+            )
         if array.shape != stored.shape or not array.sharding.is_equivalent_to(sharding, array.ndim):
             raise ValueError(
                 f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "
