@@ -1,0 +1,329 @@
+"""Every public optax transformation: it trains as on the unsharded model, or it is refused; there is no third case."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import jax_impl
+from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
+from jax_impl.optimizer_trial import check_optimizer
+
+RATE = 0.01
+
+
+def labels_by_ndim(tree: Any) -> Any:
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "other", tree)
+
+
+def labels_by_name(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: "other" if keys[-1].key == "b" else "matrix", tree
+    )
+
+
+def two_optimizers(labels: Any) -> optax.GradientTransformation:
+    return optax.multi_transform({"matrix": optax.adam(RATE), "other": optax.sgd(RATE)}, labels)
+
+
+def matrices(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "apply_if_finite": (optax.adam(RATE), 3),
+    "add_noise": (0.1, 0.5, jax.random.key(0)),
+    "chain": (optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(RATE, 0.0, 9))),
+    "conditionally_mask": (optax.adam(RATE), lambda step, **_: step > 0),
+    "conditionally_transform": (optax.adam(RATE), lambda step, **_: step > 0),
+    "differentially_private_aggregate": (1.0, 0.1, jax.random.key(0)),
+    "dpsgd": (RATE, 1.0, 0.1, jax.random.key(0)),
+    "flatten": (optax.adam(RATE),),
+    "freeze": ({"layers/0": True, "": False},),
+    "lookahead": (optax.adam(RATE), 2, 0.5),
+    "masked": (optax.adam(RATE), {"layers/0": True, "": False}),
+    "measure_with_ema": (optax.global_norm, 0.9),
+    "mechanize": (optax.adam(RATE),),
+    "multi_transform": (
+        {"a": optax.adam(RATE), "b": optax.sgd(RATE)},
+        {"layers/0": "a", "": "b"},
+    ),
+    "named_chain": (("clip", optax.clip(1.0)), ("sgd", optax.sgd(RATE))),
+    "noisy_sgd": (RATE, 0.1, 0.5, jax.random.key(0)),
+    "partition": ({"a": optax.adam(RATE), "b": optax.sgd(RATE)}, {"layers/0": "a", "": "b"}),
+    "sam": (optax.sgd(RATE), optax.sgd(RATE)),
+    "scale_by_backtracking_linesearch": (3,),
+    "scale_by_schedule": (optax.linear_schedule(RATE, 0.0, 9),),
+    "scale_by_zoom_linesearch": (3,),
+    "schedule_free": (optax.sgd(RATE), RATE),
+    "selective_transform": (optax.adam(RATE), {"layers/0": True, "": False}),
+    "snapshot": ("norm", optax.global_norm),
+    "split_real_and_imaginary": (optax.adam(RATE),),
+    "stateless": (lambda updates, params: jax.tree.map(lambda g, w: g + w, updates, params),),
+    "stateless_with_tree_map": (lambda g, w: g + RATE * w,),
+    "with_extra_args_support": (optax.adam(RATE),),
+}
+FACTORIES = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(RATE),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adamw)(RATE),
+}
+# Transformations whose annotation says nothing.
+UNANNOTATED = {
+    optax: ["scale_by_factored_rms"],
+    optax.contrib: ["dog", "dowg", "hutchinson_estimator_diag_hessian"],
+}
+
+
+def transformations() -> dict[str, Any]:
+    """What makes each public transformation of optax, by name."""
+    found: dict[str, Any] = {}
+    for module in (optax, optax.contrib):
+        for name in dir(module):
+            make = getattr(module, name)
+            if name.startswith("_") or not inspect.isfunction(make):
+                continue
+            signature = inspect.signature(make)
+            if "GradientTransformation" in str(signature.return_annotation) or name in UNANNOTATED[module]:
+                required = [
+                    p
+                    for p in signature.parameters.values()
+                    if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+                ]
+                arguments = ARGUMENTS.get(name, (RATE,) * len(required))
+                found[name] = FACTORIES.get(name, functools.partial(make, *arguments))
+    return found
+
+
+# In everyday programs, beside those of optax's public names.
+COMPOSED: dict[str, Any] = {
+    "decay of matrices": lambda: optax.adamw(1e-4, weight_decay=1e-5, mask=matrices),
+    "labels by ndim": lambda: two_optimizers(labels_by_ndim),
+    "labels by name": lambda: two_optimizers(labels_by_name),
+    "accumulated": lambda: optax.MultiSteps(optax.adamw(RATE), 2).gradient_transformation(),
+    "accumulated long": lambda: optax.MultiSteps(optax.contrib.muon(RATE), 20).gradient_transformation(),
+    "clipped adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 10, 100), weight_decay=0.1),
+    ),
+    "clipped main weights": lambda: optax.chain(optax.clip_by_global_norm(0.1), main_weight_adamw(RATE)),
+    "main weights": lambda: main_weight_adamw(RATE),
+}
+REFUSED = [
+    "muon", "lamb", "lars", "adafactor", "sm3", "adaptive_grad_clip", "clip_by_block_rms", "decay of matrices",
+    "labels by ndim", "labels by name", "accumulated long", "novograd", "add_noise",
+]  # fmt: skip
+ACCEPTED = [
+    "adamw", "lion", "sgd", "chain", "ema", "inject_hyperparams", "apply_if_finite", "schedule_free_adamw", "prodigy",
+    "masked", "accumulated", "clipped adamw", "clipped main weights", "main weights",
+]  # fmt: skip
+
+
+def parameters() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+
+    def values(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {"layers": [{"w": values(3, 5), "b": values(5)}], "head": values(5, 2), "bias": values(2)}
+
+
+def loss(tree: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    hidden = jax_impl.call_unit(lambda unit, x: jnp.tanh(x @ unit["w"] + unit["b"]), tree["layers"][0], x)
+    return jnp.mean((hidden @ tree["head"] + tree["bias"] - y) ** 2)
+
+
+def batches() -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [
+        tuple(rng.standard_normal((8, n)).astype(np.float32) * (1 + np.arange(8))[:, None] for n in (3, 2))
+        for _ in range(3)
+    ]
+
+
+@functools.cache
+def plan_and_weights(engine: str = "shard_map") -> tuple[Any, Any]:
+    return fully_shard(parameters(), data_parallel_mesh(4), units=["layers/*"], engine=engine)
+
+
+@functools.cache
+def gradients_of_shards() -> Any:
+    return jax.jit(jax_impl.make_gradients(plan_and_weights()[0], loss))
+
+
+@functools.cache
+def plain_gradients() -> Any:
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def trained(optimizer: optax.GradientTransformation) -> dict[str, jax.Array]:
+    plan, weights = plan_and_weights()
+    weights = jax.tree.map(jnp.copy, weights)
+    step = make_train_step(plan, loss, optimizer)
+    # One program of the gradients for all optimizers; the update is the step's own.
+    step._gradients = gradients_of_shards()
+    step._checked = Everything()
+    state = init_state(plan, weights, optimizer)
+    for batch in batches():
+        state, _ = step(state, batch)
+    return unshard(plan, state.weights)
+
+
+class Everything:
+    def __contains__(self, _: Any) -> bool:
+        return True
+
+
+def plainly_trained(optimizer: optax.GradientTransformation) -> Any:
+    weights = parameters()
+    state = optimizer.init(weights)
+
+    @jax.jit
+    def update(gradients: Any, state: Any, weights: Any) -> Any:
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    for batch in batches():
+        _, gradients = plain_gradients()(weights, batch)
+        weights, state = update(gradients, state, weights)
+    return weights
+
+
+def by_path(tree: Any) -> dict[str, jax.Array]:
+    return {
+        "layers/0/w": tree["layers"][0]["w"],
+        "layers/0/b": tree["layers"][0]["b"],
+        "head": tree["head"],
+        "bias": tree["bias"],
+    }
+
+
+# The unsharded twins of what is written by unit.
+PLAIN = {
+    "masked": lambda: optax.masked(optax.adam(RATE), {"layers": True, "head": False, "bias": False}),
+    "freeze": lambda: optax.freeze({"layers": True, "head": False, "bias": False}),
+    "selective_transform": lambda: optax.selective_transform(
+        optax.adam(RATE), freeze_mask={"layers": True, "head": False, "bias": False}
+    ),
+    **dict.fromkeys(
+        ("multi_transform", "partition"),
+        lambda: optax.multi_transform(
+            {"a": optax.adam(RATE), "b": optax.sgd(RATE)}, {"layers": "a", "head": "b", "bias": "b"}
+        ),
+    ),
+}
+
+
+def is_refused(name: str) -> bool:
+    """Whether the step is refused; else it has trained as the unsharded model does."""
+    make = {**transformations(), **COMPOSED}[name]
+    try:
+        found = trained(make())
+    except ValueError as error:
+        if str(error).startswith("optimizer: expected a transformation that "):
+            return True
+        raise
+    expected = by_path(plainly_trained(PLAIN.get(name, make)()))
+    for path, value in expected.items():
+        np.testing.assert_allclose(
+            found[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
+        )
+    return False
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_looks_at_shapes_or_names_is_refused_on_flat_weights(name: str) -> None:
+    plan, _ = plan_and_weights()
+    optimizer = {**transformations(), **COMPOSED}[name]()
+    message = (
+        "looks at shapes or names of parameters.* its update of parameter '.*' .* is off by .*engine=\"pjit\""
+    )
+    with pytest.raises(ValueError, match=message):
+        make_train_step(plan, loss, optimizer)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted_trains_as_on_the_unsharded_model(name: str) -> None:
+    assert not is_refused(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(transformations()))
+def test_every_public_transformation_trains_as_on_the_unsharded_model_or_is_refused(name: str) -> None:
+    is_refused(name)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "decay of matrices", "labels by ndim", "add_noise"])
+def test_logical_arrays_are_the_way_out(name: str) -> None:
+    plan, _ = plan_and_weights("pjit")
+    make_train_step(plan, loss, {**transformations(), **COMPOSED}[name]())
+
+
+def test_names_in_the_models_own_tree_are_refused_where_arrays_have_paths() -> None:
+    plan, _ = plan_and_weights("pjit")
+    with pytest.raises(ValueError, match=r"by their whole path.* parameter 'layers/0/b' \(5,\) is off by"):
+        make_train_step(plan, loss, two_optimizers(labels_by_name))
+    by_end = two_optimizers(
+        lambda tree: jax.tree_util.tree_map_with_path(
+            lambda keys, _: "other" if keys[-1].key.rpartition("/")[-1] == "b" else "matrix", tree
+        )
+    )
+    make_train_step(plan, loss, by_end)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.polyak_sgd(), "from gradients, state and weights alone, got TypeError: .*'value'"),
+        (
+            optax.adamw(RATE, mask={"layers": True}),
+            "updates one flat array a unit, by unit, .*got ValueError",
+        ),
+    ],
+)
+def test_what_cannot_be_updated_is_refused_with_the_reason(optimizer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_train_step(plan_and_weights()[0], loss, optimizer)
+
+
+def large_plan(layers: int) -> Any:
+    layer = {
+        "w": jax.ShapeDtypeStruct((512, 2048), jnp.float32),
+        "b": jax.ShapeDtypeStruct((2048,), jnp.float32),
+    }
+    tree = {"layers": [layer] * layers, "head": jax.ShapeDtypeStruct((512, 3000), jnp.float32)}
+    return jax_impl.plan_sharding(tree, data_parallel_mesh(4), units=["layers/*"])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adafactor(RATE, min_dim_size_to_factor=128),
+        # Only shapes of the real size show it.
+        optax.adafactor(RATE, min_dim_size_to_factor=400),
+        optax.adamw(RATE, mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] != 3000, tree)),
+    ],
+)
+def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match="looks at shapes"):
+        check_optimizer(large_plan(6), optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(RATE),
+        optax.masked(optax.adamw(RATE), {**{f"layers/{i}": i != 3 for i in range(6)}, "": True}),
+    ],
+)
+def test_a_large_model_accepts_what_is_elementwise(optimizer: Any) -> None:
+    check_optimizer(large_plan(6), optimizer)
