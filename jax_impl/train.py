@@ -12,10 +12,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.modules.seal import check_seals
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer_trial import check_optimizer
-from jax_impl.runtime.gradients import Batch, Loss, unchecked_gradients
+from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
 
@@ -123,13 +122,19 @@ class TrainStep:
     """
 
     def __init__(
-        self, plan: ShardingPlan, loss_fn: Loss, optimizer: optax.GradientTransformation, microbatches: int
+        self,
+        plan: ShardingPlan,
+        loss_fn: Loss,
+        optimizer: optax.GradientTransformation,
+        microbatches: int,
+        equal_parts: bool,
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"expected microbatches >= 1, got {microbatches}")
         check_optimizer(plan, optimizer)
         self._plan = plan
         self._microbatches = microbatches
+        self._equal_parts = equal_parts
         self._optimizer = optimizer
         self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches))
         self._checked: set[Any] = set()
@@ -159,7 +164,8 @@ class TrainStep:
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
-                check_seals(self._gradients.trace(weights, placed, variables).jaxpr)
+                program = self._gradients.trace(weights, placed, variables).jaxpr
+                check_program(self._plan, program, self._microbatches, self._equal_parts)
                 self._checked.add(traced)
             return self._settled(self._gradients(weights, placed, variables))
         except Exception as error:
@@ -201,11 +207,24 @@ class TrainStep:
 
 
 def make_train_step(
-    plan: ShardingPlan, loss_fn: Loss, optimizer: optax.GradientTransformation, *, microbatches: int = 1
+    plan: ShardingPlan,
+    loss_fn: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    equal_parts: bool = False,
 ) -> TrainStep:
     """A training step over global batches (see ``shard_batch``), each rank's rows cut into ``microbatches`` parts.
 
-    ``loss_fn(model, rows)`` gives the mean loss over ``rows``. ``optimizer`` is any optax transformation; it sees one
-    flat array a unit, not parameters. Raises ``ValueError`` for ``microbatches < 1``.
+    ``loss_fn(model, rows)`` gives the mean loss over ``rows``, each with the same weight. For ``equal_parts``, and for
+    ``sum(losses * mask) / sum(mask)``, which is refused, see ``make_gradients``.
+
+    ``optimizer``: an optax transformation. With the shard_map engine it sees one flat array a unit,
+    ``{"layers/0": [n]}``, so it must do the same to each element wherever the element lies, but for sums over
+    everything (a global norm); with the pjit engine it sees ``{path: array}``. A trial on small random numbers shows
+    whether that changes what it does.
+
+    Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that would train something else than on the
+    model's own parameters.
     """
-    return TrainStep(plan, loss_fn, optimizer, microbatches)
+    return TrainStep(plan, loss_fn, optimizer, microbatches, equal_parts)

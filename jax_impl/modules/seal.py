@@ -128,10 +128,9 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
     if primitive == "cond":
         branches = [_outputs(branch.jaxpr, given[1:], around) for branch in params["branches"]]
         return [next(filter(None, paths), None) for paths in zip(*branches, strict=True)]
-    inner = [value for value in (_jaxpr(value) for value in params.values()) if value is not None]
-    aligned = [value for value in inner if len(value.invars) == len(given)]
-    if aligned and len(aligned[0].outvars) == len(nothing):
-        return _outputs(aligned[0], given, around)
+    inner = inner_program(equation)
+    if inner is not None:
+        return _outputs(inner, given, around)
     if not any(given):
         return nothing
     if primitive == "optimization_barrier":
@@ -153,6 +152,14 @@ def _looped(
         if carried == inputs[constants : constants + carries]:
             return outputs
         inputs[constants : constants + carries] = carried
+
+
+def inner_program(equation: Any) -> Any:
+    """The jaxpr that a call runs (a jitted function, one with derivatives of its own); None for what is no call."""
+    for value in map(_jaxpr, equation.params.values()):
+        if value is not None and len(value.invars) == len(equation.invars):
+            return value if len(value.outvars) == len(equation.outvars) else None
+    return None
 
 
 def _jaxpr(value: Any) -> Any:

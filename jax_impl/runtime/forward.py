@@ -16,6 +16,7 @@ from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, sharded_call
+from jax_impl.uneven_means import mark_loss, mark_rows
 
 # By unit path.
 AllCollectors = dict[str, Collectors]
@@ -78,7 +79,7 @@ def call_model(
     held = {path: (collectors[path], sources[path]) for path in plan.units}
 
     def call(module: nnx.Module, rows: Any) -> Any:
-        return run(as_given(module), rows)
+        return mark_loss(run(as_given(module), mark_rows(rows)))
 
     output, changed = _call_unit(plan, ROOT, held, call, own, (rows,), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))

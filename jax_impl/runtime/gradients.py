@@ -24,6 +24,7 @@ from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, coll
 from jax_impl.runtime.precision import divide_exactly
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
+from jax_impl.uneven_means import check_means
 
 # Of an nnx model, or a pytree of parameters.
 Loss = Callable[[Any, Any], jax.Array]
@@ -31,13 +32,22 @@ Batch = Any
 Gradients = Callable[..., tuple[jax.Array, Buffers, Variables]]
 
 
-def make_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1) -> Gradients:
+def make_gradients(
+    plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1, *, equal_parts: bool = False
+) -> Gradients:
     """``(weights, batch, variables=None) -> (loss, gradients, variables)``, not jitted.
 
-    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows. Loss
-    and gradients are means over all ranks and microbatches; gradients are arrays like the trainable weights, in the
-    grad dtype. ``loss_fn`` is traced twice, once to see that it uses units' weights in their own calls only; raises
-    ``ValueError`` where it does not.
+    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows, each
+    with the same weight. Loss and gradients are means over all ranks and microbatches; gradients are arrays like the
+    trainable weights, in the grad dtype.
+
+    A trap: ``sum(losses * mask) / sum(mask)`` weights tokens by what else is in their part, since parts with unequal
+    masks count equally. A loss that is divided by a sum over the batch is refused, unless there is one part only (the
+    pjit engine with one microbatch, or one device), or ``equal_parts`` says that every part has the same sum. What is
+    refused is a quotient that shows in the traced program; a loss may hide one.
+
+    ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, and for weights of a
+    unit that are used outside of its calls.
     """
     function = unchecked_gradients(plan, loss_fn, microbatches)
 
@@ -45,16 +55,24 @@ def make_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1) -> 
         weights: Buffers, batch: Batch, variables: Variables | None = None
     ) -> tuple[jax.Array, Buffers, Variables]:
         given = (weights, batch, variables or {})
-        check_seals(jax.make_jaxpr(function)(*given))
+        check_program(plan, jax.make_jaxpr(function)(*given), microbatches, equal_parts)
         return function(*given)
 
     return gradients
 
 
 def unchecked_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
-    """``make_gradients`` with ``variables`` required, whose caller reads the traced program (``check_seals``)."""
+    """``make_gradients`` with ``variables`` required, whose caller reads the traced program (``check_program``)."""
     computed = _shard_map if plan.engine == "shard_map" else _pjit
     return computed(plan, loss_fn, microbatches)
+
+
+def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
+    """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem."""
+    check_seals(program)
+    parts = microbatches * (plan.num_devices if plan.engine == "shard_map" else 1)
+    if parts > 1 and not equal_parts:
+        check_means(program)
 
 
 def _shard_map(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:

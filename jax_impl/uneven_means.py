@@ -1,0 +1,164 @@
+"""See to it that a loss which is a mean over parts of a batch gives every part its weight.
+
+A step averages the losses of its parts (the rows of each device in each microbatch), every part with the same weight.
+``sum(loss * mask) / sum(mask)`` is a mean over as many tokens as the mask has in that part, so tokens of a part that
+has few of them would count more, without a word, and a part without any would give NaN. The traced program shows it:
+the loss is a quotient whose denominator is a sum over the batch alone::
+
+    rows -> mask -> sum -> max(., 1) --------.
+        \\-> model -> losses * mask -> sum -> div -> * constant, + penalty, ... -> loss        refused
+        \\-> model -> losses -> sum --------> div by the number of rows                        a mean like every other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Flag, auto
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_impl.modules.seal import inner_program
+
+T = TypeVar("T")
+
+_ROWS = "twinshard rows"
+_LOSS = "twinshard loss"
+
+
+class _Comes(Flag):
+    """What a value of the program is made of."""
+
+    NOTHING = 0
+    ROWS = auto()
+    # Weights and other variables.
+    MODEL = auto()
+    # A sum over rows and nothing else; one number.
+    COUNT = auto()
+    # A quotient by such a sum, or linear in one.
+    QUOTIENT = auto()
+
+
+# A sum stays a sum in these, with constants beside it, and a quotient a quotient.
+_KEEPS = frozenset(
+    {
+        "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
+        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "optimization_barrier",
+        "reduce_precision",
+    }
+)  # fmt: skip
+_SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
+
+
+def mark_rows(rows: T) -> T:
+    """The same rows, as what ``check_means`` takes for the batch."""
+    return _marked(rows, _ROWS)
+
+
+def mark_loss(loss: T) -> T:
+    """The same loss, as what ``check_means`` takes for it."""
+    return _marked(loss, _LOSS)
+
+
+def _marked(tree: T, name: str) -> T:
+    def mark(leaf: Any) -> Any:
+        is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return checkpoint_name(leaf, name) if is_number else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def check_means(program: Any) -> None:
+    """Raises ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch."""
+    _outputs(program.jaxpr, [_Comes.MODEL] * len(program.jaxpr.invars))
+
+
+def _outputs(jaxpr: Any, inputs: Sequence[_Comes]) -> list[_Comes]:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def get(operand: Any) -> _Comes:
+        # Literals have a value, and no hash.
+        return _Comes.NOTHING if hasattr(operand, "val") else known.get(operand, _Comes.NOTHING)
+
+    for equation in jaxpr.eqns:
+        given = [get(operand) for operand in equation.invars]
+        known.update(zip(equation.outvars, _results(equation, given), strict=True))
+    return [get(variable) for variable in jaxpr.outvars]
+
+
+def _results(equation: Any, given: list[_Comes]) -> list[_Comes]:
+    primitive, label = equation.primitive.name, equation.params.get("name")
+    everything = _union(given)
+    source = everything & _SOURCES
+    if primitive == "name" and label == _ROWS:
+        return [_Comes.ROWS]
+    if primitive == "name" and label == _LOSS and _Comes.QUOTIENT in everything:
+        raise ValueError(_REFUSAL)
+    if primitive in ("scan", "while", "cond"):
+        sources = _of_a_loop(equation, given)
+    else:
+        inner = inner_program(equation)
+        if inner is not None:
+            return _outputs(inner, given)
+        sources = [source] * len(equation.outvars)
+    return [
+        found | _form(equation, primitive, found, given, variable)
+        for found, variable in zip(sources, equation.outvars, strict=True)
+    ]
+
+
+def _of_a_loop(equation: Any, given: list[_Comes]) -> list[_Comes]:
+    """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
+    params = equation.params
+    if equation.primitive.name == "cond":
+        branches = [_outputs(branch.jaxpr, given[1:]) for branch in params["branches"]]
+        return [_union(each) | (given[0] & _SOURCES) for each in zip(*branches, strict=True)]
+    if equation.primitive.name == "scan":
+        body, constants, carries = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
+    else:
+        given = given[params["cond_nconsts"] :]
+        body, constants = params["body_jaxpr"].jaxpr, params["body_nconsts"]
+        carries = len(given) - constants
+    inputs = [each & _SOURCES for each in given]
+    while True:
+        outputs = [each & _SOURCES for each in _outputs(body, inputs)]
+        carried = [a | b for a, b in zip(inputs[constants : constants + carries], outputs, strict=False)]
+        if carried == inputs[constants : constants + carries]:
+            return outputs
+        inputs[constants : constants + carries] = carried
+
+
+def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], variable: Any) -> _Comes:
+    """Whether the result is a count or a quotient."""
+    if primitive == "div":
+        if _Comes.COUNT in given[1]:
+            return _Comes.QUOTIENT
+        return given[0] & _Comes.QUOTIENT if source else _Comes.NOTHING
+    if primitive in _SUMS and source == _Comes.ROWS and variable.aval.shape == ():
+        return _Comes.COUNT
+    # What a choice is made by does not matter: where(n > 0, n, 1).
+    values = given[1:] if primitive == "select_n" else given
+    form = _Comes.NOTHING
+    if primitive in _KEEPS or primitive == "reduce_sum":
+        form = _union(values) & _Comes.QUOTIENT
+    if primitive in _KEEPS and all(_Comes.COUNT in each or not each & _SOURCES for each in values):
+        form |= _union(values) & _Comes.COUNT
+    return form
+
+
+def _union(values: Sequence[_Comes]) -> _Comes:
+    found = _Comes.NOTHING
+    for value in values:
+        found |= value
+    return found
+
+
+_SOURCES = _Comes.ROWS | _Comes.MODEL
+_REFUSAL = (
+    "loss: expected a mean over rows, each with the same weight, got a quotient by a sum over the batch, such as "
+    "sum(loss * mask) / sum(mask): devices and microbatches hold different sums, and the step averages their quotients "
+    'with equal weights. engine="pjit" with one microbatch has one quotient of the whole batch; or divide by a '
+    "constant (rows x length), or give each row its own mean; or say equal_parts=True where every device has the same "
+    "sum in every microbatch"
+)
