@@ -15,7 +15,7 @@ from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer_trial import check_optimizer
 from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
 from jax_impl.runtime.variables import Variables
 
 Metrics = dict[str, jax.Array]
@@ -147,6 +147,8 @@ class TrainStep:
         return self._run(weights, batch, variables or {})[:2]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state):
+            check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
         loss, gradients, variables = self._run(state.weights, batch, state.variables)
         if self._update is None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))

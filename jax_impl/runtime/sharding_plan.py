@@ -82,6 +82,16 @@ class Group(Protocol):
     def logical(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
 
 
+def check_not_donated(name: str, array: jax.Array) -> None:
+    """Raises ``ValueError`` for an array without values."""
+    # XLA does not check: a program that is given such an array crashes.
+    if array.is_deleted():
+        raise ValueError(
+            f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
+            "state which that step returned"
+        )
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """A parameter as checkpoints see it: ``key`` of the array that it lies in, ``dtype`` of its main weights."""
@@ -237,12 +247,7 @@ class ShardingPlan:
     def check_array(self, key: str, array: jax.Array) -> None:
         """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values."""
         stored, sharding = self.stored(key), self.sharding(key)
-        if array.is_deleted():
-            # XLA does not check: a program that is given such an array crashes.
-            raise ValueError(
-                f"array {key!r}: expected values, got an array that was given up (donated) to an earlier step: go on "
-                "with the state which that step returned"
-            )
+        check_not_donated(f"array {key!r}", array)
         if array.shape != stored.shape or not array.sharding.is_equivalent_to(sharding, array.ndim):
             raise ValueError(
                 f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "

@@ -257,3 +257,9 @@ def test_parameters_that_the_pjit_engine_cannot_cut_are_reported():
 def test_a_star_of_a_pattern_does_not_cross_a_slash():
     plan = plan_sharding(decoder(), data_parallel_mesh(2), units=["layers/*", "*/0/mlp"])
     assert list(plan.units) == ["layers/0", "layers/0/mlp", "layers/1", ""]
+
+
+@pytest.mark.parametrize("recompute", ["dots_saveable", 1, None])
+def test_recompute_is_a_bool(recompute):
+    with pytest.raises(ValueError, match=f"recompute: expected True or False, got {recompute!r}"):
+        plan_sharding(decoder(), data_parallel_mesh(2), recompute=recompute)

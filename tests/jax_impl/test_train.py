@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,6 +196,25 @@ def test_the_state_given_to_a_step_is_donated_and_gradients_leave_it_alone():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     step(state, tokens(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.weights, state.opt_state.mu)))
+
+
+def test_a_donated_state_is_refused_rather_than_given_to_xla():
+    optimizer = main_weight_adamw(1e-2)
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(2))
+    state = init_state(plan, weights, optimizer)
+    step = make_train_step(plan, loss, optimizer)
+    after, _ = step(state, tokens(2))
+    message = (
+        r"array 'layers/0': expected values, got an array that was given up \(donated\) to an earlier step"
+    )
+    with pytest.raises(ValueError, match=message):
+        step.gradients(state.weights, tokens(2))
+    with pytest.raises(ValueError, match=r"optimizer state .*mu\['.*'\]: expected values, got an array"):
+        step(
+            dataclasses.replace(after, opt_state=dataclasses.replace(state.opt_state, count=jnp.int32(1))),
+            tokens(2),
+        )
+    step(after, tokens(2))
 
 
 def test_rank_r_gets_the_rth_contiguous_part_of_the_batch():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
+from jax_impl.comm.mesh import MODEL_AXES, checked_mesh, data_parallel_mesh, simulate_devices
 
 
 def test_more_devices_than_exist_are_refused():
@@ -26,6 +26,17 @@ def test_a_mesh_of_more_than_two_axes_is_refused():
         ValueError, match=r"one or two data-parallel axes.*got \{'dp_outer': 2, 'dp': 2, 'tp': 1\}"
     ):
         checked_mesh(mesh)
+
+
+@pytest.mark.parametrize("name", [*MODEL_AXES, "TP", "Tensor"])
+def test_an_axis_named_for_model_parallelism_is_refused(name):
+    message = f"mesh: axis '{name}' is named for model parallelism, expected data-parallel axes only.*to 'dp'"
+    with pytest.raises(ValueError, match=message):
+        data_parallel_mesh({"dp": 2, name: 2})
+    with pytest.raises(ValueError, match=message):
+        checked_mesh(jax.make_mesh((2, 2), ("fsdp", name)))
+    with pytest.raises(ValueError, match=message):
+        checked_mesh(jax.make_mesh((2,), (name,)))
 
 
 def test_two_axes_have_neighbouring_devices_on_the_inner_one():
