@@ -131,10 +131,9 @@ def of_each_kind(arrays: tuple[TriedArray, ...]) -> tuple[TriedArray, ...]:
     kept = {path for paths in kinds.values() for path in (*paths[:2], paths[-1])}
     found = []
     for array in arrays:
-        own = [i for i, path in enumerate(array.paths) if path in kept]
-        paths, shapes = (tuple(values[i] for i in own) for values in (array.paths, array.shapes))
+        own = {path: shape for path, shape in zip(array.paths, array.shapes, strict=True) if path in kept}
         if own:
-            found.append(replace(array, paths=paths, shapes=shapes))
+            found.append(replace(array, paths=tuple(own), shapes=tuple(own.values())))
     return tuple(found)
 
 

@@ -249,7 +249,7 @@ def _refusal(difference: str, flat: bool) -> str:
     )
 
 
-def _cannot(error: Exception, flat: bool) -> str:
+def _cannot(error: BaseException, flat: bool) -> str:
     given = "one flat array a unit, by unit" if flat else "{path: array}"
     way = '. engine="pjit" gives {path: array}, each parameter in its own shape' if flat else ""
     return (
