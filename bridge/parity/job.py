@@ -128,9 +128,17 @@ def _reported_errors(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        summary = f"{type(error).__name__}: {error}"
+        summary = f"{type(error).__name__}: {error}{_place(error)}"
         (folder / f"error-rank{rank}").write_text(summary + "\n\n" + traceback.format_exc(), encoding="utf-8")
         raise
+
+
+def _place(error: BaseException) -> str:
+    """Where the error was raised; nothing for a ``ValueError``, which says itself what is wrong with which input."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ValueError) or not frames:
+        return ""
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})"
 
 
 def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = None, rank: int = 0) -> None:

@@ -76,6 +76,17 @@ def _require_frameworks(config: RelayConfig) -> None:
         )
 
 
+def _unfit(number: int, leg: Leg, found: str) -> Exception:
+    """What to raise for a leg whose rehearsal ended with the error ``found``."""
+    source = leg.sharding.source
+    if source in found:
+        return ConfigError(f"leg {number} ({leg.title}): {found}")
+    if found.startswith("ValueError: "):
+        return ConfigError(f"leg {number} ({leg.title}): {source}: {found}")
+    # Frameworks and faults of ours raise other errors, and the policy need not be the reason.
+    return RelayError(f"leg {number} ({leg.title}): the rehearsal under policy {source} raised {found}")
+
+
 def versions() -> dict[str, str]:
     """The versions of what took part, for the report."""
     names = ("twinshard", "torch", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
@@ -116,9 +127,7 @@ class _Runner:
                 raise RelayError(f"rehearsal of the legs failed: {error}") from error
         for (number, leg), found in zip(legs, errors, strict=True):
             if found is not None:
-                source = leg.sharding.source
-                where = "" if source in found else f"{source}: "
-                raise ConfigError(f"leg {number} ({leg.title}): {where}{found}")
+                raise _unfit(number, leg, found)
         done(f"{time.perf_counter() - started:.1f} s")
 
     def initial_checkpoint(self) -> Path:

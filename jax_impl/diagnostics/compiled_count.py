@@ -29,6 +29,9 @@ _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+# From jax 0.11 on: replica_groups=mesh['dp_outer'=2,'dp'=4] {'dp'}
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_AXIS_SIZE = re.compile(r"'([^']*)'=(\d+)")
 _DTYPES = {
     "f64": "float64",
     "f32": "float32",
@@ -95,11 +98,22 @@ def _listed(line: str) -> list[str]:
 
 
 def _collectives(line: str, result: str, kind: str) -> Counter[Collective]:
-    group = _GROUPS.search(line)
-    members = 1 if group is None else len(group[1].split(",")) if group[1] else int(group[2] or 1)
+    members = _members(line)
     found: Counter[Collective] = Counter()
     for dtype, dimensions in _ARRAY.findall(result):
         size = math.prod(int(n) for n in dimensions.split(",")) if dimensions else 1
         full = size * members if kind == "reduce-scatter" else size
         found[Collective(_KINDS[kind], _DTYPES.get(dtype, dtype), full)] += 1
     return found
+
+
+def _members(line: str) -> int:
+    """How many devices take part in each group of a collective."""
+    if mesh := _MESH_GROUPS.search(line):
+        sizes = dict(_AXIS_SIZE.findall(mesh[1]))
+        axes = [axis.strip(" '") for axis in mesh[2].split(",")]
+        if not sizes.keys() >= set(axes):
+            raise ValueError(f"expected a collective over whole axes of its mesh, got {mesh[0]}")
+        return math.prod(int(sizes[axis]) for axis in axes)
+    group = _GROUPS.search(line)
+    return 1 if group is None else len(group[1].split(",")) if group[1] else int(group[2] or 1)

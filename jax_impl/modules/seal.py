@@ -116,17 +116,19 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
     nothing: list[str | None] = [None] * len(equation.outvars)
     around = (*around, equation)
     if primitive == "scan":
-        return _looped(params["jaxpr"].jaxpr, given, params["num_consts"], params["num_carry"], around)
+        body = _jaxpr(params["jaxpr"])
+        constants, carries = _scan_counts(equation, body)
+        return _looped(body, given, constants, carries, around)
     if primitive == "while":
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
         own = given[tests:]
-        looped = _looped(params["body_jaxpr"].jaxpr, own, constants, len(own) - constants, around)
+        looped = _looped(_jaxpr(params["body_jaxpr"]), own, constants, len(own) - constants, around)
         # It may end before its first pass.
         carried = [before or after for before, after in zip(own[constants:], looped, strict=True)]
-        _outputs(params["cond_jaxpr"].jaxpr, [*given[:tests], *carried], around)
+        _outputs(_jaxpr(params["cond_jaxpr"]), [*given[:tests], *carried], around)
         return carried
     if primitive == "cond":
-        branches = [_outputs(branch.jaxpr, given[1:], around) for branch in params["branches"]]
+        branches = [_outputs(_jaxpr(branch), given[1:], around) for branch in params["branches"]]
         return [next(filter(None, paths), None) for paths in zip(*branches, strict=True)]
     inner = inner_program(equation)
     if inner is not None:
@@ -162,7 +164,19 @@ def inner_program(equation: Any) -> Any:
     return None
 
 
+def _scan_counts(equation: Any, body: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+
+    # By shapes, because JAX renames the parameters that say so: a pass has one dimension less of what is stacked.
+    def stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(a.aval.ndim != b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+    carries = len(equation.outvars) - stacked(equation.outvars, body.outvars)
+    return len(equation.invars) - carries - stacked(equation.invars, body.invars), carries
+
+
 def _jaxpr(value: Any) -> Any:
+    """The jaxpr of an equation's parameter, closed or not; None for a parameter that is none."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") else None
 

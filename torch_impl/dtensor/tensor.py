@@ -49,6 +49,7 @@ from torch_impl.dtensor.placement import (
     tensor_parallel_box,
 )
 from torch_impl.dtensor.row_gather import gather
+from torch_impl.dtensor_dispatch import answer_operators
 
 
 class _ToLocal(torch.autograd.Function):
@@ -172,6 +173,7 @@ class RowDTensor(DTensor):
 for _supported in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if RowDTensor not in _supported:
         _supported.append(RowDTensor)
+answer_operators(RowDTensor)
 
 
 def make_dtensor(

@@ -136,7 +136,9 @@ ESCAPES = {
         lambda c, _: ((w, used(c[0])), None), (jnp.zeros((4, 3)), 0.0), None, length=3
     )[0][1],
     "output of a scan": lambda w: used(jax.lax.scan(lambda c, row: (c, row[:2]), 0.0, w)[1]),
-    "while body": lambda w: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (w, 0))[1],
+    "while body": lambda w: jax.lax.while_loop(
+        lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + c[0].sum()), (w, 0.0)
+    )[1],
     "while condition, before the first pass": lambda w: jax.lax.while_loop(
         lambda c: c.sum() < 3, lambda c: jnp.zeros_like(c) + 5, w
     ).sum(),
