@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: relay test test-all lint types notebooks bench clean
+.PHONY: relay test test-all test-versions lint types notebooks bench clean
 
 relay: .venv/.installed
 	$(BIN)/twinshard relay
@@ -14,6 +14,12 @@ test: .venv/.installed
 # Everything, also what takes minutes: the 1 GB conversions and environments that hold only one framework.
 test-all: .venv/.installed lint types
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
+# PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.13, where they are not found.
+ENDS ?= low new
+test-versions:
+	$(PYTHON) tests/versions.py $(ENDS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -38,4 +44,4 @@ bench: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-low .venv-new runs

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bridge.parity import job as job_module
 from bridge.parity.config import Leg, RelayConfig
 from bridge.parity.corpus import Corpus
 from bridge.parity.job import Job, read_metrics, resume_position, train_state
@@ -44,3 +46,25 @@ def test_a_line_still_being_written_is_not_read(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none") == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 5.0}\n{"step": 1, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 5.0}]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("mesh: expected 2"), "ValueError: mesh: expected 2"),
+        (KeyError("num_consts"), f"KeyError: 'num_consts' (at {__file__}:"),
+    ],
+)
+def test_an_error_that_does_not_explain_itself_is_reported_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def rehearse(_: Job) -> None:
+        raise error
+
+    file = replace(job(), folder=tmp_path / "leg").write()
+    monkeypatch.setattr(job_module, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["leg", job_module.REHEARSE, str(file)])
+    job_module.main(lambda _: None, rehearse)
+    summary = (tmp_path / "leg" / "error-rank0").read_text().split("\n\nTraceback")[0]
+    assert summary.startswith(said)
+    assert ("(at " in summary) == ("(at " in said)

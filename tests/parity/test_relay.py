@@ -17,11 +17,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from bridge.formats import open_checkpoint
-from bridge.parity.config import Leg, ModelConfig, RelayConfig
+from bridge.parity import relay
+from bridge.parity.config import ConfigError, Leg, ModelConfig, RelayConfig
 from bridge.parity.job import Job
 from bridge.parity.launch import LegError, rehearse, run_leg
+from bridge.parity.relay import RelayError
 from jax_impl import data_parallel_mesh, plan_sharding
 from jax_impl.models import decoder as jax_decoder
 from torch_impl import plan_layout
@@ -261,6 +264,30 @@ def test_a_policy_that_does_not_fit_a_later_leg_stops_a_relay_before_it_starts(t
     said = done.stderr.replace("\n", "")
     assert f"leg 2 (jax x3 levels): PolicyError: {tmp_path / 'levels.toml'}: [mesh]" in said
     assert "initial checkpoint" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "said"),
+    [
+        (
+            "ValueError: no such unit",
+            ConfigError,
+            r"leg 2 \(jax x4 zero1\): zero1.toml: ValueError: no such unit",
+        ),
+        (
+            "KeyError: 'num_consts'",
+            RelayError,
+            r"leg 2 \(jax x4 zero1\): the rehearsal under .* raised KeyError",
+        ),
+    ],
+)
+def test_only_errors_that_explain_themselves_are_laid_on_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str, kind: type[Exception], said: str
+) -> None:
+    monkeypatch.setattr(relay, "rehearse", lambda jobs: [None, found, *[None] * (len(jobs) - 2)])
+    with pytest.raises(kind, match=f"^{said}"):
+        relay.run(RelayConfig.load("quick"), tmp_path / "run", Console())
     assert not (tmp_path / "run").exists()
 
 

@@ -135,3 +135,31 @@ def test_a_loop_of_unknown_length_around_a_collective_is_refused():
     x = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, spec))
     with pytest.raises(ValueError, match="loops of known length"):
         count_compiled_collectives(jax.jit(mapped).lower(x).compile())
+
+
+@pytest.mark.parametrize(
+    ("groups", "members"),
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("[2,4]<=[8]", 4),
+        ("mesh['dp_outer'=2,'dp'=4] {'dp'}", 4),
+        ("mesh['dp_outer'=2,'dp'=4] {'dp_outer','dp'}", 8),
+    ],
+)
+def test_groups_of_a_collective_are_read_as_every_version_of_xla_writes_them(groups: str, members: int):
+    assert count_compiled_collectives(scattering(groups)) == {
+        Collective("reduce_scatter", "float32", 3 * members): 1
+    }
+
+
+def test_a_collective_over_a_part_of_an_axis_raises():
+    with pytest.raises(ValueError, match="expected a collective over whole axes of its mesh"):
+        count_compiled_collectives(scattering("mesh['dp'=8] {'dp':(1)2}"))
+
+
+def scattering(groups: str) -> str:
+    return (
+        "ENTRY %main (p: f32[24]) -> f32[3] {\n"
+        f"  %r = f32[3]{{0}} reduce-scatter(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}\n"
+        "}\n"
+    )

@@ -1,0 +1,92 @@
+"""Who may import whom: only lower floors and the own room, and never in a circle.
+
+    6  bridge/commands                           the command line, and `bridge` itself, its door
+    5  bridge/planning
+    4  bridge/parity       bridge/propose
+    3  bridge/checkpoints
+    2  torch_impl          jax_impl              bridge/mapping
+    1  bridge/sharding     bridge/formats        bridge/text.py
+
+Imports inside of functions and for type checking count: a reader has to follow them as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLOORS = {
+    "bridge": 6,
+    "bridge.commands": 6,
+    "bridge.planning": 5,
+    "bridge.parity": 4,
+    "bridge.propose": 4,
+    "bridge.checkpoints": 3,
+    "bridge.mapping": 2,
+    "torch_impl": 2,
+    "jax_impl": 2,
+    "bridge.sharding": 1,
+    "bridge.formats": 1,
+    "bridge.text": 1,
+}
+FORMATS = {"bridge.formats.dcp", "bridge.formats.orbax", "bridge.formats.safetensors"}
+
+
+def imports() -> dict[str, set[str]]:
+    """By module of the three packages, the modules of the three packages that it imports anywhere."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in ("torch_impl", "jax_impl", "bridge")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                named = [one if one in files else node.module for one in inner]
+            found[name].update(one for one in named if one in files and one != name)
+    return found
+
+
+def room_of(module: str) -> str:
+    while module not in FLOORS:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def test_a_room_imports_from_lower_floors_only() -> None:
+    wrong = [
+        f"{module} (floor {FLOORS[room_of(module)]}) imports {other} (floor {FLOORS[room_of(other)]})"
+        for module, others in imports().items()
+        for other in others
+        if room_of(module) != room_of(other)
+        and FLOORS[room_of(other)] >= FLOORS[room_of(module)]
+        and (module, other) != ("bridge.commands.main", "bridge")
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_formats_do_not_import_each_other() -> None:
+    def format_of(module: str) -> str | None:
+        return next((one for one in FORMATS if (module + ".").startswith(one + ".")), None)
+
+    # Safetensors is DCP's second serialization.
+    allowed = ("bridge.formats.dcp", "bridge.formats.safetensors")
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if format_of(module) and format_of(other) not in (None, format_of(module))
+        if (format_of(module), format_of(other)) != allowed
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_imports_form_a_circle() -> None:
+    graphlib.TopologicalSorter(imports()).prepare()

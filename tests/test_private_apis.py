@@ -1,0 +1,165 @@
+"""The table of private APIs in CONTRIBUTING.md names every one that the code uses, where it uses it, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch_impl", "jax_impl", "bridge")
+# Modules of jax that have no underscore and yet promise no stability.
+UNSTABLE = ("jax.core", "jax.extend", "jax.interpreters")
+# Functions that import the module which their first argument names.
+IMPORTERS = {"framework", "import_module"}
+# Public in spite of their names: documented by Python itself.
+PUBLIC = {"os._exit", "sys._getframe", "._replace", "._asdict", "._fields", "._make"}
+ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|", re.MULTILINE)
+
+
+def uses(text: str, own: frozenset[str] = frozenset()) -> set[str]:
+    """Private APIs of other packages in a source text: ``torch._C._name``, or ``._name`` on an object.
+
+    ``own``: private names that the text's package defines itself.
+    """
+    tree = ast.parse(text)
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                imported[one.asname or one.name.split(".")[0]] = (
+                    one.name if one.asname else one.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for one in node.names:
+                imported[one.asname or one.name] = f"{node.module}.{one.name}"
+    found = set(map(_cut, _found(tree, imported, own)))
+    # Of a chain such as torch._C._autograd._name, only the whole is an API.
+    return {one for one in found if not any(other.startswith(f"{one}.") for other in found)} - PUBLIC
+
+
+def _found(tree: ast.AST, imported: dict[str, str], own: frozenset[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names if _private(one.name))
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{one.name}" for one in node.names)
+            yield from (name for name in names if _private(name))
+        elif isinstance(node, ast.Attribute):
+            path = _path(node, imported)
+            if path is not None:
+                if _private(path):
+                    yield path
+            elif _underscored(node.attr) and node.attr not in own:
+                yield f".{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            words = [
+                one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            if called in IMPORTERS and words and _private(words[0]):
+                yield words[0]
+            if called in ("getattr", "hasattr") and words and _underscored(words[0]) and words[0] not in own:
+                yield f".{words[0]}"
+        elif isinstance(node, ast.Tuple):
+            # (module, "_name", replacement)
+            module, *rest = node.elts or [None]
+            path = None if module is None else _path(module, imported)
+            for one in rest if path is not None else ():
+                if isinstance(one, ast.Constant) and _private(f"{path}.{one.value}"):
+                    yield f"{path}.{one.value}"
+
+
+def _path(node: ast.expr, imported: dict[str, str]) -> str | None:
+    """The dotted path of an attribute of an imported thing; None for an attribute of any other object."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id)
+    if isinstance(node, ast.Attribute):
+        around = _path(node.value, imported)
+        return None if around is None else f"{around}.{node.attr}"
+    return None
+
+
+def _private(path: str) -> bool:
+    root, *parts = path.split(".")
+    if root in PACKAGES or root == "__future__":
+        return False
+    return any(map(_underscored, parts)) or any(path.startswith(f"{one}.") for one in UNSTABLE)
+
+
+def _cut(path: str) -> str:
+    """Up to one name after the last private one: what an object of that name can do is not told apart."""
+    parts = path.split(".")
+    last = max((place for place, part in enumerate(parts) if _underscored(part)), default=len(parts))
+    return ".".join(parts[: last + 2])
+
+
+def _underscored(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def own_names(text: str) -> Iterator[str]:
+    """Private names that a source text defines, at any depth."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        for one in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(one, ast.FunctionDef):
+                yield one.name
+            elif isinstance(one, ast.AnnAssign | ast.Assign):
+                targets = [one.target] if isinstance(one, ast.AnnAssign) else one.targets
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def in_code() -> set[tuple[str, str]]:
+    found = set()
+    for package in PACKAGES:
+        files = {path: path.read_text() for path in sorted((ROOT / package).rglob("*.py"))}
+        own = frozenset(name for text in files.values() for name in own_names(text) if _underscored(name))
+        for path, text in files.items():
+            found |= {(api, path.relative_to(ROOT).as_posix()) for api in uses(text, own)}
+    return found
+
+
+def in_table() -> set[tuple[str, str]]:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.split("## Private APIs", 1)[1].split("\n## ", 1)[0]
+    return {
+        # An operator of torch.ops and an attribute of an object are known in the code by their last names only.
+        (f".{api.split('.')[-1]}" if api[0].isupper() or api.startswith("torch.ops.") else api, file)
+        for api, files in ROW.findall(section)
+        for file in re.findall(r"`([^`]+)`", files)
+    }
+
+
+def test_the_table_names_every_private_api_and_every_file_that_uses_it():
+    code, table = in_code(), in_table()
+    assert not code - table, "use a public API, or add to the table in CONTRIBUTING.md"
+    assert not table - code, "strike from the table in CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from torch._C import name", "torch._C.name"),
+        ("import jax._src.core", "jax._src.core"),
+        ("import torch\ntorch._C._distributed.call()", "torch._C._distributed.call"),
+        ("from torch.utils import _pytree as tree\ntree.tree_map(f, x)", "torch.utils._pytree.tree_map"),
+        ("from jax.interpreters import partial_eval", "jax.interpreters.partial_eval"),
+        ("def f(tensor): return tensor._local_tensor", "._local_tensor"),
+        ("def f(tensor): return getattr(tensor, '_spec', None)", "._spec"),
+        ("base = framework('torch.utils._pytree').tree_map", "torch.utils._pytree"),
+        ("from torch import nn\nWRAPPED = ((nn, '_name', wrap),)", "torch.nn._name"),
+    ],
+)
+def test_a_private_api_is_seen_however_it_is_reached(text: str, found: str):
+    assert uses(text) == {found}
+
+
+def test_own_names_public_names_and_python_itself_are_none():
+    assert (
+        uses("import torch, os\nself._own\ntorch.add\nos._exit(0)\nx.__dict__", frozenset({"_own"})) == set()
+    )

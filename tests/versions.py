@@ -1,0 +1,130 @@
+"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python tests/versions.py low new``.
+
+Each end gets an environment of its own, ``.venv-low`` or ``.venv-new``, and runs there the tests of ``SLICE``, the
+relay's ``quick`` configuration and a conversion. This script itself needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = {"low": "3.11", "new": "3.13"}
+# Pins of the lowest end; newest means newest at every run, also of what is installed already.
+INSTALL = {"low": ["-c", "constraints-lowest.txt"], "new": ["--upgrade", "--upgrade-strategy", "eager"]}
+SHOWN = ("torch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tensorstore")
+# What touches other packages most, in about five minutes on two cores.
+SLICE = (
+    # DTensor: dispatch of operators, optimizers of torch.optim, state dicts of torch.distributed.checkpoint.
+    "tests/torch_impl/dtensor/test_tensor.py",
+    "tests/torch_impl/dtensor/test_state_dict.py",
+    "tests/torch_impl/optimizer/test_main_weight_adamw.py",
+    # Autograd's engine, hooks, torch.compile, several mesh axes.
+    "tests/torch_impl/runtime/test_programs.py",
+    "tests/torch_impl/runtime/test_compile.py",
+    "tests/torch_impl/runtime/test_composition.py",
+    # jaxprs (scans, loops, remat), nnx, linen, the text of compiled programs.
+    "tests/jax_impl/modules/test_seal.py",
+    "tests/jax_impl/test_train.py",
+    "tests/jax_impl/comm/test_mesh.py",
+    "tests/jax_impl/modules/test_linen_models.py",
+    "tests/jax_impl/diagnostics/test_compiled_collectives.py",
+    # Orbax and DCP, read and written by their own libraries and by ours.
+    "tests/jax_impl/checkpoint/test_checkpoint.py",
+    "tests/formats/orbax/test_writer.py",
+    "tests/checkpoints/test_convert_runtimes.py",
+    # AdamW's bits are XLA's.
+    "tests/parity/test_jax_adamw.py",
+)
+
+
+def main(ends: list[str]) -> int:
+    """Run the ends one after the other; 1 when any fails, and the name of what failed on stderr."""
+    failed = [f"{end}: {step}" for end in ends or list(PYTHONS) for step in run(end)]
+    for one in failed:
+        print(f"failed: {one}", file=sys.stderr)
+    return bool(failed)
+
+
+def run(end: str) -> Iterator[str]:
+    """Build the environment of an end and run all steps in it; yields those that fail."""
+    folder = ROOT / f".venv-{end}"
+    python, started = folder / "bin" / "python", time.monotonic()
+    if not python.exists():
+        call(interpreter(end), "-m", "venv", folder)
+    # Without the environment there is nothing to run, so that this raises.
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", *INSTALL[end], "-e", ".[all,test]"], cwd=ROOT, check=True
+    )
+    print(f"{end}: installed in {time.monotonic() - started:.0f} s", flush=True)
+    call(
+        python,
+        "-c",
+        f"import importlib.metadata as m; print(*(f'{{n}} {{m.version(n)}}' for n in {SHOWN!r}), sep=', ')",
+    )
+    with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
+        out, copy = Path(scratch, "relay"), Path(scratch, "copy")
+        source = out / "leg3-torch" / "checkpoint"
+        twinshard = folder / "bin" / "twinshard"
+        steps = {
+            "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SLICE],
+            "relay": [twinshard, "relay", "quick", "--out", out],
+            "convert": [twinshard, "convert", source, copy, "--mapping", "decoder"],
+            "diff": [twinshard, "diff", source, copy, "--mapping", "decoder"],
+        }
+        for name, command in steps.items():
+            started = time.monotonic()
+            if call(*command):
+                yield name
+            print(f"{end}: {name} took {time.monotonic() - started:.0f} s", flush=True)
+
+
+def call(*command: object) -> int:
+    return subprocess.run(list(map(str, command)), cwd=ROOT).returncode
+
+
+def interpreter(end: str) -> str:
+    """The command of ``PYTHON_LOW`` or ``PYTHON_NEW``, or the first of the usual places that runs.
+
+    Raises SystemExit when there is none.
+    """
+    version, variable = PYTHONS[end], f"PYTHON_{end.upper()}"
+    given = os.environ.get(variable)
+    tried = [given] if given else list(_candidates(version))
+    for command in tried:
+        # pyenv's shims are found, and then fail for versions that are not chosen.
+        if _runs(command, None if given else version):
+            return command
+    raise SystemExit(
+        f"Python {version}: expected an interpreter that runs, found none among {', '.join(tried)}; name one by "
+        f"{variable}=/path/to/python{version}"
+    )
+
+
+def _candidates(version: str) -> Iterator[str]:
+    yield f"python{version}"
+    yield sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    yield from sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))
+
+
+def _runs(command: str, version: str | None) -> bool:
+    if shutil.which(command) is None:
+        return False
+    found = subprocess.run(
+        [command, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"],
+        capture_output=True,
+        text=True,
+    )
+    return found.returncode == 0 and version in (None, found.stdout.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
