@@ -19,7 +19,7 @@ test-all: .venv/.installed lint types
 # PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.13, where they are not found.
 ENDS ?= low new
 test-versions:
-	$(PYTHON) tests/versions.py $(ENDS)
+	$(PYTHON) tests/support/versions.py $(ENDS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

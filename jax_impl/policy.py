@@ -37,7 +37,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bridge.mesh_axes import why_not_data_parallel
+from bridge.sharding.mesh_axes import why_not_data_parallel
 from jax_impl.granularity import is_int
 from jax_impl.strategy import Placements, Strategy, strategy_named
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer_trial import check_optimizer
+from jax_impl.optimizer.trial import check_optimizer
 from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
 from jax_impl.runtime.variables import Variables

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bridge.mesh_axes import why_not_data_parallel
 from bridge.sharding.layout import Granularity, Layout, plan_layout
+from bridge.sharding.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, check_axes
 from torch_impl import fsdp2 as fsdp2_options
 from torch_impl.comm.mesh import DataParallelMesh
@@ -58,7 +58,7 @@ def fully_shard(
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
-        model parallelism ("tp", "expert", ...; see ``bridge.mesh_axes``) are refused, unless dp_mesh_dims names them.
+        model parallelism ("tp", "expert", ...; see ``bridge.sharding.mesh_axes``) are refused, unless dp_mesh_dims names them.
     strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,

@@ -15,13 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.checkpoints.summary import manifest_home
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
-from bridge.formats.files.manifest import Manifest, array_checksum, manifest_path, read_manifest
-from bridge.formats.files.mapped import ChunkIndex, Fetch
-from bridge.formats.regions import split_box
-from bridge.formats.stores.reader import StoredReader
-from bridge.manifest_problems import (
+from bridge.checkpoints.manifest_problems import (
     Problem,
     SaysWhatIsChecked,
     crc_problems,
@@ -32,6 +26,12 @@ from bridge.manifest_problems import (
     rest_problems,
     structure_problems,
 )
+from bridge.checkpoints.summary import manifest_home
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
+from bridge.formats.files.manifest import Manifest, array_checksum, manifest_path, read_manifest
+from bridge.formats.files.mapped import ChunkIndex, Fetch
+from bridge.formats.regions import split_box
+from bridge.formats.stores.reader import StoredReader
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:

@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 
 import bridge
-from bridge.checked import checked
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
+from bridge.checkpoints.checked import checked
 from bridge.checkpoints.engine import Copier, default_workers, runs
 from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.selection import SelectedReader, Selection
@@ -29,7 +29,7 @@ from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.journal import abandoned
 from bridge.formats.files.working import Attempt
-from bridge.formats.orbax_keys import check_keys
+from bridge.formats.orbax.keys import check_keys
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader

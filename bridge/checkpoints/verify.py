@@ -20,6 +20,17 @@ from pathlib import Path
 
 from bridge.checkpoints.engine import default_workers
 from bridge.checkpoints.finite import count_not_finite
+from bridge.checkpoints.manifest_problems import (
+    Problem,
+    SaysWhatIsChecked,
+    crc_problems,
+    entry_problems,
+    extended,
+    file_problems,
+    object_problems,
+    rest_problems,
+    structure_problems,
+)
 from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.summary import manifest_home
 from bridge.checkpoints.workers import ordered
@@ -35,17 +46,6 @@ from bridge.formats.files.manifest import (
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.stores.mirror import Mirror
 from bridge.formats.stores.store import is_url
-from bridge.manifest_problems import (
-    Problem,
-    SaysWhatIsChecked,
-    crc_problems,
-    entry_problems,
-    extended,
-    file_problems,
-    object_problems,
-    rest_problems,
-    structure_problems,
-)
 
 
 @dataclass(frozen=True)

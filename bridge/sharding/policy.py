@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.mesh_axes import why_not_data_parallel
+from bridge.sharding.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 if TYPE_CHECKING:

@@ -12,24 +12,9 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh
 
+from bridge.sharding.mesh_axes import why_not_data_parallel
+
 AXIS = "dp"
-MODEL_AXES = (
-    "tp",
-    "tensor",
-    "model",
-    "mp",
-    "ep",
-    "expert",
-    "cp",
-    "context",
-    "sp",
-    "seq",
-    "sequence",
-    "pp",
-    "pipe",
-    "pipeline",
-    "stage",
-)
 
 # Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them. Small loops
 # it compiles in a way that knows no barriers, and then fails or aborts.
@@ -97,8 +82,10 @@ def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """The same devices as an automatically typed mesh; raises ``ValueError`` unless it has one or two axes,
-    none of them named for model parallelism (``MODEL_AXES``)."""
+    """The same devices as an automatically typed mesh.
+
+    Raises ``ValueError`` unless it has one or two axes, none of them named for model parallelism.
+    """
     if len(mesh.axis_names) not in (1, 2):
         raise ValueError(
             f"mesh: expected one or two data-parallel axes, outer to inner, got {dict(mesh.shape)}"
@@ -120,13 +107,9 @@ def checked_mesh(mesh: Mesh) -> Mesh:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        if name.lower() in MODEL_AXES:
-            raise ValueError(
-                f"mesh: axis {name!r} is named for model parallelism, expected data-parallel axes only; this "
-                "runtime would shard weights over the axis as over data ranks. Rename the axis (for example to 'dp') "
-                "if the axis is data-parallel"
-            )
+    wrong = why_not_data_parallel(names)
+    if wrong is not None:
+        raise ValueError(f"mesh: {wrong}")
 
 
 def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

@@ -116,19 +116,19 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
     nothing: list[str | None] = [None] * len(equation.outvars)
     around = (*around, equation)
     if primitive == "scan":
-        body = _jaxpr(params["jaxpr"])
-        constants, carries = _scan_counts(equation, body)
+        body = jaxpr_of(params["jaxpr"])
+        constants, carries = scan_counts(equation, body)
         return _looped(body, given, constants, carries, around)
     if primitive == "while":
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
         own = given[tests:]
-        looped = _looped(_jaxpr(params["body_jaxpr"]), own, constants, len(own) - constants, around)
+        looped = _looped(jaxpr_of(params["body_jaxpr"]), own, constants, len(own) - constants, around)
         # It may end before its first pass.
         carried = [before or after for before, after in zip(own[constants:], looped, strict=True)]
-        _outputs(_jaxpr(params["cond_jaxpr"]), [*given[:tests], *carried], around)
+        _outputs(jaxpr_of(params["cond_jaxpr"]), [*given[:tests], *carried], around)
         return carried
     if primitive == "cond":
-        branches = [_outputs(_jaxpr(branch), given[1:], around) for branch in params["branches"]]
+        branches = [_outputs(jaxpr_of(branch), given[1:], around) for branch in params["branches"]]
         return [next(filter(None, paths), None) for paths in zip(*branches, strict=True)]
     inner = inner_program(equation)
     if inner is not None:
@@ -158,13 +158,13 @@ def _looped(
 
 def inner_program(equation: Any) -> Any:
     """The jaxpr that a call runs (a jitted function, one with derivatives of its own); None for what is no call."""
-    for value in map(_jaxpr, equation.params.values()):
+    for value in map(jaxpr_of, equation.params.values()):
         if value is not None and len(value.invars) == len(equation.invars):
             return value if len(value.outvars) == len(equation.outvars) else None
     return None
 
 
-def _scan_counts(equation: Any, body: Any) -> tuple[int, int]:
+def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried."""
 
     # By shapes, because JAX renames the parameters that say so: a pass has one dimension less of what is stacked.
@@ -175,7 +175,7 @@ def _scan_counts(equation: Any, body: Any) -> tuple[int, int]:
     return len(equation.invars) - carries - stacked(equation.invars, body.invars), carries
 
 
-def _jaxpr(value: Any) -> Any:
+def jaxpr_of(value: Any) -> Any:
     """The jaxpr of an equation's parameter, closed or not; None for a parameter that is none."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") else None

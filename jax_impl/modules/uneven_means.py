@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_impl.modules.seal import inner_program
+from jax_impl.modules.seal import inner_program, jaxpr_of, scan_counts
 
 T = TypeVar("T")
 
@@ -112,13 +112,14 @@ def _of_a_loop(equation: Any, given: list[_Comes]) -> list[_Comes]:
     """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
     params = equation.params
     if equation.primitive.name == "cond":
-        branches = [_outputs(branch.jaxpr, given[1:]) for branch in params["branches"]]
+        branches = [_outputs(jaxpr_of(branch), given[1:]) for branch in params["branches"]]
         return [_union(each) | (given[0] & _SOURCES) for each in zip(*branches, strict=True)]
     if equation.primitive.name == "scan":
-        body, constants, carries = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
+        body = jaxpr_of(params["jaxpr"])
+        constants, carries = scan_counts(equation, body)
     else:
         given = given[params["cond_nconsts"] :]
-        body, constants = params["body_jaxpr"].jaxpr, params["body_nconsts"]
+        body, constants = jaxpr_of(params["body_jaxpr"]), params["body_nconsts"]
         carries = len(given) - constants
     inputs = [each & _SOURCES for each in given]
     while True:

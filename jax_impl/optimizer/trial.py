@@ -27,8 +27,7 @@ import jax
 import numpy as np
 import optax
 
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer_forms import (
+from jax_impl.optimizer.forms import (
     Form,
     TriedArray,
     Values,
@@ -41,6 +40,7 @@ from jax_impl.optimizer_forms import (
     of_each_kind,
     reduced,
 )
+from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 # Relative to a parameter's largest update. Equal operations on equal numbers give equal bits; only sums over all

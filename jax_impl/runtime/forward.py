@@ -13,10 +13,10 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
 from jax_impl.modules.tree_model import as_given
+from jax_impl.modules.uneven_means import mark_loss, mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, sharded_call
-from jax_impl.uneven_means import mark_loss, mark_rows
 
 # By unit path.
 AllCollectors = dict[str, Collectors]

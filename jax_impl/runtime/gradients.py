@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import check_seals
+from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
 from jax_impl.runtime.precision import divide_exactly
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
-from jax_impl.uneven_means import check_means
 
 # Of an nnx model, or a pytree of parameters.
 Loss = Callable[[Any, Any], jax.Array]

@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from bridge.checked import checked
+from bridge.checkpoints.checked import checked
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.verify import verify

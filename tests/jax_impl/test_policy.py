@@ -144,5 +144,5 @@ def test_reading_a_policy_needs_nothing_of_jax():
     tree = ast.parse(Path(jax_impl.policy.__file__).read_text(encoding="utf-8"))
     named = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     named |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
-    own = {"bridge.mesh_axes", "jax_impl.granularity", "jax_impl.strategy"}
+    own = {"bridge.sharding.mesh_axes", "jax_impl.granularity", "jax_impl.strategy"}
     assert {name for name in named if name.split(".")[0] not in sys.stdlib_module_names} <= own

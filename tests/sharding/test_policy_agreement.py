@@ -15,7 +15,7 @@ import bridge.sharding.policy
 import bridge.sharding.strategy
 import jax_impl.policy
 import jax_impl.strategy
-from bridge.mesh_axes import why_not_data_parallel
+from bridge.sharding.mesh_axes import why_not_data_parallel
 from tests.sharding.golden import policies as golden
 
 SHIPPED = sorted(

@@ -1,4 +1,4 @@
-"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python tests/versions.py low new``.
+"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python tests/support/versions.py low new``.
 
 Each end gets an environment of its own, ``.venv-low`` or ``.venv-new``, and runs there the tests of ``SLICE``, the
 relay's ``quick`` configuration and a conversion. This script itself needs the standard library only.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"low": "3.11", "new": "3.13"}
 # Pins of the lowest end; newest means newest at every run, also of what is installed already.
 INSTALL = {"low": ["-c", "constraints-lowest.txt"], "new": ["--upgrade", "--upgrade-strategy", "eager"]}
@@ -59,10 +59,9 @@ def run(end: str) -> Iterator[str]:
     python, started = folder / "bin" / "python", time.monotonic()
     if not python.exists():
         call(interpreter(end), "-m", "venv", folder)
-    # Without the environment there is nothing to run, so that this raises.
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", *INSTALL[end], "-e", ".[all,test]"], cwd=ROOT, check=True
-    )
+    if call(python, "-m", "pip", "install", "--quiet", *INSTALL[end], "-e", ".[all,test]"):
+        yield "installation"
+        return
     print(f"{end}: installed in {time.monotonic() - started:.0f} s", flush=True)
     call(
         python,

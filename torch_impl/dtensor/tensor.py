@@ -2,14 +2,12 @@
 
 DTensor's own ``Shard(0)`` means "as even as possible"; a tensor cut elsewhere and labelled ``Shard(0)`` yields wrong
 values without an error. ``RowShard`` (see ``row_shard``) therefore is a placement of its own, which DTensor does not
-know, and ``RowDTensor`` answers itself for all that can be right on uneven and empty shards:
+know, and ``RowDTensor`` answers for all that can be right on uneven and empty shards, else raises ``RuntimeError``:
 
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
 * element-wise operators (``dtensor_ops``) and reductions (``dtensor_reductions``), which carry the optimizers of
   ``torch.optim`` (for-loop, foreach, fused) and ``clip_grad_norm_``
 * the hooks by which ``torch.distributed.checkpoint`` asks for chunks
-
-Everything else raises ``RuntimeError``.
 
 A local tensor holds rows ``[bounds[k], bounds[k + 1])`` of shard k, and has the shape ``[rows]`` for parameters of up
 to one dimension, else ``[rows, last dimension]``::
@@ -40,6 +38,7 @@ from torch.utils import _foreach_utils
 
 from bridge.sharding.rows import Box, local_shape, row_boxes, rows_of
 from torch_impl.dtensor import ops as dtensor_ops
+from torch_impl.dtensor.dispatch import answer_operators
 from torch_impl.dtensor.placement import (
     RowShard,
     check_placements,
@@ -49,7 +48,6 @@ from torch_impl.dtensor.placement import (
     tensor_parallel_box,
 )
 from torch_impl.dtensor.row_gather import gather
-from torch_impl.dtensor_dispatch import answer_operators
 
 
 class _ToLocal(torch.autograd.Function):

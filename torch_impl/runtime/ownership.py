@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.tensor_parallel import TensorParallel, tensor_parallel_of
@@ -129,8 +128,9 @@ def _check(name: str, param: nn.Parameter) -> None:
             "inner modules before outer ones"
         )
     tensor_parallel_of(name, param)
-    values = param.detach().to_local() if isinstance(param, DTensor) else param
-    if is_traceable_wrapper_subclass(values) or hasattr(values, "fsdp_pre_all_gather"):
+    given = param.detach()
+    values = given.to_local() if isinstance(given, DTensor) else param
+    if hasattr(values, "__tensor_flatten__") or hasattr(values, "fsdp_pre_all_gather"):
         raise ValueError(
             f"{name}: expected a plain parameter or a DTensor, got a {type(values).__name__}, whose inner tensors and "
             "fsdp_pre_all_gather would be lost in a flat buffer; leave it unsharded (ignored_params), or make it a "

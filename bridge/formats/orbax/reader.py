@@ -41,9 +41,9 @@ from bridge.formats.orbax.arrays import (
     store_spec,
 )
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
+from bridge.formats.orbax.keys import key_types
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
-from bridge.formats.orbax_keys import key_types
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.

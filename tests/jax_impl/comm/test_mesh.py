@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jax_impl.comm.mesh import MODEL_AXES, checked_mesh, data_parallel_mesh, simulate_devices
+from bridge.sharding.mesh_axes import MODEL_AXES
+from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
 
 
 def test_more_devices_than_exist_are_refused():

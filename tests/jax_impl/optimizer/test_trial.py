@@ -15,7 +15,7 @@ import pytest
 
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
-from jax_impl.optimizer_trial import check_optimizer
+from jax_impl.optimizer.trial import check_optimizer
 
 RATE = 0.01
 
@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "conditionally_mask": (optax.adam(RATE), lambda step, **_: step > 0),
     "conditionally_transform": (optax.adam(RATE), lambda step, **_: step > 0),
     "differentially_private_aggregate": (1.0, 0.1, jax.random.key(0)),
-    "dpsgd": (RATE, 1.0, 0.1, jax.random.key(0)),
+    "dpsgd": (RATE, 1.0, 0.1, 0),
     "flatten": (optax.adam(RATE),),
     "freeze": ({"layers/0": True, "": False},),
     "lookahead": (optax.adam(RATE), 2, 0.5),
@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "scale_by_schedule": (optax.linear_schedule(RATE, 0.0, 9),),
     "scale_by_zoom_linesearch": (3,),
     "schedule_free": (optax.sgd(RATE), RATE),
-    "selective_transform": (optax.adam(RATE), {"layers/0": True, "": False}),
+    "schedule_free_sgd": (RATE,),
     "snapshot": ("norm", optax.global_norm),
     "split_real_and_imaginary": (optax.adam(RATE),),
     "stateless": (lambda updates, params: jax.tree.map(lambda g, w: g + w, updates, params),),
@@ -72,6 +72,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "with_extra_args_support": (optax.adam(RATE),),
 }
 FACTORIES = {
+    "selective_transform": lambda: optax.selective_transform(
+        optax.adam(RATE), freeze_mask={"layers/0": True, "": False}
+    ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(RATE),
     "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adamw)(RATE),
 }
@@ -98,8 +101,14 @@ def transformations() -> dict[str, Any]:
                     if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
                 ]
                 arguments = ARGUMENTS.get(name, (RATE,) * len(required))
-                found[name] = FACTORIES.get(name, functools.partial(make, *arguments))
+                built = FACTORIES.get(name, functools.partial(make, *arguments))
+                found[name] = functools.partial(with_a_rate, built) if name.startswith("scale_by_") else built
     return found
+
+
+def with_a_rate(make: Any) -> optax.GradientTransformation:
+    """With steps as long as an optimizer's: longer ones saturate the model, whose gradients then are rounding."""
+    return optax.chain(make(), optax.scale(-RATE))
 
 
 # In everyday programs, beside those of optax's public names.
