@@ -10,8 +10,7 @@ from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
 from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
-from torch_impl.diagnostics.overlap import memory_overlaps
-from torch_impl.diagnostics.tensors import parameter_norms
+from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
 from torch_impl.dtensor.tensor import full_tensor
 from torch_impl.fsdp2 import DataParallelMeshDims
 from torch_impl.fsdp_module import (

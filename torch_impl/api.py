@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bridge.sharding.layout import Granularity, Layout, plan_layout
 from bridge.sharding.strategy import Placements, check_axes
-from torch_impl import fsdp2 as fsdp2_options
+from torch_impl import fsdp2
+from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.comm.model_check import require_same_unit
 from torch_impl.dtensor.full_state_dict import accept_full_state_dicts
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
@@ -74,14 +74,14 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
-    fsdp2_options.check_offload(offload_policy)
+    fsdp2.check_offload(offload_policy)
     if dp_mesh_dims is not None:
-        mesh, strategy = fsdp2_options.data_parallel_axes(mesh, dp_mesh_dims, strategy)
+        mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
     options = UnitOptions(
         chosen,
-        fsdp2_options.reshard_of(reshard_after_forward),
-        fsdp2_options.policy_of(mp_policy),
+        fsdp2.reshard_of(reshard_after_forward),
+        fsdp2.policy_of(mp_policy),
         granularity,
         rows,
         grad_divisor,
@@ -117,7 +117,7 @@ def _build_unit(
         for one in owned:
             if one.tensor_parallel is not None:
                 check_joint(one.name, one.tensor_parallel, mesh.mesh)
-        fsdp2_options.check_placements(shard_placement_fn, owned)
+        fsdp2.check_placements(shard_placement_fn, owned)
         plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
     except (ValueError, NotImplementedError) as error:
         failure = error

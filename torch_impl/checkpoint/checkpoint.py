@@ -24,27 +24,32 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
 from bridge.formats.files.atomic import AtomicDirectory
 from torch_impl.checkpoint.contents import (
+    GroupUpdate,
     drop_state,
     is_stateless,
     materialize_state,
     model_tensors,
     named_tensors,
     optimizer_tensors,
+    plan_group_updates,
     state_tree,
     train_values,
 )
-from torch_impl.checkpoint.hyperparameters import GroupUpdate, plan_group_updates
-from torch_impl.checkpoint.shared_directory import SharedDirectoryWriter
 from torch_impl.comm.agreement import agree, rank
-from torch_impl.dtensor.ops import count_write
-from torch_impl.dtensor.tensor import local_boxes, local_pieces
+from torch_impl.dtensor.local import local_boxes, local_pieces
+from torch_impl.dtensor.tensor import count_write
 
 _SHOWN = 10
 _SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
@@ -231,3 +236,30 @@ def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> 
     # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
     return flat.view(like.dtype).view(box.sizes)
+
+
+class SharedDirectoryWriter(FileSystemWriter):
+    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        super().__init__(directory, sync_files=True)
+        self._directory = Path(directory)
+        self._name = name
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # Stock code would create it, and ranks that share no file system would each write a part of a checkpoint.
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
+            )
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # Travels to the other ranks by pickle, which an exception with arguments of its own may not survive.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)

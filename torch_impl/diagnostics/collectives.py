@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_impl.comm import collectives
 from torch_impl.comm.streams import Step, Streams, Transfer
-from torch_impl.diagnostics.model_tensors import named_units
+from torch_impl.diagnostics.tensors import named_units
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # Of what no unit began: the exchange at fully_shard, full_tensor, norms.

@@ -11,19 +11,19 @@ optimizers never do. Every write is counted explicitly, because compute weights 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_impl.dtensor import tensor as dtensor
-from torch_impl.dtensor.matrix import outer_product, zeros_of
+from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_of
 from torch_impl.dtensor.operands import align
-from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.placement import is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
 from torch_impl.dtensor.views import VIEWS, row_view
 
 _aten = torch.ops.aten
@@ -49,17 +49,15 @@ _RIGHT_ON_PARTIAL = {
     _aten.zeros_like.default,
     _aten.clone.default,
 }
-
-
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
     sharded = list(_dtensors((args, kwargs)))
-    first = next(one for one in sharded if isinstance(one, dtensor.RowDTensor))
+    first = next(one for one in sharded if isinstance(one, RowDTensor))
     if func in _SAME_TENSOR:
-        return dtensor.wrap_like(first, dtensor.local_of(first))
+        return wrap_like(first, local_of(first))
     if _any_partial(sharded) and func not in _RIGHT_ON_PARTIAL:
         raise RuntimeError(
             f"{func}: the gradient was accumulated without reducing it over the ranks (no_sync, "
@@ -68,13 +66,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func in REDUCTIONS:
         return REDUCTIONS[func](func, *args, **kwargs)
-    if func in _PRODUCTS and (product := outer_product(*args)) is not NotImplemented:
+    if func in _PRODUCTS and (product := _outer_product(*args)) is not NotImplemented:
         return product
-    if func is _aten.new_zeros.default and (zeros := zeros_of(*args, **kwargs)) is not NotImplemented:
+    if func is _aten.new_zeros.default and (zeros := _zeros_of(*args, **kwargs)) is not NotImplemented:
         return zeros
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
-    if func in RANDOM and isinstance(args[0], dtensor.RowDTensor):
+    if func in RANDOM and isinstance(args[0], RowDTensor):
         fill_randomly(func, *args, **kwargs)
         count_write(args[0])
         return args[0]
@@ -93,11 +91,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def count_write(tensor: torch.Tensor) -> None:
-    """Record an in-place change of the local rows that torch itself does not count."""
-    torch.autograd.graph.increment_version(dtensor.local_of(tensor))
-
-
 def _dtensors(tree: Any) -> Iterator[DTensor]:
     # By hand: torch's tree functions would take most of the time of an optimizer's step.
     if isinstance(tree, DTensor):
@@ -113,11 +106,7 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
 def _any_partial(tensors: Iterable[DTensor]) -> bool:
     # Gradients and moments share the placements of their parameter, as objects.
     placed = {id(one.placements): one for one in tensors}
-    return any(dtensor.is_partial(one) for one in placed.values())
-
-
-def _local(value: Any) -> Any:
-    return dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
+    return any(is_partial(one) for one in placed.values())
 
 
 def _is_mask(indices: Any) -> bool:
@@ -152,7 +141,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         columns = [list(column) for column in zip(*(locals_ for locals_, _ in aligned), strict=True)]
         placings = [placing for _, placing in aligned]
         of_list = {id(value): column for value, column in zip(lists, columns, strict=True)}
-        locals_ = [of_list[id(value)] if id(value) in of_list else _local(value) for value in values]
+        locals_ = [of_list[id(value)] if id(value) in of_list else local_of(value) for value in values]
     else:
         leaves, structure = pytree.tree_flatten(values)
         flat, placing = align(func, leaves)
@@ -183,7 +172,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 def _count_writes(written: Iterable[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
-        torch.autograd.graph.increment_version([dtensor.local_of(one) for one in _dtensors(value)])
+        torch.autograd.graph.increment_version([local_of(one) for one in _dtensors(value)])
 
 
 def _copy_rows(target: Any, source: torch.Tensor) -> Any:
@@ -191,7 +180,7 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
         raise RuntimeError(
             f"copy_: expected a tensor of shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
-    dtensor.local_of(target).copy_(dtensor.own_part(target, source))
+    local_of(target).copy_(own_part(target, source))
     count_write(target)
     return target
 
@@ -200,10 +189,10 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Hand an operator on tensors whose rows are not cut to DTensor itself, which may change shapes and placements."""
 
     def plain_dtensor(value: Any) -> Any:
-        if not isinstance(value, dtensor.RowDTensor):
+        if not isinstance(value, RowDTensor):
             return value
         return DTensor.from_local(
-            dtensor.local_of(value),
+            local_of(value),
             value.device_mesh,
             value.placements,
             run_check=False,
@@ -212,3 +201,23 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
 
     return func(*pytree.tree_map(plain_dtensor, args), **pytree.tree_map(plain_dtensor, kwargs))
+
+
+def _zeros_of(tensor: Any, size: Sequence[int], **options: Any) -> Any:
+    """``new_zeros``: cut like ``tensor`` if it has as many rows in the same dimensions, else replicated.
+
+    NotImplemented for another shape than that of a tensor-parallel ``tensor``.
+    """
+    size, local, bounds = tuple(size), local_of(tensor), row_bounds_of(tensor)
+    if size == tuple(tensor.shape):
+        return wrap_like(tensor, local.new_zeros(local.shape, **options))
+    if is_tensor_parallel(tensor.placements):
+        return NotImplemented
+    if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
+        return wrap_rows(tensor, local.new_zeros(size, **options), size, None)
+    return wrap_rows(tensor, local.new_zeros(local.shape[0], size[-1], **options), size, bounds)
+
+
+def _outer_product(left: Any, right: Any) -> Any:
+    """``left @ right`` of (..., R, 1) and (..., 1, C): rows of their own. NotImplemented for other products."""
+    return left * right if left.shape[-1] == 1 else NotImplemented

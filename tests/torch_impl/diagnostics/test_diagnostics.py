@@ -16,7 +16,7 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
 from torch_impl.comm import collectives
-from torch_impl.dtensor.tensor import local_of, local_pieces
+from torch_impl.dtensor.local import local_of, local_pieces
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # World, mesh shape, strategy: odd splits, and one replicated axis.

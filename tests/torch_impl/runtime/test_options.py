@@ -10,7 +10,7 @@ from torch import nn
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
-from torch_impl.dtensor.tensor import is_partial
+from torch_impl.dtensor.local import is_partial
 
 WORLD = 2
 Policy = torch_impl.MixedPrecisionPolicy
