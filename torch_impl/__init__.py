@@ -1,5 +1,17 @@
 """Per-module sharded training for PyTorch: ``fully_shard``, its optimizer, layouts and checkpoints."""
 
+from importlib import import_module
+
+try:
+    import_module("torch")
+except ModuleNotFoundError as error:
+    # Anything else that is missing is a damaged installation, which the extra would not mend.
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'"
+    ) from error
+
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from bridge.sharding.layout import Layout, plan_layout

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bridge.sharding.layout import Granularity, Layout, plan_layout
 from bridge.sharding.strategy import Placements, check_axes
 from torch_impl import fsdp2
+from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
 from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.dtensor.full_state_dict import accept_full_state_dicts
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.group import ParameterGroup
@@ -28,8 +28,6 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _default_meshes: dict[str, Any] = {}
-
-accept_full_state_dicts()
 
 
 def fully_shard(
@@ -54,6 +52,9 @@ def fully_shard(
     place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
     over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
     ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
+
+    The first call wraps private functions of ``torch.distributed.checkpoint.state_dict``, for the whole process, so
+    that whole state dicts load into sharded tensors; see ``torch_impl.checkpoint.full_state_dict``.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group.
@@ -91,6 +92,7 @@ def fully_shard(
     check_axes(chosen, placements, mesh.ndim)
     classes = [_sharded_class(type(one)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    accept_full_state_dicts()
     for one, cls in zip(modules, classes, strict=True):
         one.__class__ = cls
         one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
