@@ -52,6 +52,7 @@ from torch_impl.dtensor.local import local_boxes, local_pieces
 from torch_impl.dtensor.tensor import count_write
 
 _SHOWN = 10
+# What most often explains that names or dtypes differ.
 _SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
 
 
@@ -81,6 +82,7 @@ def save_checkpoint(
 
     def prepare() -> dict[str, Any]:
         nonlocal directory
+        # Before the directory: state that cannot be saved leaves nothing on disk.
         tree = state_tree(model, optimizer, train)
         if rank() == 0:
             directory = AtomicDirectory(path)
@@ -89,8 +91,10 @@ def save_checkpoint(
     try:
         tree, temporary = agree(prepare, lambda _: str(directory and directory.temporary))
         agree(lambda: _write(tree, str(temporary), Path(path).name))
+        # A rank that returned before the commit could start a run from a path that is not there yet.
         agree(lambda: directory.commit() if directory else None)
     except BaseException:
+        # Also for KeyboardInterrupt: a half-written directory would stay until someone removes it by hand.
         if directory is not None:
             directory.abort()
         raise
@@ -100,9 +104,11 @@ def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
     planner = dcp.DefaultSavePlanner()
     try:
         with warnings.catch_warnings():
+            # One process without a process group is a supported way to save.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(dict(tree), storage_writer=SharedDirectoryWriter(directory, name), planner=planner)
     except CheckpointException as error:
+        # Its own text is a traceback for each rank.
         causes = [f"rank {k}: {type(e).__name__}: {e}" for k, (e, _) in sorted(error.failures.items())]
         raise CheckpointError(f"saving {name} failed: {'; '.join(causes)}") from error
 
@@ -123,14 +129,15 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        CheckpointError: damaged, or of another model or other moment dtypes (the names or tensors that differ are
-            listed).
+        CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
+            lists the names or tensors that differ).
         ValueError: the optimizer's initial state is not known.
     """
     added: list[torch.Tensor] = []
 
     def stage() -> _Staged:
         if optimizer is not None:
+            # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(path) as reader:
             return _stage(reader, model, optimizer)
@@ -138,6 +145,7 @@ def load_checkpoint(
     try:
         staged, _ = agree(stage)
     except BaseException:
+        # A load that fails leaves the optimizer as it was.
         if optimizer is not None:
             drop_state(optimizer, added)
         raise
@@ -175,6 +183,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:
         live |= named_tensors({"optimizer": {"state": optimizer_tensors(model, optimizer)}})
+        # Asked first: the list of all missing names would say the same less clearly.
         stored = any(name.startswith("optimizer.state.") for name in reader.tensors)
         if not stored and not is_stateless(optimizer):
             raise CheckpointError(
@@ -193,6 +202,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
 
 
 def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+    # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
     ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
     stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
     expected = set(live)
@@ -247,7 +257,7 @@ class SharedDirectoryWriter(FileSystemWriter):
         self._name = name
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Stock code would create it, and ranks that share no file system would each write a part of a checkpoint.
+        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
         if not self._directory.is_dir():
             raise FileNotFoundError(
                 f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
@@ -258,8 +268,9 @@ class SharedDirectoryWriter(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            # Travels to the other ranks by pickle, which an exception with arguments of its own may not survive.
+            # torch pickles the error for the other ranks, which an exception with arguments of its own may not survive.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def storage_meta(self) -> StorageMeta:
+        # torch would record the temporary directory's path.
         return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)

@@ -1,4 +1,4 @@
-"""A training run's state as one tree, named as checkpoints name it.
+"""A training run's state as one tree, named as checkpoints name it, and a run's hyperparameters from a checkpoint.
 
 ::
 
@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from bridge.formats import CheckpointError, CheckpointReader
 
 # How to compute, not what: another run may choose otherwise without changing the result.
-IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_GROUPS = "optimizer.param_groups."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,6 +41,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The fqns of each parameter group's parameters; ValueError for a parameter that the model has not."""
+    # By identity: tensors compare by their elements.
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     names = []
     for i, group in enumerate(optimizer.param_groups):
@@ -83,6 +85,7 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
     missing = [p for p in params if not optimizer.state.get(p)]
     if not missing or is_stateless(optimizer):
         return []
+    # MainWeightAdamW has it, and knows its moments' dtypes and where they live.
     init_state = getattr(optimizer, "init_state", None)
     if init_state is not None:
         init_state()
@@ -108,6 +111,7 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
         for parameter in group["params"]:
             if optimizer.state.get(parameter) or not parameter.requires_grad:
                 continue
+            # As Adam's own first step does: a step count on the device only where kernels read it there.
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             step = torch.zeros((), dtype=torch.float32, device=device)
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
@@ -149,14 +153,17 @@ def named_tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def _train_tensors(train: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for key, value in train.items():
+        # A dot separates the levels of a name, so a key that holds one would come back as two levels.
         if not isinstance(key, str) or not key or "." in key:
             raise ValueError(f"{'.'.join(path)}: expected keys that are str without '.', got {key!r}")
         here = (*path, key)
         if isinstance(value, Mapping):
             tensors[key] = _train_tensors(value, here)
+        # A bool is an int to Python, and would come back as one.
         elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             tensors[key] = torch.tensor(int(value), dtype=torch.int64)
         elif isinstance(value, np.ndarray):
+            # A copy, since torch warns about memory that it may not write to.
             tensors[key] = torch.from_numpy(value.copy())
         else:
             raise ValueError(
@@ -177,9 +184,6 @@ def train_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return values
 
 
-_PREFIX = "optimizer.param_groups."
-
-
 @dataclass(frozen=True)
 class GroupUpdate:
     """New values for one live parameter group."""
@@ -191,7 +195,8 @@ class GroupUpdate:
         for key, value in self.values.items():
             current = self.group.get(key)
             if isinstance(current, torch.Tensor):
-                current.fill_(value)  # a captured graph holds this very tensor
+                # A captured graph holds this very tensor.
+                current.fill_(value)
             else:
                 self.group[key] = value
 
@@ -210,19 +215,19 @@ def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Op
     owner = {name: i for i, group in saved.items() for name in group.get("params") or ()}
     updates = []
     for i, names in enumerate(parameter_names(model, optimizer)):
-        # A checkpoint from elsewhere may hold one group that lists no parameters: it is everyone's.
+        # A checkpoint from elsewhere may hold one group that lists no parameters: that group is everyone's.
         origins = {owner.get(name) for name in names} if owner else set(saved)
         if len(origins) > 1 or None in origins:
-            found = ", ".join("none" if k is None else f"{_PREFIX}{k}" for k in sorted(origins, key=str))
+            found = ", ".join("none" if k is None else f"{_GROUPS}{k}" for k in sorted(origins, key=str))
             raise CheckpointError(
                 f"{reader.path}: expected all parameters of optimizer group {i} in one saved group, found them in "
                 f"{found}"
             )
         group = optimizer.param_groups[i]
         values = {key: value for k in origins if k is not None for key, value in saved[k].items()}
-        values = {k: v for k, v in values.items() if k != "params" and k not in IMPLEMENTATION_KEYS}
+        values = {k: v for k, v in values.items() if k != "params" and k not in _IMPLEMENTATION_KEYS}
         updates.append(
-            GroupUpdate(group, {k: _like(group.get(k), v, f"{_PREFIX}{i}.{k}") for k, v in values.items()})
+            GroupUpdate(group, {k: _like(group.get(k), v, f"{_GROUPS}{i}.{k}") for k, v in values.items()})
         )
     return updates
 
@@ -230,11 +235,11 @@ def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Op
 def _saved_groups(reader: CheckpointReader) -> dict[int, dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for name in (*reader.objects, *reader.tensors):
-        if not name.startswith(_PREFIX):
+        if not name.startswith(_GROUPS):
             continue
-        index, _, key = name.removeprefix(_PREFIX).partition(".")
+        index, _, key = name.removeprefix(_GROUPS).partition(".")
         if not index.isdecimal() or not key:
-            raise CheckpointError(f"{reader.path}: expected names like {_PREFIX}0.lr, found {name!r}")
+            raise CheckpointError(f"{reader.path}: expected names like {_GROUPS}0.lr, found {name!r}")
         value = reader.read(name).item() if name in reader.tensors else reader.objects[name]
         groups.setdefault(int(index), {})[key] = value
     return groups

@@ -63,6 +63,7 @@ def shard_index(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]
     """Which shard of rows cut over ``axes`` (outer to inner) lies on a mesh coordinate (default: this rank's)."""
     coordinate = coordinate_of(mesh) if coordinate is None else coordinate
     index = 0
+    # The inner coordinate is the most significant: an outer axis cuts the shards of the inner one further.
     for axis in reversed(axes):
         index = index * mesh.size(axis) + coordinate[axis]
     return index
@@ -81,6 +82,7 @@ def check_order(mesh: DeviceMesh) -> None:
 
     torch sorts the ranks of some groups.
     """
+    # Asked for every tensor that is made.
     if mesh in _ordered_meshes:
         return
     coordinate = coordinate_of(mesh)

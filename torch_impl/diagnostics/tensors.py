@@ -1,4 +1,4 @@
-"""The tensors of a model by name, for diagnostics."""
+"""The tensors of a model by name: what they are, their norms, and which of them share memory that they should not."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 Element-wise operators act on the local rows when all their DTensors are cut alike; the other operands must be scalars.
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
-Reductions are in ``dtensor_reductions``, random values in ``dtensor_random``, views in ``dtensor_views``.
+Reductions are in ``reductions``, random values in ``random``, views in ``views``.
 
-Operators run below autograd here, where torch does not count in-place changes of the local tensors, and fused
-optimizers never do. Every write is counted explicitly, because compute weights are refreshed by that count.
+Operators run below autograd here, where torch does not count in-place changes of the local tensors. Fused optimizers do
+not count theirs anywhere. Compute weights are refreshed by that count, so every write is counted explicitly.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
     sharded = list(_dtensors((args, kwargs)))
     first = next(one for one in sharded if isinstance(one, RowDTensor))
+    # Before partial tensors are refused: these are right on them too.
     if func in _SAME_TENSOR:
         return wrap_like(first, local_of(first))
     if _any_partial(sharded) and func not in _RIGHT_ON_PARTIAL:
@@ -70,18 +71,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return product
     if func is _aten.new_zeros.default and (zeros := _zeros_of(*args, **kwargs)) is not NotImplemented:
         return zeros
+    # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
     if func in RANDOM and isinstance(args[0], RowDTensor):
         fill_randomly(func, *args, **kwargs)
         count_write(args[0])
         return args[0]
+    # A plain scalar is broadcast by the element-wise path.
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args)) is not None:
         return view
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
+    # DTensor itself is right where no rows are cut.
     if all(row_placement(one.placements) is None for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
@@ -104,7 +108,7 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
 
 
 def _any_partial(tensors: Iterable[DTensor]) -> bool:
-    # Gradients and moments share the placements of their parameter, as objects.
+    # Gradients and moments share the placements of their parameter as objects, so few are looked at.
     placed = {id(one.placements): one for one in tensors}
     return any(is_partial(one) for one in placed.values())
 
@@ -115,11 +119,11 @@ def _is_mask(indices: Any) -> bool:
 
 @functools.cache
 def _is_elementwise(func: Any) -> bool:
-    # Other random values than those of ``dtensor_random`` would differ between ranks that hold the same rows.
+    # Random values that ``random`` does not draw would differ between ranks that hold the same rows.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     name = func._schema.name
-    # What is no tensor, as a bool of all elements, would be that of this rank's rows.
+    # A result that is no tensor, such as one bool for all elements, would speak of this rank's rows only.
     if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in func._schema.returns):
         return False
     return (
@@ -136,6 +140,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for value in values
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
     ]
+    # A foreach operator: the k-th items of its lists belong together, and may be cut otherwise than the others.
     if lists:
         aligned = [align(func, operands) for operands in zip(*lists, strict=True)]
         columns = [list(column) for column in zip(*(locals_ for locals_, _ in aligned), strict=True)]
@@ -149,6 +154,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
     written = _written(func)
     _count_writes(written, args, kwargs)
+    # An operator that writes returns its operand itself, which the program holds, not another DTensor over its rows.
     if written:
         return kwargs.get("out", args[0]) if func._schema.returns else None
     if isinstance(result, torch.Tensor):
@@ -188,6 +194,7 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
 def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand an operator on tensors whose rows are not cut to DTensor itself, which may change shapes and placements."""
 
+    # A subclass would be asked again, without end.
     def plain_dtensor(value: Any) -> Any:
         if not isinstance(value, RowDTensor):
             return value
@@ -211,8 +218,10 @@ def _zeros_of(tensor: Any, size: Sequence[int], **options: Any) -> Any:
     size, local, bounds = tuple(size), local_of(tensor), row_bounds_of(tensor)
     if size == tuple(tensor.shape):
         return wrap_like(tensor, local.new_zeros(local.shape, **options))
+    # How tensor-parallel axes cut another shape is for DTensor to say.
     if is_tensor_parallel(tensor.placements):
         return NotImplemented
+    # Optimizers make statistics of rows this way, which must be cut as the rows are.
     if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
         return wrap_rows(tensor, local.new_zeros(size, **options), size, None)
     return wrap_rows(tensor, local.new_zeros(local.shape[0], size[-1], **options), size, bounds)

@@ -77,6 +77,7 @@ def row_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
 def tensor_parallel_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
     """The part of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
     offsets, sizes = [0] * len(shape), list(shape)
+    # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             lengths = chunk_lengths(sizes[placement.dim], mesh.size(axis))
@@ -102,6 +103,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
                 f"tensor_parallel placement of a tensor of shape {tuple(shape)}: expected Replicate() or Shard(dim) "
                 f"with 0 <= dim < {len(shape)}, got {placement}"
             )
+    # Every tensor is checked, since gathers would put rows in the wrong place without an error.
     check_order(mesh)
     rows = row_placement(placements)
     if rows is None:
@@ -126,6 +128,17 @@ def local_sizes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
         return sizes
     shard = shard_index(mesh, row_axes(placements))
     return local_shape(sizes, rows.bounds[shard + 1] - rows.bounds[shard])
+
+
+def check_local(
+    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], expected: Sequence[int]
+) -> None:
+    """ValueError unless a local tensor of a tensor of this global shape has the expected shape."""
+    if tuple(local.shape) != tuple(expected):
+        raise ValueError(
+            f"local tensor of a tensor of shape {tuple(shape)} under {tuple(placements)}: expected shape "
+            f"{tuple(expected)}, got {tuple(local.shape)}"
+        )
 
 
 def is_tensor_parallel(placements: Sequence[Placement]) -> bool:
@@ -160,9 +173,10 @@ def _gather_rows(
     sizes = tensor_parallel_box(shape, mesh, placements).sizes
     row_size, _ = rows_of(sizes)
     lengths = [(r1 - r0) * row_size for r0, r1 in itertools.pairwise(rows.bounds)]
+    # All ranks know all bounds, so all leave a gather of nothing out.
     if not any(lengths):
         return local.new_empty(sizes)
-    # gloo refuses all-gathers of unequal sizes, hence the padding.
+    # Shards are unequal, and gloo gathers only equal ones: each is padded to the longest.
     gathered = local.new_zeros(max(lengths))
     gathered[: local.numel()] = local.reshape(-1)
     for axis in row_axes(placements):
@@ -183,6 +197,7 @@ def _gather_tensor_parallel(
         lengths = chunk_lengths(
             tensor_parallel_box(shape, mesh, placements[:axis]).sizes[dim], mesh.size(axis)
         )
+        # The cut dimension comes first, so that each rank's part is one contiguous piece of what is gathered.
         padded = part.new_zeros(max(lengths), *part.shape[:dim], *part.shape[dim + 1 :])
         padded[: part.shape[dim]] = part.movedim(dim, 0)
         gathered = padded.new_empty(len(lengths), *padded.shape)

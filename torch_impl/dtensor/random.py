@@ -39,11 +39,13 @@ def fill_randomly(func: Any, tensor: Any, *args: Any, generator: torch.Generator
     local = local_of(tensor)
     if not tensor.numel():
         return
+    # Values do not exist yet, so no rank needs another's generator and nothing is communicated.
     if local.is_meta:
         func(local, *args, generator=generator)
         return
     own_state = _state_of(generator, local.device)
     state = _of_first_rank(own_state, tensor)
+    # A generator of its own, so that this rank's stays as it was.
     if not torch.equal(state, own_state):
         generator = torch.Generator(local.device)
         generator.set_state(state)
@@ -65,6 +67,7 @@ def _of_first_rank(state: torch.Tensor, tensor: Any) -> torch.Tensor:
     mesh = tensor.device_mesh
     shared = state.to(local_of(tensor).device, copy=True)
     for axis, at in enumerate(coordinate_of(mesh)):
+        # A sum over the axis of one state and zeros: a broadcast by the collectives that there are.
         if at > 0:
             shared.zero_()
         collectives.all_reduce(shared, mesh.get_group(axis))

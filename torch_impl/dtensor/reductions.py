@@ -163,6 +163,7 @@ def _by_slice(local: torch.Tensor, start: int, length: int) -> Sequence[tuple[in
     parts, at, end = [], 0, local.shape[0]
     while at < end:
         here, inside = divmod(start + at, length)
+        # Whole slices together: a weight of many experts has many, and each part takes a call.
         whole = (end - at) // length if inside == 0 else 0
         rows = whole * length if whole else min(length - inside, end - at)
         part = local[at : at + rows].unflatten(0, (max(whole, 1), -1))
@@ -188,7 +189,7 @@ def _vector_norm(
 def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     without_elements = [local_of(tensor) for tensor in tensors if not tensor.numel()]
     if without_elements:
-        # For the error alone: torch refuses some orders of tensors without elements.
+        # For torch's own error, which names the operator: some orders of tensors without elements are refused.
         torch._foreach_norm(without_elements, ord)
     return norms(func, tensors, ord, dtype)
 
@@ -248,7 +249,6 @@ def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callab
 
 def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
-        # Backends reduce no bools.
         value, cut = pick(local_of(tensor)).to(torch.int32), _cut_over(tensor)
         if cut:
             _combine(value, cut, op)

@@ -36,7 +36,7 @@ from torch_impl.dtensor.local import (
     own_part,
     refuse_partial,
 )
-from torch_impl.dtensor.placement import RowShard, gather, local_sizes, row_axes
+from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes
 
 
 class _ToLocal(torch.autograd.Function):
@@ -95,6 +95,7 @@ class RowDTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows, sharing memory with the DTensor; gradients flow back to the DTensor."""
+        # DTensor's own backward would make the gradient a DTensor that does not know RowShard.
         if torch.is_grad_enabled() and self.requires_grad:
             return _ToLocal.apply(self)
         return local_of(self).view_as(local_of(self))
@@ -159,7 +160,8 @@ class RowDTensor(DTensor):
         raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
 
 
-# torch picks foreach and fused implementations by exact type; without this the optimizers loop over parameters.
+# torch picks foreach and fused implementations by exact type; without this the optimizers loop over parameters. No
+# other type is concerned, so this is done at import.
 for _supported in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if RowDTensor not in _supported:
         _supported.append(RowDTensor)
@@ -186,6 +188,7 @@ def make_dtensor(
     Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
     """
     rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    # Replicas are outermost: tensors are sharded over the inner axis first, whose ranks are close to each other.
     copies = _data_axes(mesh, tensor_parallel) - len(rows)
     if copies < 0:
         raise ValueError(
@@ -229,8 +232,9 @@ def count_write(tensor: torch.Tensor) -> None:
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
     """A DTensor over ``local`` with the mesh, placements and global shape of ``tensor``; the dtype may differ."""
     origin = checked_dtensor(tensor)
-    _check_local(local, origin.shape, origin.placements, local_of(origin).shape)
+    check_local(local, origin.shape, origin.placements, local_of(origin).shape)
     spec = origin._spec
+    # The placements stay the same object in either case, which ``operands`` compares before anything longer.
     if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
         spec = _spec(origin.device_mesh, origin.placements, origin.shape, local.dtype)
     return RowDTensor(local, spec, requires_grad=False)
@@ -253,6 +257,7 @@ def wrap_rows(
 def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RowDTensor:
     """A DTensor over a copy of this rank's part of ``whole``, which every rank has; nothing is communicated."""
     sizes = local_sizes(whole.shape, mesh, placements)
+    # Only for its placements, which ``own_part`` reads.
     empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
     template = _make(empty, mesh, whole.shape, tuple(placements))
     return wrap_like(template, own_part(template, whole).clone())
@@ -276,18 +281,8 @@ def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
 def _make(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> RowDTensor:
-    _check_local(local, shape, placements, local_sizes(shape, mesh, placements))
+    check_local(local, shape, placements, local_sizes(shape, mesh, placements))
     return RowDTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)
-
-
-def _check_local(
-    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], expected: Sequence[int]
-) -> None:
-    if tuple(local.shape) != tuple(expected):
-        raise ValueError(
-            f"local tensor of a tensor of shape {tuple(shape)} under {tuple(placements)}: expected shape "
-            f"{tuple(expected)}, got {tuple(local.shape)}"
-        )
 
 
 def _spec(
