@@ -1,4 +1,62 @@
-"""Arguments of FSDP2's ``fully_shard`` as this package understands them, or an error that says what to do instead."""
+"""FSDP2's arguments and methods: what is translated, what is refused, and how this package differs.
+
+This is the specification of the differences from ``torch.distributed.fsdp.fully_shard``. A script written for FSDP2
+runs after changing the import, but for these. A test walks torch's ``FSDPModule``, ``fully_shard`` and ``__all__``, so
+a name that a new torch adds turns that test red.
+
+Refused with NotImplementedError, which says what to do instead:
+
+* ``CPUOffloadPolicy``; ``OffloadPolicy()`` is accepted
+* an integer ``reshard_after_forward``
+* a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
+* ``dp_mesh_dims`` that join several axes into one
+* the methods of ``Unavailable``
+
+Refused with ValueError: a tie of parameters across units; float8 parameters; a unit with some parameters on the meta
+device and some not; a module list as one argument (``list(modules)`` makes one unit).
+
+Refused with TypeError: copying or pickling a sharded module, converting one to another dtype or device.
+
+Raise an error when they run:
+
+* LBFGS and Muon; Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
+* ``distribute_tensor(whole, param.device_mesh, param.placements)``: use ``param.copy_(whole)`` or
+  ``model.load_state_dict(whole)``
+* ``dcp.async_save``
+* a backward through a reduction of sharded parameters
+* ``load_state_dict(assign=True)``, at the next forward
+* second derivatives through sharded parameters (``create_graph=True``), which are not supported
+* a backward after the caller changed a view that a unit returned in place (``unit(x).mul_(2)`` of a unit that returns
+  ``y.t().t()``), as with FSDP2: ``clone()`` the output
+
+Behave otherwise than in FSDP2:
+
+* Main weights are float32 for bfloat16 and float16 parameters too.
+* All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
+  device.
+* Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
+* Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
+* The weights of a list of modules are gathered at each module's forward, not once for all of them.
+* ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
+* ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
+* ``clip_grad_norm_`` returns a plain tensor, not a DTensor.
+* torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
+  ``MainWeightAdamW.init_state()`` before it avoids the step, as ``save_checkpoint`` does.
+* A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
+  next forward. ``tensor[i]`` and views that keep rows are seen.
+* Moments in float16 and float8 have a scale for each row, and float8 second moments are approximate.
+  ``load_checkpoint`` refuses moments of another dtype than the checkpoint's.
+
+Limits:
+
+* Only gloo on CPU, Python 3.11 and torch 2.13 were run; ``tests/gpu`` has what a GPU should be tried with.
+* On the CPU each buffer of a group is gathered by itself. Coalesced gathers, several under way, break the memory of a
+  process with torch 2.13's gloo (``malloc(): unaligned tcache chunk detected``), also without this package. A program
+  that issues some of its own beside ours can still meet that.
+* The optimizer is bit for bit fused AdamW on a rank's rows. Across numbers of ranks the last bit may differ on CPU,
+  because torch's kernel rounds the tail of a tensor differently. So may gradients, whose sums depend on the number of
+  ranks.
+"""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def sharded(policy: str, frozen: list[str], microbatches: int) -> Sharded:
     memory = model.memory_report(optimizer)
     fingerprints = {
         unit.name: [group.fingerprint for group in unit.groups]
-        for unit in torch_impl.diagnostics.layout_report(model).units
+        for unit in torch_impl.layout_report(model).units
     }
     return Sharded(fingerprints, rows, memory.main_weights, memory.moments, memory.padding, steps)
 

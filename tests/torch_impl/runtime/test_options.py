@@ -135,7 +135,7 @@ def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:
     model = torch_impl.fully_shard(Scale(12), **options)
-    return torch_impl.dtensor.tensor.row_bounds_of(model.weight)
+    return torch_impl.dtensor.local.row_bounds_of(model.weight)
 
 
 def test_shards_are_cut_between_blocks_of_the_rows_asked_for(ranks: RankGroup) -> None:
