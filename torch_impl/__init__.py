@@ -13,7 +13,7 @@ torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also wi
 ``broadcast_from_rank0=True``. All else that depends on the cut raises: other views, matrix products, ``.data =``,
 pickling.
 
-**Importing changes nothing of torch.** The first ``fully_shard`` of a process wraps private functions of
+**Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps private functions of
 ``torch.distributed.checkpoint.state_dict``, so that whole state dicts load into sharded tensors.
 
 **Updates.** The next forward uses the current main weights, whoever changed them. torch's version counters tell,
