@@ -50,13 +50,13 @@ class DataParallelMesh:
         """Number of ranks on all axes."""
         return math.prod(self.sizes)
 
-    def shards(self, axes: int) -> int:
-        """Into how many shards the ``axes`` innermost axes cut a buffer."""
-        return math.prod(self.sizes[:axes])
+    def shards(self, level: int) -> int:
+        """Into how many shards the ``level`` innermost axes cut a buffer."""
+        return math.prod(self.sizes[:level])
 
-    def index(self, axes: int) -> int:
-        """Which of these this rank holds."""
-        return shard_index(self.mesh, range(self.ndim - axes, self.ndim))
+    def index(self, level: int) -> int:
+        """Which of these shards this rank holds."""
+        return shard_index(self.mesh, range(self.ndim - level, self.ndim))
 
 
 def shard_index(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None) -> int:
