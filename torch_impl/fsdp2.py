@@ -105,7 +105,7 @@ def policy_of(value: object) -> MixedPrecisionPolicy:
 
 
 def check_offload(policy: object) -> None:
-    """NotImplementedError for a policy that offloads, TypeError for what is no policy."""
+    """NotImplementedError for a policy that offloads, TypeError for anything that is not a policy."""
     if policy is None or type(policy) is OffloadPolicy:
         return
     if isinstance(policy, CPUOffloadPolicy):
@@ -117,7 +117,7 @@ def check_offload(policy: object) -> None:
 
 
 def reshard_of(reshard_after_forward: object) -> bool | None:
-    """NotImplementedError for a number of ranks to reshard to, TypeError for what is no bool or None."""
+    """NotImplementedError for a number of ranks to reshard to, TypeError for anything else that is not a bool or None."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if isinstance(reshard_after_forward, int):
@@ -238,7 +238,7 @@ class Unavailable:
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Only 2, which is what there is."""
+        """Only 2, the number of buffers that there are."""
         if max_input_buffers != 2:
             refuse(
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers!r})",

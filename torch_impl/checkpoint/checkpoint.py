@@ -94,7 +94,7 @@ def save_checkpoint(
         # A rank that returned before the commit could start a run from a path that is not there yet.
         agree(lambda: directory.commit() if directory else None)
     except BaseException:
-        # Also for KeyboardInterrupt: a half-written directory would stay until someone removes it by hand.
+        # BaseException, so that a KeyboardInterrupt leaves no half-written directory either.
         if directory is not None:
             directory.abort()
         raise

@@ -29,7 +29,7 @@ _GROUPS = "optimizer.param_groups."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is no tensor."""
+    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is not a tensor."""
     tensors = model.state_dict(keep_vars=True)
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -59,7 +59,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
     """``{fqn: {"exp_avg": live tensor, ...}}`` of every parameter that the optimizer updates.
 
     Parameters without state (frozen ones, or see ``materialize_state``) are left out. Raises ValueError for state that
-    is no tensor.
+    is not a tensor.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):

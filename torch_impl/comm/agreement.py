@@ -1,4 +1,7 @@
-"""Failing together: an error on one rank becomes an error on all, instead of a hang on the others."""
+"""Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
+
+``agree`` exchanges the outcomes of an action. ``require_same_unit`` compares how the ranks shard a unit, once per unit.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -
 
     ``action`` must not communicate, or must fail on all ranks together. ``share(value)`` of rank 0, a small picklable
     value, reaches every rank in the same exchange. The error names each failing rank and its cause, keeps the type
-    of the first where that is a usual one (file exists, not found, ...) and is a CheckpointError else.
+    of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise.
     """
     cause: Exception | None = None
     try:
@@ -95,6 +98,7 @@ def require_same_unit(
     ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
     as they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
     """
+    # Digests first: descriptions of large units are long, and nearly always equal.
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     mine = everyone = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     for size, group in zip(mesh.sizes, mesh.groups, strict=True):
