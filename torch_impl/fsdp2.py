@@ -117,7 +117,7 @@ def check_offload(policy: object) -> None:
 
 
 def reshard_of(reshard_after_forward: object) -> bool | None:
-    """NotImplementedError for a number of ranks to reshard to, TypeError for anything else that is not a bool or None."""
+    """NotImplementedError for a number of ranks to reshard to, TypeError unless a bool or None is given."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if isinstance(reshard_after_forward, int):
