@@ -51,6 +51,7 @@ from torch_impl.comm.agreement import agree, rank
 from torch_impl.dtensor.local import local_boxes, local_pieces
 from torch_impl.dtensor.tensor import count_write
 
+# Names in an error, of which a model may have thousands.
 _SHOWN = 10
 # What most often explains that names or dtypes differ.
 _SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
@@ -238,6 +239,7 @@ def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
     """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
     if isinstance(tensor, DTensor):
         return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
+    # A plain tensor is whole on every rank, and each rank reads all of it.
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 

@@ -212,6 +212,7 @@ def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Op
             another kind than the live one.
     """
     saved = _saved_groups(reader)
+    # By parameter: an index says nothing where groups were saved in another order.
     owner = {name: i for i, group in saved.items() for name in group.get("params") or ()}
     updates = []
     for i, names in enumerate(parameter_names(model, optimizer)):

@@ -29,6 +29,7 @@ class Placing(NamedTuple):
     shape: torch.Size
 
     def wrap(self, local: torch.Tensor) -> Any:
+        # Plain scalars alone took part.
         if self.origin is None:
             return local
         if self.shape == self.origin.shape:

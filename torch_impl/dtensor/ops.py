@@ -29,6 +29,7 @@ from torch_impl.dtensor.views import VIEWS, row_view
 _aten = torch.ops.aten
 
 _SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
+# Element-wise, though torch does not tag them so.
 _LIKE = {
     _aten.clone.default,
     _aten._to_copy.default,
@@ -43,12 +44,14 @@ _LIKE = {
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
 }
+# The same on the terms of a sum as on the sum.
 _RIGHT_ON_PARTIAL = {
     _aten.zero_.default,
     _aten._foreach_zero_.default,
     _aten.zeros_like.default,
     _aten.clone.default,
 }
+# Adafactor estimates second moments by the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 

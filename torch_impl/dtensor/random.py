@@ -37,6 +37,7 @@ RANDOM = {
 def fill_randomly(func: Any, tensor: Any, *args: Any, generator: torch.Generator | None = None) -> None:
     """Run ``func``, one of ``RANDOM``, on the whole tensor; each rank keeps its part. A collective over the mesh."""
     local = local_of(tensor)
+    # A single process would draw nothing either.
     if not tensor.numel():
         return
     # Values do not exist yet, so no rank needs another's generator and nothing is communicated.

@@ -87,6 +87,7 @@ class RowDTensor(DTensor):
     ) -> DTensor:
         """Only to ``Replicate`` on every axis of the same mesh; RuntimeError otherwise."""
         whole = [Replicate()] * self.device_mesh.ndim
+        # Rows cut elsewhere would need bounds, which the caller cannot say by DTensor's placements.
         if device_mesh not in (None, self.device_mesh) or list(placements or ()) != whole:
             raise RuntimeError(
                 f"redistribute: expected placements={whole} on the tensor's own mesh, got {placements}"
@@ -120,6 +121,7 @@ class RowDTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle would hold this rank's rows only.
         raise TypeError(
             "cannot pickle a sharded tensor: use torch_impl.save_checkpoint, torch.distributed.checkpoint, or "
             "full_tensor() for a small one"
