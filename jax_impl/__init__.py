@@ -9,6 +9,16 @@
     state, metrics = step(state, tokens)
 """
 
+from importlib import import_module
+
+try:
+    import_module("jax")
+except ModuleNotFoundError as error:
+    # Anything else that is missing is a damaged installation, which the extra would not mend.
+    if error.name != "jax":
+        raise
+    raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
+
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices

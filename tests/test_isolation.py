@@ -73,6 +73,97 @@ def test_the_tests_of_a_package_import_while_the_other_framework_is_missing(pack
     assert done.returncode == 0, done.stdout[-5000:]
 
 
+@pytest.mark.parametrize(
+    ("package", "framework", "message"),
+    [
+        (
+            "torch_impl",
+            "torch",
+            "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'",
+        ),
+        ("jax_impl", "jax", "jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'"),
+    ],
+)
+def test_a_package_without_its_framework_names_the_extra(package: str, framework: str, message: str) -> None:
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules[{framework!r}] = None\n"
+        "try:\n"
+        f"    importlib.import_module({package!r})\n"
+        "except ImportError as error:\n"
+        f"    assert str(error) == {message!r}, error\n"
+        "    assert isinstance(error.__cause__, ModuleNotFoundError), error.__cause__\n"
+        f"    assert error.__cause__.name == {framework!r}, error.__cause__\n"
+        "else:\n"
+        "    sys.exit('imported')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("package", "framework"), [("torch_impl", "torch.distributed"), ("jax_impl", "jax")])
+def test_a_package_blames_its_framework_only_if_all_of_it_is_missing(package: str, framework: str) -> None:
+    part = f"{framework}.sharding" if framework == "jax" else framework
+    script = f"import sys\nsys.modules[{part!r}] = None\nimport {package}\n"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ModuleNotFoundError" in done.stderr
+    assert part in done.stderr
+    assert "twinshard[" not in done.stderr
+
+
+# Loaded before the package, so that their functions can be compared.
+FRAMEWORK_MODULES = {
+    "torch_impl": [
+        "torch.distributed._state_dict_utils",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.device_mesh",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.optim",
+        "torch.utils.checkpoint",
+    ],
+    "jax_impl": ["flax.linen", "flax.nnx", "jax", "optax"],
+}
+
+
+@pytest.mark.parametrize("package", FRAMEWORK_MODULES)
+def test_importing_a_package_wraps_no_function_of_its_framework(package: str) -> None:
+    frameworks = sorted({name.split(".")[0] for name in FRAMEWORK_MODULES[package]})
+    script = f"""
+import importlib, inspect, sys
+
+def functions():
+    found = {{}}
+    for name, module in list(sys.modules.items()):
+        if module is None or name.split(".")[0] not in {frameworks!r}:
+            continue
+        for key, value in list(vars(module).items()):
+            if inspect.isclass(value) and value.__module__ == name:
+                found.update({{(name, key, attribute): one for attribute, one in vars(value).items() if callable(one)}})
+            if callable(value):
+                found[name, key] = value
+    return found
+
+for name in {FRAMEWORK_MODULES[package]!r}:
+    importlib.import_module(name)
+before = functions()
+import {package}
+after = functions()
+changed = sorted(name for name, one in before.items() if name in after and after[name] is not one)
+assert not changed, changed
+# Of the modules that only the package loads.
+folder = importlib.import_module({package!r}).__path__[0]
+codes = {{name: one.__code__ for name, one in after.items() if inspect.isfunction(one)}}
+ours = sorted(name for name, code in codes.items() if code.co_filename.startswith(folder))
+assert not ours, ours
+print(len(before))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("extra", "absent"), [("torch", "jax"), ("jax", "torch")])

@@ -1,4 +1,94 @@
-"""Per-module sharded training for PyTorch: ``fully_shard``, its optimizer, layouts and checkpoints."""
+"""Per-module sharded training for PyTorch: ``fully_shard``, its optimizer, layouts and checkpoints.
+
+What a program may rely on:
+
+**Parameters.** At rest ``parameters()`` shows DTensors over the main weights: float32, built from the values as given
+(float64 stays). During forward and backward the modules hold plain parameters in the compute dtype.
+
+**A DTensor never lies.** These are right on uneven and empty shards: element-wise operators, whole-tensor reductions,
+``full_tensor()``, the optimizers of ``torch.optim`` but LBFGS and Muon (for-loop, foreach, fused),
+``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and ``reset_parameters()`` (with the values one process would
+draw), ``tensor[i]``, ``state_dict()`` with plain ``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors,
+torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
+``broadcast_from_rank0=True``. All else that depends on the cut raises: other views, matrix products, ``.data =``,
+pickling.
+
+**Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps private functions of
+``torch.distributed.checkpoint.state_dict``, so that whole state dicts load into sharded tensors.
+
+**Updates.** The next forward uses the current main weights, whoever changed them. torch's version counters tell,
+without communication, so a program edits local tensors on all ranks, as in any DTensor program. A change that torch
+cannot count (``to_local().data``, NumPy views, collectives that write into ``to_local()``) is seen from the next
+counted change on. ``torch.autograd.graph.increment_version(param.detach().to_local())`` counts one; call it on all
+ranks.
+
+**Microbatches.** ``optim``, ``no_shard``, ``hsdp`` and ``hfsdp`` reduce over axes that gradients are not sharded over
+once a step when the last microbatch is marked: by ``no_sync()`` around the others, by ``set_is_last_backward`` or by
+``set_requires_all_reduce``. Unmarked, every backward reduces over all axes, with the same result. ``no_sync()`` does
+not stop strategies with sharded gradients from reducing over the axes that gradients are sharded over;
+``set_requires_gradient_sync(False)`` does, for every strategy.
+
+**Gradients** are summed over the ranks in ``reduce_dtype``, then averaged in ``grad_dtype``. In float16 they are
+averaged first, while they are copied. Between two backwards ``.grad`` is the whole state: None, a reduced DTensor, or
+a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both modes, also
+half-way through a step. Fused kernels may write gradients themselves: see ``FSDPModule.set_main_gradients``.
+
+**Unused parameters.** A group is what one unit holds of one dtype and trainability. If any parameter of a group got a
+gradient, the others count as zero, also in an optimizer's weight decay. If none did, all stay None. Ranks may use
+different inputs and parameters of a unit, but must agree on which groups take part. A unit that the last microbatch
+does not use reduces what earlier ones left at the end of that backward, as in FSDP2.
+
+**Irregular programs.** A program may skip units, call them repeatedly, recompute them (both kinds of activation
+checkpointing, with one gather for recomputation and backward), freeze or thaw them at any time, interrupt them by
+exceptions, and run forwards ahead of backwards. A backward through weights that were replaced since its forward raises
+autograd's error. A backward that raised leaves what it had added in the gradients kept of earlier microbatches: drop
+them with ``zero_grad`` and repeat the step. Until then, or the next forward, ``parameters()`` may show what backward
+used.
+
+**What ranks must do alike.** All ranks call the same units in the same order, also without gradients. A forward on
+some ranks only is safe under ``no_shard`` alone, in eval mode and without gradients. All ranks agree on whether any
+input of a unit gets a gradient. A rank that departs from this reduces a unit at another time than the others, which
+without sharded weights may pair different units' gradients. Ranks compare the description of every unit once, in
+``fully_shard``; on a difference all raise, naming the first one.
+
+**Outputs.** Where parameters are sharded, a unit that returns its parameter or a view of it returns a copy, through
+which gradients flow. Such a view inside an object that is no tuple, list or dict raises. An input that a unit passes
+on comes out as the caller's own tensor.
+
+**Overlap and the pool.** Two units' weights and two units' gradients are in use at most, besides the root's. From the
+second or third step on, units of one size use the same memory in turn. Weights reached by a reference of one's own,
+outside the unit's forward, backward and ``unshard()``, are not protected from that: ``set_buffer_pool(False)`` turns
+the pool off. The pool leaves out the root's weights, weights that are not sharded, tensor-parallel parameters, and
+sums kept between microbatches.
+
+**Tensor parallelism.** Parameters that are DTensors, placed by ``Shard`` and ``Replicate`` on further axes of the same
+named mesh, are sharded once more. At rest they are DTensors on all axes. Experts get a mesh of their own and
+``grad_divisor``. A data-parallel mesh with axes named for model parallelism (``bridge.sharding.mesh_axes``) is refused,
+unless ``dp_mesh_dims`` names the axes.
+
+**Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
+``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
+that are seeded otherwise keep their own random state. What setters set and optimizers hold before ``to_empty`` stays. A
+strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself; one with ``strict=False``, or with
+buffers on the meta device, asks for ``to_empty``.
+
+**torch.compile** works on blocks, before or after sharding, and on the whole model. The runtime's hooks are not
+traced.
+
+**Optimizers built before sharding** raise in ``step`` and ``zero_grad``: their parameters are not trained any more.
+"""
+
+from importlib import import_module
+
+try:
+    import_module("torch")
+except ModuleNotFoundError as error:
+    # Anything else that is missing is a damaged installation, which the extra would not mend.
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'"
+    ) from error
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -10,8 +100,7 @@ from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
 from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
-from torch_impl.diagnostics.overlap import memory_overlaps
-from torch_impl.diagnostics.tensors import parameter_norms
+from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
 from torch_impl.dtensor.tensor import full_tensor
 from torch_impl.fsdp2 import DataParallelMeshDims
 from torch_impl.fsdp_module import (

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bridge.sharding.layout import Granularity, Layout, plan_layout
 from bridge.sharding.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, check_axes
-from torch_impl import fsdp2 as fsdp2_options
+from torch_impl import fsdp2
+from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
+from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.comm.model_check import require_same_unit
-from torch_impl.dtensor.full_state_dict import accept_full_state_dicts
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.group import ParameterGroup
@@ -29,8 +29,6 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _default_meshes: dict[str, Any] = {}
-
-accept_full_state_dicts()
 
 
 def fully_shard(
@@ -56,9 +54,12 @@ def fully_shard(
     over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
     ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
 
+    The first call wraps private functions of ``torch.distributed.checkpoint.state_dict``, for the whole process, so
+    that whole state dicts load into sharded tensors; see ``torch_impl.checkpoint.full_state_dict``.
+
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
-        model parallelism ("tp", "expert", ...; see ``bridge.sharding.mesh_axes``) are refused, unless dp_mesh_dims names them.
+        model parallelism ("tp", ...; see ``bridge.sharding.mesh_axes``) are refused, unless dp_mesh_dims names them.
     strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
@@ -76,14 +77,14 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
-    fsdp2_options.check_offload(offload_policy)
+    fsdp2.check_offload(offload_policy)
     if dp_mesh_dims is not None:
-        mesh, strategy = fsdp2_options.data_parallel_axes(mesh, dp_mesh_dims, strategy)
+        mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
     options = UnitOptions(
         chosen,
-        fsdp2_options.reshard_of(reshard_after_forward),
-        fsdp2_options.policy_of(mp_policy),
+        fsdp2.reshard_of(reshard_after_forward),
+        fsdp2.policy_of(mp_policy),
         granularity,
         rows,
         grad_divisor,
@@ -96,6 +97,7 @@ def fully_shard(
     check_axes(chosen, placements, mesh.ndim)
     classes = [_sharded_class(type(one)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    accept_full_state_dicts()
     for one, cls in zip(modules, classes, strict=True):
         one.__class__ = cls
         one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
@@ -122,7 +124,7 @@ def _build_unit(
         for one in owned:
             if one.tensor_parallel is not None:
                 check_joint(one.name, one.tensor_parallel, mesh.mesh)
-        fsdp2_options.check_placements(shard_placement_fn, owned)
+        fsdp2.check_placements(shard_placement_fn, owned)
         plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
     except (ValueError, NotImplementedError) as error:
         failure = error

@@ -1,10 +1,71 @@
-"""Arguments of FSDP2's ``fully_shard`` as this package understands them, or an error that says what to do instead."""
+"""FSDP2's arguments and methods: what is translated, what is refused, and how this package differs.
+
+This is the specification of the differences from ``torch.distributed.fsdp.fully_shard``. A script written for FSDP2
+runs after changing the import, but for these. A test walks torch's ``FSDPModule``, ``fully_shard`` and ``__all__``, so
+a name that a new torch adds turns that test red.
+
+Refused with NotImplementedError, which says what to do instead:
+
+* ``CPUOffloadPolicy``; ``OffloadPolicy()`` is accepted
+* an integer ``reshard_after_forward``
+* a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
+* ``dp_mesh_dims`` that join several axes into one
+* the methods of ``Unavailable``
+
+Refused with ValueError: a tie of parameters across units; float8 parameters; a unit with some parameters on the meta
+device and some not; a module list as one argument (``list(modules)`` makes one unit).
+
+Refused with TypeError: copying or pickling a sharded module, converting one to another dtype or device.
+
+Refused with TypeError or ValueError by name: parameters that are wrapper subclasses (torchao's NF4) or have
+``fsdp_pre_all_gather``; data-parallel mesh axes named for model parallelism that ``dp_mesh_dims`` does not name.
+
+Raise an error when they run:
+
+* LBFGS and Muon; Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
+* ``distribute_tensor(whole, param.device_mesh, param.placements)``: use ``param.copy_(whole)`` or
+  ``model.load_state_dict(whole)``
+* ``dcp.async_save``
+* a backward through a reduction of sharded parameters
+* ``load_state_dict(assign=True)``, at the next forward
+* second derivatives through sharded parameters (``create_graph=True``), which are not supported
+* a backward after the caller changed a view that a unit returned in place (``unit(x).mul_(2)`` of a unit that returns
+  ``y.t().t()``), as with FSDP2: ``clone()`` the output
+
+Behave otherwise than in FSDP2:
+
+* Main weights are float32 for bfloat16 and float16 parameters too.
+* All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
+  device.
+* Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
+* Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
+* The weights of a list of modules are gathered at each module's forward, not once for all of them.
+* ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
+* ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
+* ``clip_grad_norm_`` returns a plain tensor, not a DTensor.
+* torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
+  ``MainWeightAdamW.init_state()`` before it avoids the step, as ``save_checkpoint`` does.
+* A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
+  next forward. ``tensor[i]`` and views that keep rows are seen.
+* Moments in float16 and float8 have a scale for each row, and float8 second moments are approximate.
+  ``load_checkpoint`` refuses moments of another dtype than the checkpoint's.
+
+Limits:
+
+* Only gloo on CPU was run, with torch 2.11, 2.13 and 2.14; ``tests/gpu`` has what a GPU should be tried with.
+* On the CPU each buffer of a group is gathered by itself. Coalesced gathers, several under way, break the memory of a
+  process with torch 2.13's gloo (``malloc(): unaligned tcache chunk detected``), also without this package. A program
+  that issues some of its own beside ours can still meet that.
+* The optimizer is bit for bit fused AdamW on a rank's rows. Across numbers of ranks the last bit may differ on CPU,
+  because torch's kernel rounds the tail of a tensor differently. So may gradients, whose sums depend on the number of
+  ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed import fsdp
@@ -14,7 +75,6 @@ from torch.distributed.tensor import Shard
 
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.precision import MixedPrecisionPolicy
-from torch_impl.unavailable import refuse
 
 
 @dataclass(frozen=True)
@@ -48,7 +108,7 @@ def policy_of(value: object) -> MixedPrecisionPolicy:
 
 
 def check_offload(policy: object) -> None:
-    """NotImplementedError for a policy that offloads, TypeError for what is no policy."""
+    """NotImplementedError for a policy that offloads, TypeError for anything that is not a policy."""
     if policy is None or type(policy) is OffloadPolicy:
         return
     if isinstance(policy, CPUOffloadPolicy):
@@ -60,7 +120,7 @@ def check_offload(policy: object) -> None:
 
 
 def reshard_of(reshard_after_forward: object) -> bool | None:
-    """NotImplementedError for a number of ranks to reshard to, TypeError for what is no bool or None."""
+    """NotImplementedError for a number of ranks to reshard to, TypeError unless a bool or None is given."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if isinstance(reshard_after_forward, int):
@@ -115,3 +175,83 @@ def data_parallel_axes(
             raise ValueError(f"strategy: expected 'no_shard' without an axis to shard over, got {strategy!r}")
         strategy = "no_shard"
     return mesh[tuple(names)], strategy
+
+
+def refuse(what: str, instead: str) -> NoReturn:
+    """Raise the NotImplementedError of everything in this module."""
+    raise NotImplementedError(f"{what} is not available: {instead}")
+
+
+class Unavailable:
+    """Methods of ``torch.distributed.fsdp.FSDPModule`` that raise NotImplementedError.
+
+    Those that say "Only ..." accept the value that describes what this package does.
+    """
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        refuse(
+            "set_custom_all_gather",
+            "gathers are issued by torch_impl.comm.collectives, in place in the flat buffers",
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        refuse(
+            "set_custom_reduce_scatter",
+            "reductions are issued by torch_impl.comm.collectives, from the flat gradient buffers",
+        )
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        refuse(
+            "set_all_reduce_hook",
+            "use a mesh of two axes, whose outer one is reduced by the package, or change the gradients after backward",
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Only False."""
+        if enable:
+            refuse(
+                "set_allocate_memory_from_process_group_for_comm(True)",
+                "collectives work in the flat buffers, without staging buffers; leave the call out",
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        refuse(
+            "set_symm_mem_for_comm",
+            "collectives work in the flat buffers, without staging buffers; leave the call out",
+        )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Only True."""
+        if not unshard_in_backward:
+            refuse(
+                "set_unshard_in_backward(False)",
+                "a backward that needs the weights after all would read freed memory; set_reshard_after_forward(False) "
+                "saves the second gather",
+            )
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Only False."""
+        if reduce_scatter_unused_params:
+            refuse(
+                "set_reduce_scatter_unused_params(True)",
+                "a parameter without gradient counts as zero when any other of its unit has one, so ranks may use "
+                "different parameters of a unit; units that only some ranks use must be merged into one",
+            )
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Only 2, the number of buffers that there are."""
+        if max_input_buffers != 2:
+            refuse(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r})",
+                "gradient buffers of at most two units are alive; leave the call out",
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Only False."""
+        if enable:
+            refuse(
+                "set_separate_reduce_scatter_group(True)",
+                "gathers and reductions share the process group of their mesh axis; leave the call out",
+            )

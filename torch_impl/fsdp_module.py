@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_impl.fsdp2 import Unavailable
 from torch_impl.options import check_divisor
 from torch_impl.runtime.memory import MemoryReport, memory_report
 from torch_impl.runtime.pool_plan import BufferPlan
 from torch_impl.runtime.unit import Unit
-from torch_impl.unavailable import Unavailable
 
 _COPY_ADVICE = (
     "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "

@@ -21,7 +21,7 @@ from tests.support.torch_impl.toy import (
     mse,
     sharded_toy,
 )
-from torch_impl.dtensor.tensor import row_range_of
+from torch_impl.dtensor.local import row_range_of
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

@@ -1,4 +1,4 @@
-"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python tests/support/versions.py low new``.
+"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python versions.py low new``.
 
 Each end gets an environment of its own, ``.venv-low`` or ``.venv-new``, and runs there the tests of ``SLICE``, the
 relay's ``quick`` configuration and a conversion. This script itself needs the standard library only.

@@ -252,15 +252,14 @@ def test_halves_of_a_fused_tensor_are_right_wherever_a_shard_ends(ranks: RankGro
 
 # Which modules may use names that torch does not promise to keep, so that a new version is followed in few places.
 PRIVATE = {
-    "adamw_update.py",
-    "autograd.py",
-    "collectives.py",
-    "dtensor.py",
-    "dtensor_ops.py",
-    "dtensor_reductions.py",
-    "full_state_dict.py",
-    "nonfinite.py",
-    "row_shard.py",
+    "checkpoint/full_state_dict.py",
+    "comm/collectives.py",
+    "diagnostics/nonfinite.py",
+    "dtensor/ops.py",
+    "dtensor/tensor.py",
+    "dtensor/views.py",
+    "optimizer/update.py",
+    "runtime/autograd.py",
 }
 
 
@@ -293,7 +292,8 @@ def private_names(path: Path) -> set[str]:
 
 
 def test_private_names_of_torch_are_used_where_they_are_declared() -> None:
-    users = {path.name: names for path in PACKAGE.rglob("*.py") if (names := private_names(path))}
+    found = {path.relative_to(PACKAGE).as_posix(): private_names(path) for path in PACKAGE.rglob("*.py")}
+    users = {name: names for name, names in found.items() if names}
     assert set(users) <= PRIVATE, {name: users[name] for name in set(users) - PRIVATE}
 
 

@@ -223,7 +223,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 def _check_report(model: nn.Module, policy: ShardingPolicy, units: dict[str, tuple[str, str]]) -> None:
     world = dist.get_world_size()
     plain = dict(decoder().named_parameters())
-    report = torch_impl.diagnostics.layout_report(model)
+    report = torch_impl.layout_report(model)
     assert {unit.name for unit in report.units} == set(units)
     assert report.ignored == ()
     for unit in report.units:
@@ -480,7 +480,7 @@ def given_mesh() -> None:
         assert model.norm.weight.device_mesh is one
     # Part of a larger mesh: its ranks are those that the policy speaks of.
     model = policy_of("layers.*", mesh={"dp": 2}).apply(decoder(), mesh=mesh["dp"])
-    assert torch_impl.diagnostics.layout_report(model).units[0].groups[0].mesh == (2,)
+    assert torch_impl.layout_report(model).units[0].groups[0].mesh == (2,)
     made = ShardingPolicy.load("hsdp").apply(decoder(), device_type="cpu")
     assert made.norm.weight.device_mesh.mesh_dim_names == ("dp_outer", "dp")
 
@@ -493,11 +493,11 @@ def shared_and_low() -> None:
     model = policy_of().apply(Shared())
     assert [name for name, _ in model.named_parameters()] == ["a.0.weight", "a.0.bias"]
     low = policy_of("layers.*").apply(decoder().bfloat16())
-    (group,) = torch_impl.diagnostics.layout_report(low).units[0].groups
+    (group,) = torch_impl.layout_report(low).units[0].groups
     assert (group.main_dtype, group.compute_dtype, group.grad_dtype) == ("float32",) * 3
     chosen = PrecisionPolicy("float64", "bfloat16", "float16", "float32")
     wide = policy_of("layers.*", precision=chosen).apply(decoder().double())
-    (group,) = torch_impl.diagnostics.layout_report(wide).units[0].groups
+    (group,) = torch_impl.layout_report(wide).units[0].groups
     found = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
     assert found == ("float64", "bfloat16", "float16", "float32")
 

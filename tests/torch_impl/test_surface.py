@@ -26,7 +26,7 @@ from tests.support.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl.unavailable import Unavailable
+from torch_impl.fsdp2 import Unavailable
 
 # Arguments with which FSDP2's methods are called; a method that is missing here is new in this version of torch.
 CALLS: dict[str, tuple[Any, ...]] = {

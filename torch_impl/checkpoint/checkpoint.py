@@ -24,29 +24,36 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
 from bridge.formats.files.atomic import AtomicDirectory
 from torch_impl.checkpoint.contents import (
+    GroupUpdate,
     drop_state,
     is_stateless,
     materialize_state,
     model_tensors,
     named_tensors,
     optimizer_tensors,
+    plan_group_updates,
     state_tree,
     train_values,
 )
-from torch_impl.checkpoint.hyperparameters import GroupUpdate, plan_group_updates
-from torch_impl.checkpoint.shared_directory import SharedDirectoryWriter
 from torch_impl.comm.agreement import agree, rank
-from torch_impl.dtensor.ops import count_write
-from torch_impl.dtensor.tensor import local_boxes, local_pieces
+from torch_impl.dtensor.local import local_boxes, local_pieces
+from torch_impl.dtensor.tensor import count_write
 
+# Names in an error, of which a model may have thousands.
 _SHOWN = 10
+# What most often explains that names or dtypes differ.
 _SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
 
 
@@ -76,6 +83,7 @@ def save_checkpoint(
 
     def prepare() -> dict[str, Any]:
         nonlocal directory
+        # Before the directory: state that cannot be saved leaves nothing on disk.
         tree = state_tree(model, optimizer, train)
         if rank() == 0:
             directory = AtomicDirectory(path)
@@ -84,8 +92,10 @@ def save_checkpoint(
     try:
         tree, temporary = agree(prepare, lambda _: str(directory and directory.temporary))
         agree(lambda: _write(tree, str(temporary), Path(path).name))
+        # A rank that returned before the commit could start a run from a path that is not there yet.
         agree(lambda: directory.commit() if directory else None)
     except BaseException:
+        # BaseException, so that a KeyboardInterrupt leaves no half-written directory either.
         if directory is not None:
             directory.abort()
         raise
@@ -95,9 +105,11 @@ def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
     planner = dcp.DefaultSavePlanner()
     try:
         with warnings.catch_warnings():
+            # One process without a process group is a supported way to save.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(dict(tree), storage_writer=SharedDirectoryWriter(directory, name), planner=planner)
     except CheckpointException as error:
+        # Its own text is a traceback for each rank.
         causes = [f"rank {k}: {type(e).__name__}: {e}" for k, (e, _) in sorted(error.failures.items())]
         raise CheckpointError(f"saving {name} failed: {'; '.join(causes)}") from error
 
@@ -118,14 +130,15 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        CheckpointError: damaged, or of another model or other moment dtypes (the names or tensors that differ are
-            listed).
+        CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
+            lists the names or tensors that differ).
         ValueError: the optimizer's initial state is not known.
     """
     added: list[torch.Tensor] = []
 
     def stage() -> _Staged:
         if optimizer is not None:
+            # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(path) as reader:
             return _stage(reader, model, optimizer)
@@ -133,6 +146,7 @@ def load_checkpoint(
     try:
         staged, _ = agree(stage)
     except BaseException:
+        # A load that fails leaves the optimizer as it was.
         if optimizer is not None:
             drop_state(optimizer, added)
         raise
@@ -170,6 +184,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:
         live |= named_tensors({"optimizer": {"state": optimizer_tensors(model, optimizer)}})
+        # Asked first: the list of all missing names would say the same less clearly.
         stored = any(name.startswith("optimizer.state.") for name in reader.tensors)
         if not stored and not is_stateless(optimizer):
             raise CheckpointError(
@@ -188,6 +203,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
 
 
 def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+    # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
     ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
     stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
     expected = set(live)
@@ -223,6 +239,7 @@ def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
     """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
     if isinstance(tensor, DTensor):
         return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
+    # A plain tensor is whole on every rank, and each rank reads all of it.
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
@@ -231,3 +248,31 @@ def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> 
     # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
     return flat.view(like.dtype).view(box.sizes)
+
+
+class SharedDirectoryWriter(FileSystemWriter):
+    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        super().__init__(directory, sync_files=True)
+        self._directory = Path(directory)
+        self._name = name
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
+            )
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # torch pickles the error for the other ranks, which an exception with arguments of its own may not survive.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def storage_meta(self) -> StorageMeta:
+        # torch would record the temporary directory's path.
+        return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)

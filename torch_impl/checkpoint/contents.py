@@ -1,4 +1,4 @@
-"""A training run's state as one tree, named as checkpoints name it.
+"""A training run's state as one tree, named as checkpoints name it, and a run's hyperparameters from a checkpoint.
 
 ::
 
@@ -13,6 +13,7 @@ Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from bridge.formats import CheckpointError, CheckpointReader
+
 # How to compute, not what: another run may choose otherwise without changing the result.
-IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_GROUPS = "optimizer.param_groups."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is no tensor."""
+    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is not a tensor."""
     tensors = model.state_dict(keep_vars=True)
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -37,6 +41,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The fqns of each parameter group's parameters; ValueError for a parameter that the model has not."""
+    # By identity: tensors compare by their elements.
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     names = []
     for i, group in enumerate(optimizer.param_groups):
@@ -54,7 +59,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
     """``{fqn: {"exp_avg": live tensor, ...}}`` of every parameter that the optimizer updates.
 
     Parameters without state (frozen ones, or see ``materialize_state``) are left out. Raises ValueError for state that
-    is no tensor.
+    is not a tensor.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):
@@ -80,6 +85,7 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
     missing = [p for p in params if not optimizer.state.get(p)]
     if not missing or is_stateless(optimizer):
         return []
+    # MainWeightAdamW has it, and knows its moments' dtypes and where they live.
     init_state = getattr(optimizer, "init_state", None)
     if init_state is not None:
         init_state()
@@ -105,6 +111,7 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
         for parameter in group["params"]:
             if optimizer.state.get(parameter) or not parameter.requires_grad:
                 continue
+            # As Adam's own first step does: a step count on the device only where kernels read it there.
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             step = torch.zeros((), dtype=torch.float32, device=device)
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
@@ -146,14 +153,17 @@ def named_tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def _train_tensors(train: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for key, value in train.items():
+        # A dot separates the levels of a name, so a key that holds one would come back as two levels.
         if not isinstance(key, str) or not key or "." in key:
             raise ValueError(f"{'.'.join(path)}: expected keys that are str without '.', got {key!r}")
         here = (*path, key)
         if isinstance(value, Mapping):
             tensors[key] = _train_tensors(value, here)
+        # A bool is an int to Python, and would come back as one.
         elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             tensors[key] = torch.tensor(int(value), dtype=torch.int64)
         elif isinstance(value, np.ndarray):
+            # A copy, since torch warns about memory that it may not write to.
             tensors[key] = torch.from_numpy(value.copy())
         else:
             raise ValueError(
@@ -172,3 +182,82 @@ def train_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[last] = int(array) if array.shape == () and array.dtype == np.int64 else array
     return values
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """New values for one live parameter group."""
+
+    group: dict[str, Any]
+    values: dict[str, Any]
+
+    def apply(self) -> None:
+        for key, value in self.values.items():
+            current = self.group.get(key)
+            if isinstance(current, torch.Tensor):
+                # A captured graph holds this very tensor.
+                current.fill_(value)
+            else:
+                self.group[key] = value
+
+
+def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer) -> list[GroupUpdate]:
+    """The saved hyperparameters of every live group, found by the parameters it holds; nothing is modified.
+
+    Groups may have been saved in another order or split otherwise, as long as each live group's parameters were saved
+    in one group. Keys that choose an implementation (foreach, fused, ...) are not restored.
+
+    Raises:
+        CheckpointError: a live group's parameters come from several saved groups or from none, or a value is of
+            another kind than the live one.
+    """
+    saved = _saved_groups(reader)
+    # By parameter: an index says nothing where groups were saved in another order.
+    owner = {name: i for i, group in saved.items() for name in group.get("params") or ()}
+    updates = []
+    for i, names in enumerate(parameter_names(model, optimizer)):
+        # A checkpoint from elsewhere may hold one group that lists no parameters: that group is everyone's.
+        origins = {owner.get(name) for name in names} if owner else set(saved)
+        if len(origins) > 1 or None in origins:
+            found = ", ".join("none" if k is None else f"{_GROUPS}{k}" for k in sorted(origins, key=str))
+            raise CheckpointError(
+                f"{reader.path}: expected all parameters of optimizer group {i} in one saved group, found them in "
+                f"{found}"
+            )
+        group = optimizer.param_groups[i]
+        values = {key: value for k in origins if k is not None for key, value in saved[k].items()}
+        values = {k: v for k, v in values.items() if k != "params" and k not in _IMPLEMENTATION_KEYS}
+        updates.append(
+            GroupUpdate(group, {k: _like(group.get(k), v, f"{_GROUPS}{i}.{k}") for k, v in values.items()})
+        )
+    return updates
+
+
+def _saved_groups(reader: CheckpointReader) -> dict[int, dict[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for name in (*reader.objects, *reader.tensors):
+        if not name.startswith(_GROUPS):
+            continue
+        index, _, key = name.removeprefix(_GROUPS).partition(".")
+        if not index.isdecimal() or not key:
+            raise CheckpointError(f"{reader.path}: expected names like {_GROUPS}0.lr, found {name!r}")
+        value = reader.read(name).item() if name in reader.tensors else reader.objects[name]
+        groups.setdefault(int(index), {})[key] = value
+    return groups
+
+
+def _like(current: Any, value: Any, name: str) -> Any:
+    """``value`` as the kind of the live value: formats other than pickle turn tuples to lists and 1.0 to 1."""
+    if isinstance(current, tuple) and isinstance(value, (list, tuple)) and len(value) == len(current):
+        return tuple(_like(c, v, name) for c, v in zip(current, value, strict=True))
+    if (
+        isinstance(current, (float, torch.Tensor))
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+    ):
+        return float(value)
+    if current is not None and value is not None and type(current) is not type(value):
+        raise CheckpointError(
+            f"{name}: expected a {type(current).__name__} like {current!r}, found {type(value).__name__} {value!r}"
+        )
+    return value

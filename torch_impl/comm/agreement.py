@@ -1,14 +1,23 @@
-"""Failing together: an error on one rank becomes an error on all, instead of a hang on the others."""
+"""Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
+
+``agree`` exchanges the outcomes of an action. ``require_same_unit`` compares how the ranks shard a unit, once per unit.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import time
-from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from bridge.formats import CheckpointError
+from torch_impl.comm import collectives
+from torch_impl.comm.mesh import DataParallelMesh
 
 T = TypeVar("T")
 
@@ -51,7 +60,7 @@ def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -
 
     ``action`` must not communicate, or must fail on all ranks together. ``share(value)`` of rank 0, a small picklable
     value, reaches every rank in the same exchange. The error names each failing rank and its cause, keeps the type
-    of the first where that is a usual one (file exists, not found, ...) and is a CheckpointError else.
+    of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise.
     """
     cause: Exception | None = None
     try:
@@ -79,3 +88,46 @@ def _describe(failed: dict[int, _Report], world: int) -> str:
     if len(texts) == 1 and len(failed) == world:
         return texts.pop()
     return "\n".join(f"rank {k} of {world}: {r.error}: {r.message}" for k, r in failed.items())
+
+
+def require_same_unit(
+    unit: str, description: Mapping[str, Any], mesh: DataParallelMesh, device: torch.device
+) -> None:
+    """Compare ``description`` (JSON values) over the ranks of ``mesh`` by a small all-gather of its SHA-256 an axis.
+
+    ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
+    as they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
+    """
+    # Digests first: descriptions of large units are long, and nearly always equal.
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+    mine = everyone = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        before, everyone = everyone, everyone.new_empty(size * everyone.numel())
+        collectives.all_gather([everyone], [before], group)
+    if torch.equal(everyone, mine.repeat(mesh.size)):
+        return
+    descriptions: list[Any] = [dict(description)]
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, descriptions, group=group)
+        descriptions = list(itertools.chain.from_iterable(gathered))
+    first = descriptions[0]
+    rank, other = next((k, d) for k, d in enumerate(descriptions) if d != first)
+    raise ValueError(f"fully_shard of {unit}: ranks differ: {_first_difference(first, rank, other)}")
+
+
+def _first_difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
+    ours, theirs = first["parameters"], other["parameters"]
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            return f"rank 0 has {_parameter(a)}, rank {rank} has {_parameter(b)}"
+    if len(ours) != len(theirs):
+        longer, holder, lacking = (ours, 0, rank) if len(ours) > len(theirs) else (theirs, rank, 0)
+        return f"rank {holder} has {_parameter(longer[min(len(ours), len(theirs))])}, rank {lacking} lacks it"
+    key = next(k for k in first if first[k] != other.get(k))
+    return f"{key}: rank 0 has {first[key]!r}, rank {rank} has {other.get(key)!r}"
+
+
+def _parameter(entry: list[Any]) -> str:
+    name, shape, dtype, requires_grad = entry
+    return f"{name} {tuple(shape)} {dtype}{'' if requires_grad else ' frozen'}"

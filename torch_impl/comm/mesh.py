@@ -14,10 +14,13 @@ so that an all-gather over the outer axis turns the finer shards into the coarse
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.dtensor.placement import check_order, shard_index
+_ordered_meshes: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
 
 
 class DataParallelMesh:
@@ -47,10 +50,50 @@ class DataParallelMesh:
         """Number of ranks on all axes."""
         return math.prod(self.sizes)
 
-    def shards(self, axes: int) -> int:
-        """Into how many shards the ``axes`` innermost axes cut a buffer."""
-        return math.prod(self.sizes[:axes])
+    def shards(self, level: int) -> int:
+        """Into how many shards the ``level`` innermost axes cut a buffer."""
+        return math.prod(self.sizes[:level])
 
-    def index(self, axes: int) -> int:
-        """Which of these this rank holds."""
-        return shard_index(self.mesh, range(self.ndim - axes, self.ndim))
+    def index(self, level: int) -> int:
+        """Which of these shards this rank holds."""
+        return shard_index(self.mesh, range(self.ndim - level, self.ndim))
+
+
+def shard_index(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None) -> int:
+    """Which shard of rows cut over ``axes`` (outer to inner) lies on a mesh coordinate (default: this rank's)."""
+    coordinate = coordinate_of(mesh) if coordinate is None else coordinate
+    index = 0
+    # The inner coordinate is the most significant: an outer axis cuts the shards of the inner one further.
+    for axis in reversed(axes):
+        index = index * mesh.size(axis) + coordinate[axis]
+    return index
+
+
+def coordinate_of(mesh: DeviceMesh) -> Sequence[int]:
+    """This rank's coordinate; RuntimeError when it is not in the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise RuntimeError(f"expected a rank of the tensor's mesh {mesh}, got rank {dist.get_rank()}")
+    return coordinate
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """ValueError unless process groups list ranks as the mesh does, in which order gathers lay out what they get.
+
+    torch sorts the ranks of some groups.
+    """
+    # Asked for every tensor that is made.
+    if mesh in _ordered_meshes:
+        return
+    coordinate = coordinate_of(mesh)
+    for axis in range(mesh.ndim):
+        index: list[int | slice] = list(coordinate)
+        index[axis] = slice(None)
+        along = mesh.mesh[tuple(index)].tolist()
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        if ranks != along:
+            raise ValueError(
+                f"mesh {mesh}: expected the ranks along axis {axis} in the order of their process group, {ranks}, got "
+                f"{along}; number the mesh in ascending order"
+            )
+    _ordered_meshes[mesh] = True

@@ -12,11 +12,11 @@ from torch import nn
 
 from torch_impl.comm import collectives
 from torch_impl.comm.streams import Step, Streams, Transfer
-from torch_impl.diagnostics.model_tensors import named_units
+from torch_impl.diagnostics.tensors import named_units
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# Of what no unit began: the exchange at fully_shard, full_tensor, norms.
-ELSEWHERE = "elsewhere"
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+# What no unit began: the exchange at fully_shard, full_tensor, norms.
+_ELSEWHERE = "elsewhere"
 
 
 class CollectiveCount:
@@ -43,10 +43,10 @@ class CollectiveCount:
     def __str__(self) -> str:
         units = list(dict.fromkeys(unit for unit, _ in self.calls_of))
         width = max([len("unit"), *(len(unit or "(root)") for unit in units)])
-        lines = ["unit".ljust(width) + "".join(f"{kind:>32}" for kind in KINDS)]
+        lines = ["unit".ljust(width) + "".join(f"{kind:>32}" for kind in _KINDS)]
         for unit in [*units, None]:
             line = ("total" if unit is None else unit or "(root)").ljust(width)
-            for kind in KINDS:
+            for kind in _KINDS:
                 calls = self.calls[kind] if unit is None else self.calls_of[unit, kind]
                 nbytes = self.nbytes[kind] if unit is None else self.bytes_of[unit, kind]
                 line += f"{calls:>10} x{nbytes:>18,} B"
@@ -57,8 +57,8 @@ class CollectiveCount:
 @contextmanager
 def count_collectives(model: nn.Module | None = None) -> Iterator[CollectiveCount]:
     """Count this rank's collectives while the context is open; by unit with a ``model``."""
-    count, current = CollectiveCount(), [ELSEWHERE]
-    originals = {kind: getattr(collectives, kind) for kind in KINDS}
+    count, current = CollectiveCount(), [_ELSEWHERE]
+    originals = {kind: getattr(collectives, kind) for kind in _KINDS}
     units = {} if model is None else named_units(model)
     schedules = {id(unit.schedule): unit.schedule for unit in units}.values()
     plain = [schedule.streams for schedule in schedules]
@@ -122,4 +122,4 @@ class _LabelledStreams:
 
 
 def _by_kind(counter: Counter[tuple[str, str]]) -> dict[str, int]:
-    return {kind: sum(value for (_, of), value in counter.items() if of == kind) for kind in KINDS}
+    return {kind: sum(value for (_, of), value in counter.items() if of == kind) for kind in _KINDS}

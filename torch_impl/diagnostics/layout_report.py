@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_impl.diagnostics.model_tensors import named_units
+from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.unit import Unit
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from bridge.sharding.rows import Box
 from torch_impl.comm.agreement import rank
-from torch_impl.diagnostics.model_tensors import named_main_parameters, process_groups
-from torch_impl.dtensor.tensor import is_partial, local_boxes, local_of, local_pieces
+from torch_impl.diagnostics.tensors import named_main_parameters, process_groups
+from torch_impl.dtensor.local import is_partial, local_boxes, local_of, local_pieces
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from torch_impl.dtensor import tensor as dtensor
+from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import replicated, row_axes
+from torch_impl.dtensor.tensor import wrap_like, wrap_rows
 
 
 class Placing(NamedTuple):
@@ -28,11 +29,12 @@ class Placing(NamedTuple):
     shape: torch.Size
 
     def wrap(self, local: torch.Tensor) -> Any:
+        # Plain scalars alone took part.
         if self.origin is None:
             return local
         if self.shape == self.origin.shape:
-            return dtensor.wrap_like(self.origin, local)
-        return dtensor.wrap_rows(self.origin, local, self.shape, dtensor.row_bounds_of(self.origin))
+            return wrap_like(self.origin, local)
+        return wrap_rows(self.origin, local, self.shape, row_bounds_of(self.origin))
 
 
 def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
@@ -41,17 +43,20 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
     Raises RuntimeError for tensors that are cut otherwise, and for plain ones other than scalars: nothing says that
     they are equal on all ranks.
     """
+    # An optimizer's step asks for every parameter; row bounds are as long as there are ranks.
     if all(_like_first(operands[0], one) for one in operands):
-        return [_local(one) for one in operands], Placing(operands[0], operands[0].shape)
+        return [local_of(one) for one in operands], Placing(operands[0], operands[0].shape)
     tensors = [one for one in operands if isinstance(one, torch.Tensor) and not _is_scalar(one)]
     sharded = [one for one in tensors if isinstance(one, DTensor)]
     if not sharded:
+        # Scalars only, or plain tensors among themselves: a DTensor among the scalars makes the result one.
         scalar = None if tensors else next((one for one in operands if isinstance(one, DTensor)), None)
-        return [_local(one) for one in operands], Placing(scalar, torch.Size())
+        return [local_of(one) for one in operands], Placing(scalar, torch.Size())
     first = sharded[0]
     if len(sharded) == len(tensors) and all(_cut(one) == _cut(first) for one in sharded[1:]):
-        return [_local(one) for one in operands], Placing(first, first.shape)
+        return [local_of(one) for one in operands], Placing(first, first.shape)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    # A cut tensor, if there is one, says where the rows of all others are cut.
     origin = next((one for one in sharded if _has_rows_of(one, shape)), first)
     if any(not _fits(one, origin, shape) for one in tensors):
         found = ", ".join(map(_describe, tensors))
@@ -61,6 +66,7 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
 
 def _like_first(first: Any, other: Any) -> bool:
     """Whether two DTensors share their placement as objects: the usual case, seen without comparing anything long."""
+    # A replicated scalar may stand beside tensors that are cut: the long way decides.
     if not isinstance(first, DTensor) or first.ndim == 0:
         return False
     if not isinstance(other, DTensor):
@@ -81,10 +87,6 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 0 and (not isinstance(tensor, DTensor) or replicated(tensor.placements))
 
 
-def _local(value: Any) -> Any:
-    return dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
-
-
 def _cut(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.placements, tensor.shape, tensor.device_mesh
 
@@ -99,6 +101,7 @@ def _has_rows_of(tensor: DTensor, shape: torch.Size) -> bool:
 def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
     if not isinstance(tensor, DTensor) or tensor.device_mesh != origin.device_mesh:
         return False
+    # Broadcasting would need to know which part of a dimension, or of a sum, this rank has.
     if any(isinstance(placement, Shard | Partial) for placement in (*tensor.placements, *origin.placements)):
         return False
     alike = tensor.placements == origin.placements and _has_rows_of(tensor, shape)
@@ -107,11 +110,12 @@ def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
 
 def _rows_for(value: Any, origin: DTensor, shape: torch.Size) -> Any:
     """The local values of an operand beside the local rows of ``origin``."""
-    local = _local(value)
+    local = local_of(value)
     cut = row_axes(origin.placements) and isinstance(value, DTensor) and not _is_scalar(value)
+    # Fits already: nothing is cut, or the operand is cut as the origin is.
     if not cut or row_axes(value.placements):
         return local
-    r0, r1 = dtensor.row_range_of(origin)
+    r0, r1 = row_range_of(origin)
     if len(shape) == 1:
         return local.expand(shape)[r0:r1]
     local = local.view((1,) * (len(shape) - local.ndim) + tuple(local.shape))

@@ -2,33 +2,34 @@
 
 Element-wise operators act on the local rows when all their DTensors are cut alike; the other operands must be scalars.
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
-Reductions are in ``dtensor_reductions``, random values in ``dtensor_random``, views in ``dtensor_views``.
+Reductions are in ``reductions``, random values in ``random``, views in ``views``.
 
-Operators run below autograd here, where torch does not count in-place changes of the local tensors, and fused
-optimizers never do. Every write is counted explicitly, because compute weights are refreshed by that count.
+Operators run below autograd here, where torch does not count in-place changes of the local tensors. Fused optimizers do
+not count theirs anywhere. Compute weights are refreshed by that count, so every write is counted explicitly.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_impl.dtensor import tensor as dtensor
-from torch_impl.dtensor.matrix import outer_product, zeros_of
+from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_of
 from torch_impl.dtensor.operands import align
-from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.placement import is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
 from torch_impl.dtensor.views import VIEWS, row_view
 
 _aten = torch.ops.aten
 
 _SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
+# Element-wise, though torch does not tag them so.
 _LIKE = {
     _aten.clone.default,
     _aten._to_copy.default,
@@ -43,23 +44,24 @@ _LIKE = {
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
 }
+# The same on the terms of a sum as on the sum.
 _RIGHT_ON_PARTIAL = {
     _aten.zero_.default,
     _aten._foreach_zero_.default,
     _aten.zeros_like.default,
     _aten.clone.default,
 }
-
-
+# Adafactor estimates second moments by the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
     sharded = list(_dtensors((args, kwargs)))
-    first = next(one for one in sharded if isinstance(one, dtensor.RowDTensor))
+    first = next(one for one in sharded if isinstance(one, RowDTensor))
+    # Before partial tensors are refused: these are right on them too.
     if func in _SAME_TENSOR:
-        return dtensor.wrap_like(first, dtensor.local_of(first))
+        return wrap_like(first, local_of(first))
     if _any_partial(sharded) and func not in _RIGHT_ON_PARTIAL:
         raise RuntimeError(
             f"{func}: the gradient was accumulated without reducing it over the ranks (no_sync, "
@@ -68,22 +70,25 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func in REDUCTIONS:
         return REDUCTIONS[func](func, *args, **kwargs)
-    if func in _PRODUCTS and (product := outer_product(*args)) is not NotImplemented:
+    if func in _PRODUCTS and (product := _outer_product(*args)) is not NotImplemented:
         return product
-    if func is _aten.new_zeros.default and (zeros := zeros_of(*args, **kwargs)) is not NotImplemented:
+    if func is _aten.new_zeros.default and (zeros := _zeros_of(*args, **kwargs)) is not NotImplemented:
         return zeros
+    # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
-    if func in RANDOM and isinstance(args[0], dtensor.RowDTensor):
+    if func in RANDOM and isinstance(args[0], RowDTensor):
         fill_randomly(func, *args, **kwargs)
         count_write(args[0])
         return args[0]
+    # A plain scalar is broadcast by the element-wise path.
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args)) is not None:
         return view
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
+    # DTensor itself is right where no rows are cut.
     if all(row_placement(one.placements) is None for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
@@ -91,11 +96,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         "reductions of the whole tensor are; use to_local() for this rank's rows or full_tensor() for all, and set all "
         "by copy_() of a whole tensor or before sharding"
     )
-
-
-def count_write(tensor: torch.Tensor) -> None:
-    """Record an in-place change of the local rows that torch itself does not count."""
-    torch.autograd.graph.increment_version(dtensor.local_of(tensor))
 
 
 def _dtensors(tree: Any) -> Iterator[DTensor]:
@@ -111,13 +111,9 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
 
 
 def _any_partial(tensors: Iterable[DTensor]) -> bool:
-    # Gradients and moments share the placements of their parameter, as objects.
+    # Gradients and moments share the placements of their parameter as objects, so few are looked at.
     placed = {id(one.placements): one for one in tensors}
-    return any(dtensor.is_partial(one) for one in placed.values())
-
-
-def _local(value: Any) -> Any:
-    return dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
+    return any(is_partial(one) for one in placed.values())
 
 
 def _is_mask(indices: Any) -> bool:
@@ -126,11 +122,11 @@ def _is_mask(indices: Any) -> bool:
 
 @functools.cache
 def _is_elementwise(func: Any) -> bool:
-    # Other random values than those of ``dtensor_random`` would differ between ranks that hold the same rows.
+    # Random values that ``random`` does not draw would differ between ranks that hold the same rows.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     name = func._schema.name
-    # What is no tensor, as a bool of all elements, would be that of this rank's rows.
+    # A result that is no tensor, such as one bool for all elements, would speak of this rank's rows only.
     if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in func._schema.returns):
         return False
     return (
@@ -147,12 +143,13 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for value in values
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
     ]
+    # A foreach operator: the k-th items of its lists belong together, and may be cut otherwise than the others.
     if lists:
         aligned = [align(func, operands) for operands in zip(*lists, strict=True)]
         columns = [list(column) for column in zip(*(locals_ for locals_, _ in aligned), strict=True)]
         placings = [placing for _, placing in aligned]
         of_list = {id(value): column for value, column in zip(lists, columns, strict=True)}
-        locals_ = [of_list[id(value)] if id(value) in of_list else _local(value) for value in values]
+        locals_ = [of_list[id(value)] if id(value) in of_list else local_of(value) for value in values]
     else:
         leaves, structure = pytree.tree_flatten(values)
         flat, placing = align(func, leaves)
@@ -160,6 +157,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
     written = _written(func)
     _count_writes(written, args, kwargs)
+    # An operator that writes returns its operand itself, which the program holds, not another DTensor over its rows.
     if written:
         return kwargs.get("out", args[0]) if func._schema.returns else None
     if isinstance(result, torch.Tensor):
@@ -183,7 +181,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 def _count_writes(written: Iterable[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
-        torch.autograd.graph.increment_version([dtensor.local_of(one) for one in _dtensors(value)])
+        torch.autograd.graph.increment_version([local_of(one) for one in _dtensors(value)])
 
 
 def _copy_rows(target: Any, source: torch.Tensor) -> Any:
@@ -191,7 +189,7 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
         raise RuntimeError(
             f"copy_: expected a tensor of shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
-    dtensor.local_of(target).copy_(dtensor.own_part(target, source))
+    local_of(target).copy_(own_part(target, source))
     count_write(target)
     return target
 
@@ -199,11 +197,12 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
 def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand an operator on tensors whose rows are not cut to DTensor itself, which may change shapes and placements."""
 
+    # A subclass would be asked again, without end.
     def plain_dtensor(value: Any) -> Any:
-        if not isinstance(value, dtensor.RowDTensor):
+        if not isinstance(value, RowDTensor):
             return value
         return DTensor.from_local(
-            dtensor.local_of(value),
+            local_of(value),
             value.device_mesh,
             value.placements,
             run_check=False,
@@ -212,3 +211,25 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
 
     return func(*pytree.tree_map(plain_dtensor, args), **pytree.tree_map(plain_dtensor, kwargs))
+
+
+def _zeros_of(tensor: Any, size: Sequence[int], **options: Any) -> Any:
+    """``new_zeros``: cut like ``tensor`` if it has as many rows in the same dimensions, else replicated.
+
+    NotImplemented for another shape than that of a tensor-parallel ``tensor``.
+    """
+    size, local, bounds = tuple(size), local_of(tensor), row_bounds_of(tensor)
+    if size == tuple(tensor.shape):
+        return wrap_like(tensor, local.new_zeros(local.shape, **options))
+    # How tensor-parallel axes cut another shape is for DTensor to say.
+    if is_tensor_parallel(tensor.placements):
+        return NotImplemented
+    # Optimizers make statistics of rows this way, which must be cut as the rows are.
+    if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
+        return wrap_rows(tensor, local.new_zeros(size, **options), size, None)
+    return wrap_rows(tensor, local.new_zeros(local.shape[0], size[-1], **options), size, bounds)
+
+
+def _outer_product(left: Any, right: Any) -> Any:
+    """``left @ right`` of (..., R, 1) and (..., 1, C): rows of their own. NotImplemented for other products."""
+    return left * right if left.shape[-1] == 1 else NotImplemented

@@ -10,21 +10,26 @@ innermost ``axes`` data-parallel axes. On coordinates (m, n, t) of a mesh (M, N,
     Partial       Partial      Shard(0)     its part of a sum, not cut
 
 Tensor-parallel axes cut first, as torch does: row bounds count the rows of what they leave to this rank.
+
+The whole tensor takes one all-gather over each axis that cuts rows, outer axis first. Of padded shards 0 to 3 on a mesh
+(2, 2), where shard n * 2 + m lies on (m, n)::
+
+    outer axis    (0, 0) has |0|    (1, 0) has |1|    both get |0 1|;  (0, 1) and (1, 1) get |2 3|
+    inner axis    (0, 0) has |0 1|  (0, 1) has |2 3|  both get |0 1 2 3|
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from bridge.sharding.rows import Box, rows_of
-
-_ordered_meshes: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
+from bridge.sharding.rows import Box, local_shape, rows_of
+from torch_impl.comm import collectives
+from torch_impl.comm.mesh import check_order, coordinate_of, shard_index
 
 
 class RowShard(Placement):
@@ -69,26 +74,10 @@ def row_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, RowShard))
 
 
-def shard_index(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None) -> int:
-    """Which shard of rows cut over ``axes`` (outer to inner) lies on a mesh coordinate (default: this rank's)."""
-    coordinate = coordinate_of(mesh) if coordinate is None else coordinate
-    index = 0
-    for axis in reversed(axes):
-        index = index * mesh.size(axis) + coordinate[axis]
-    return index
-
-
-def coordinate_of(mesh: DeviceMesh) -> Sequence[int]:
-    """This rank's coordinate; RuntimeError when it is not in the mesh."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise RuntimeError(f"expected a rank of the tensor's mesh {mesh}, got rank {dist.get_rank()}")
-    return coordinate
-
-
 def tensor_parallel_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
     """The part of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
     offsets, sizes = [0] * len(shape), list(shape)
+    # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             lengths = chunk_lengths(sizes[placement.dim], mesh.size(axis))
@@ -114,6 +103,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
                 f"tensor_parallel placement of a tensor of shape {tuple(shape)}: expected Replicate() or Shard(dim) "
                 f"with 0 <= dim < {len(shape)}, got {placement}"
             )
+    # Every tensor is checked, since gathers would put rows in the wrong place without an error.
     check_order(mesh)
     rows = row_placement(placements)
     if rows is None:
@@ -129,25 +119,31 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
         )
 
 
-def check_order(mesh: DeviceMesh) -> None:
-    """ValueError unless process groups list ranks as the mesh does, in which order gathers lay out what they get.
+def local_sizes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The shape of this rank's local tensor, of a tensor of this global shape. ValueError as ``check_placements``."""
+    check_placements(shape, mesh, placements)
+    sizes = tensor_parallel_box(shape, mesh, placements).sizes
+    rows = row_placement(placements)
+    if rows is None:
+        return sizes
+    shard = shard_index(mesh, row_axes(placements))
+    return local_shape(sizes, rows.bounds[shard + 1] - rows.bounds[shard])
 
-    torch sorts the ranks of some groups.
-    """
-    if mesh in _ordered_meshes:
-        return
-    coordinate = coordinate_of(mesh)
-    for axis in range(mesh.ndim):
-        index: list[int | slice] = list(coordinate)
-        index[axis] = slice(None)
-        along = mesh.mesh[tuple(index)].tolist()
-        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-        if ranks != along:
-            raise ValueError(
-                f"mesh {mesh}: expected the ranks along axis {axis} in the order of their process group, {ranks}, got "
-                f"{along}; number the mesh in ascending order"
-            )
-    _ordered_meshes[mesh] = True
+
+def check_local(
+    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], expected: Sequence[int]
+) -> None:
+    """ValueError unless a local tensor of a tensor of this global shape has the expected shape."""
+    if tuple(local.shape) != tuple(expected):
+        raise ValueError(
+            f"local tensor of a tensor of shape {tuple(shape)} under {tuple(placements)}: expected shape "
+            f"{tuple(expected)}, got {tuple(local.shape)}"
+        )
+
+
+def is_tensor_parallel(placements: Sequence[Placement]) -> bool:
+    """Whether ranks of a tensor-parallel axis hold different parts of the tensor."""
+    return any(isinstance(placement, Shard) for placement in placements)
 
 
 def replicated(placements: Sequence[Placement]) -> bool:
@@ -158,3 +154,54 @@ def replicated(placements: Sequence[Placement]) -> bool:
 def cut_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
     """Mesh axes whose ranks hold different elements: those that a reduction of the tensor has to combine."""
     return tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def gather(
+    local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """A tensor of global ``shape`` in memory of its own, equal on all ranks, from the ranks' ``local`` parts."""
+    return _gather_tensor_parallel(_gather_rows(local, shape, mesh, placements), shape, mesh, placements)
+
+
+def _gather_rows(
+    local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """All rows of what the tensor-parallel axes leave to this rank."""
+    rows = row_placement(placements)
+    if rows is None:
+        return local.clone()
+    sizes = tensor_parallel_box(shape, mesh, placements).sizes
+    row_size, _ = rows_of(sizes)
+    lengths = [(r1 - r0) * row_size for r0, r1 in itertools.pairwise(rows.bounds)]
+    # All ranks know all bounds, so all leave a gather of nothing out.
+    if not any(lengths):
+        return local.new_empty(sizes)
+    # Shards are unequal, and gloo gathers only equal ones: each is padded to the longest.
+    gathered = local.new_zeros(max(lengths))
+    gathered[: local.numel()] = local.reshape(-1)
+    for axis in row_axes(placements):
+        part, gathered = gathered, local.new_empty(mesh.size(axis) * gathered.numel())
+        collectives.all_gather([gathered], [part], mesh.get_group(axis))
+    shards = gathered.view(-1, max(lengths))
+    return torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)]).view(sizes)
+
+
+def _gather_tensor_parallel(
+    part: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    # The axis that cut last is gathered first.
+    for axis, placement in reversed(list(enumerate(placements))):
+        if not isinstance(placement, Shard):
+            continue
+        dim = placement.dim
+        lengths = chunk_lengths(
+            tensor_parallel_box(shape, mesh, placements[:axis]).sizes[dim], mesh.size(axis)
+        )
+        # The cut dimension comes first, so that each rank's part is one contiguous piece of what is gathered.
+        padded = part.new_zeros(max(lengths), *part.shape[:dim], *part.shape[dim + 1 :])
+        padded[: part.shape[dim]] = part.movedim(dim, 0)
+        gathered = padded.new_empty(len(lengths), *padded.shape)
+        if padded.numel():
+            collectives.all_gather([gathered.view(-1)], [padded.view(-1)], mesh.get_group(axis))
+        part = torch.cat([gathered[k, :length] for k, length in enumerate(lengths)]).movedim(0, dim)
+    return part.contiguous()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from torch_impl.comm import collectives
-from torch_impl.dtensor import tensor as dtensor
-from torch_impl.dtensor.placement import coordinate_of
+from torch_impl.comm.mesh import coordinate_of
+from torch_impl.dtensor.local import local_of, own_part
 
 _aten = torch.ops.aten
 
@@ -36,20 +36,23 @@ RANDOM = {
 
 def fill_randomly(func: Any, tensor: Any, *args: Any, generator: torch.Generator | None = None) -> None:
     """Run ``func``, one of ``RANDOM``, on the whole tensor; each rank keeps its part. A collective over the mesh."""
-    local = dtensor.local_of(tensor)
+    local = local_of(tensor)
+    # A single process would draw nothing either.
     if not tensor.numel():
         return
+    # Values do not exist yet, so no rank needs another's generator and nothing is communicated.
     if local.is_meta:
         func(local, *args, generator=generator)
         return
     own_state = _state_of(generator, local.device)
     state = _of_first_rank(own_state, tensor)
+    # A generator of its own, so that this rank's stays as it was.
     if not torch.equal(state, own_state):
         generator = torch.Generator(local.device)
         generator.set_state(state)
     whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     func(whole, *args, generator=generator)
-    local.copy_(dtensor.own_part(tensor, whole))
+    local.copy_(own_part(tensor, whole))
 
 
 def _state_of(generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
@@ -63,8 +66,9 @@ def _state_of(generator: torch.Generator | None, device: torch.device) -> torch.
 
 def _of_first_rank(state: torch.Tensor, tensor: Any) -> torch.Tensor:
     mesh = tensor.device_mesh
-    shared = state.to(dtensor.local_of(tensor).device, copy=True)
+    shared = state.to(local_of(tensor).device, copy=True)
     for axis, at in enumerate(coordinate_of(mesh)):
+        # A sum over the axis of one state and zeros: a broadcast by the collectives that there are.
         if at > 0:
             shared.zero_()
         collectives.all_reduce(shared, mesh.get_group(axis))

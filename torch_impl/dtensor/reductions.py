@@ -1,12 +1,21 @@
 """Reductions of a ``RowDTensor``: right on any cut of rows.
 
 Reductions of the whole tensor (norms, sum, mean, extrema, any, all, equal) combine the results of the ranks that hold
-different elements, so that replicas count once, and return a plain tensor that is equal on all ranks. Like every
-collective they must be reached by all ranks. Norms and means along a dimension are in ``dtensor_matrix``.
+different elements, so that replicas count once. Their result is a plain tensor that is equal on all ranks. All ranks
+must reach them, as every collective.
+
+Norms and means along one of the last two dimensions, which Adafactor needs, return a ``RowDTensor``. Along the last
+dimension each rank has whole rows. Along the one before it, each rank adds up its rows slice by slice, and the ranks'
+sums are added::
+
+    (2, 3, 5) cut, rows [2, 6)      norm, dim=-1: (2, 3, 1), cut alike      norm, dim=-2: (2, 1, 5), replicated
+    slice 0  . . #                            . . #                                   #
+    slice 1  # # #                            # # #                                   #
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
-from torch_impl.dtensor import tensor as dtensor
-from torch_impl.dtensor.matrix import can_reduce, mean_along, norm_along
+from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.operands import align
-from torch_impl.dtensor.placement import cut_axes
+from torch_impl.dtensor.placement import cut_axes, is_tensor_parallel, row_axes
+from torch_impl.dtensor.tensor import wrap_rows
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -60,11 +69,12 @@ def norms(
     cuts = [_cut_over(tensor) for tensor in tensors]
     found = []
     for tensor, cut in zip(tensors, cuts, strict=True):
-        local = dtensor.local_of(tensor)
+        local = local_of(tensor)
         # A rank without elements contributes a zero; of a tensor without any, torch says what its norm is.
         if not local.numel() and tensor.numel():
             local = local.new_zeros(1)
         found.append(torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype))
+    # In order of appearance, as on all ranks: a set would order the collectives by hash.
     for cut in dict.fromkeys(cut for cut in cuts if cut):
         where = [i for i, one in enumerate(cuts) if one == cut]
         # Powers and roots in float64 leave one rounding, that of the result.
@@ -87,11 +97,87 @@ def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | 
     return torch.float32 if (dtype or local.dtype) in _HALF else dtype
 
 
+def _can_reduce(tensor: Any, dim: Any, keepdim: bool) -> bool:
+    """Whether ``_along`` can reduce this dimension, which must stay as one of length 1."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    if not keepdim or len(dims) != 1 or tensor.ndim < 2 or is_tensor_parallel(tensor.placements):
+        return False
+    return bool(dims[0] % tensor.ndim >= tensor.ndim - 2)
+
+
+def _norm_along(tensor: Any, order: float, dim: int, dtype: torch.dtype | None) -> Any:
+    """Norm of a positive, finite order along a dimension that ``_can_reduce`` accepts."""
+
+    def powers(values: torch.Tensor, at: int) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(values, order, at, True, dtype=_summed_in(values, dtype))
+        return norm.double() ** order
+
+    return _along(tensor, dim, dtype, powers, lambda sums: sums ** (1 / order))
+
+
+def _along(
+    tensor: Any,
+    dim: int,
+    dtype: torch.dtype | None,
+    partial: Callable[[torch.Tensor, int], torch.Tensor],
+    finish: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """Reduce ``dim`` to length 1: ``finish`` of the sum of ``partial(part, dimension)`` over parts of the tensor.
+
+    ``partial`` returns float64, so that the result is rounded once.
+    """
+    local, bounds = local_of(tensor), row_bounds_of(tensor)
+    dim %= tensor.ndim
+    shape = (*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])
+    if bounds is None:
+        # A replica is whole and keeps the tensor's own shape.
+        sums = partial(local, dim)
+    elif dim == tensor.ndim - 1:
+        # Cut rows lie in a matrix, whatever the tensor's shape: the last dimension is its second.
+        sums = partial(local, 1)
+    elif tensor.shape[dim] == 1:
+        # Each row is a slice of its own, so the result is cut as the tensor is and nothing is communicated.
+        sums = partial(local.unsqueeze(1), 1).squeeze(1)
+    else:
+        sums, bounds = _sums_of_slices(tensor, partial).view(shape), None
+    return wrap_rows(tensor, finish(sums).to(dtype or tensor.dtype), shape, bounds)
+
+
+def _sums_of_slices(tensor: Any, partial: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    length, columns = tensor.shape[-2:]
+    local, (r0, _) = local_of(tensor), row_range_of(tensor)
+    sums = local.new_zeros(math.prod(tensor.shape[:-2]), columns, dtype=torch.float64)
+    # A slice may lie on several ranks, so every rank fills in what it has and the sums of all are added.
+    for first, last, rows in _by_slice(local, r0, length):
+        sums[first:last] += partial(rows, 1).squeeze(1)
+    for axis in row_axes(tensor.placements):
+        collectives.all_reduce(sums, tensor.device_mesh.get_group(axis))
+    return sums
+
+
+def _by_slice(local: torch.Tensor, start: int, length: int) -> Sequence[tuple[int, int, torch.Tensor]]:
+    """Local rows, the first of which is row ``start``, as ``(first slice, end slice, values (slices, rows, columns))``.
+
+    At most three parts: the rest of a slice, whole slices, the beginning of a slice.
+    """
+    parts, at, end = [], 0, local.shape[0]
+    while at < end:
+        here, inside = divmod(start + at, length)
+        # Whole slices together: a weight of many experts has many, and each part takes a call.
+        whole = (end - at) // length if inside == 0 else 0
+        rows = whole * length if whole else min(length - inside, end - at)
+        part = local[at : at + rows].unflatten(0, (max(whole, 1), -1))
+        parts.append((here, here + len(part), part))
+        at += rows
+    return parts
+
+
 def _vector_norm(
     func: Any, tensor: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
-    if ord > 0 and ord != float("inf") and can_reduce(tensor, dim, keepdim):
-        return norm_along(tensor, ord, dim[0], dtype)
+    # Powers of parts add up to that of the whole for positive, finite orders only.
+    if ord > 0 and ord != float("inf") and _can_reduce(tensor, dim, keepdim):
+        return _norm_along(tensor, ord, dim[0], dtype)
     if keepdim or (dim is not None and len(dim) not in (0, tensor.ndim)):
         raise RuntimeError(
             f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions with "
@@ -101,17 +187,19 @@ def _vector_norm(
 
 
 def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
-    without_elements = [dtensor.local_of(tensor) for tensor in tensors if not tensor.numel()]
+    without_elements = [local_of(tensor) for tensor in tensors if not tensor.numel()]
     if without_elements:
-        torch._foreach_norm(without_elements, ord)  # torch refuses some orders
+        # For torch's own error, which names the operator: some orders of tensors without elements are refused.
+        torch._foreach_norm(without_elements, ord)
     return norms(func, tensors, ord, dtype)
 
 
 def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:
-    local, cut = dtensor.local_of(tensor), _cut_over(tensor)
+    local, cut = local_of(tensor), _cut_over(tensor)
     value = local.sum(dtype=_summed_in(local, dtype))
     if cut:
         _combine(value, cut)
+    # A sum of integers stays one: division would make a float of it.
     value = value / count if count != 1 else value
     wanted = dtype or local.dtype
     return value.to(wanted) if wanted in _HALF else value
@@ -131,23 +219,28 @@ def _mean(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.
 def _mean_along(
     func: Any, tensor: Any, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    if not can_reduce(tensor, dim, keepdim):
+    if not _can_reduce(tensor, dim, keepdim):
         raise RuntimeError(
             f"{func}: expected a mean of the whole tensor, or along one of the last two dimensions with keepdim=True, "
             f"got dim={dim}, keepdim={keepdim}"
         )
-    return mean_along(tensor, dim[0], dtype)
+
+    def total(values: torch.Tensor, at: int) -> torch.Tensor:
+        return values.sum(at, True, dtype=_summed_in(values, dtype)).double()
+
+    return _along(tensor, dim[0], dtype, total, lambda sums: sums / tensor.shape[dim[0]])
 
 
 def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
     """``pick`` is the largest (``sign`` 1) or the smallest (-1) of a tensor."""
 
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
-        local, cut = dtensor.local_of(tensor), _cut_over(tensor)
+        local, cut = local_of(tensor), _cut_over(tensor)
         if not local.dtype.is_floating_point:
             raise RuntimeError(f"{func}: expected a floating-point tensor, got {local.dtype}")
         if not tensor.numel():
             raise RuntimeError(f"{func}: expected a tensor with elements, got shape {tuple(tensor.shape)}")
+        # A rank without elements contributes what any element beats.
         value = pick(local) if local.numel() else local.new_full((), -sign * float("inf"))
         return sign * _max_over_ranks(sign * value, cut) if cut else value
 
@@ -156,7 +249,7 @@ def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callab
 
 def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
-        value, cut = pick(dtensor.local_of(tensor)).to(torch.int32), _cut_over(tensor)
+        value, cut = pick(local_of(tensor)).to(torch.int32), _cut_over(tensor)
         if cut:
             _combine(value, cut, op)
         return value.bool()
@@ -165,6 +258,7 @@ def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
 
 
 def _equal(func: Any, tensor: Any, other: Any) -> bool:
+    # Shapes are global, so every rank returns here or none does.
     if tensor.shape != other.shape:
         return False
     (left, right), placing = align(func, [tensor, other])
@@ -176,8 +270,8 @@ def _equal(func: Any, tensor: Any, other: Any) -> bool:
 
 
 def _unscale(func: Any, grads: list[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """What ``torch.amp.GradScaler`` does to gradients; all ranks learn of an infinity on any."""
-    func([dtensor.local_of(grad) for grad in grads], found_inf, inv_scale)
+    """What ``torch.amp.GradScaler`` does to gradients; all ranks learn of an infinity on any rank."""
+    func([local_of(grad) for grad in grads], found_inf, inv_scale)
     for cut in dict.fromkeys(cut for cut in map(_cut_over, grads) if cut):
         _combine(found_inf, cut, dist.ReduceOp.MAX)
 

@@ -1,33 +1,25 @@
 """DTensors over whole rows cut where a layout says, not where ``torch.chunk`` would cut.
 
 DTensor's own ``Shard(0)`` means "as even as possible"; a tensor cut elsewhere and labelled ``Shard(0)`` yields wrong
-values without an error. ``RowShard`` (see ``row_shard``) therefore is a placement of its own, which DTensor does not
-know, and ``RowDTensor`` answers for all that can be right on uneven and empty shards, else raises ``RuntimeError``:
+values without an error. ``RowShard`` (see ``placement``) therefore is a placement of its own, which DTensor does not
+know, and ``RowDTensor`` itself does all that can be right on uneven and empty shards:
 
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
-* element-wise operators (``dtensor_ops``) and reductions (``dtensor_reductions``), which carry the optimizers of
-  ``torch.optim`` (for-loop, foreach, fused) and ``clip_grad_norm_``
+* element-wise operators (``ops``) and reductions (``reductions``), which carry the optimizers of ``torch.optim``
+  (for-loop, foreach, fused) and ``clip_grad_norm_``
 * the hooks by which ``torch.distributed.checkpoint`` asks for chunks
 
-A local tensor holds rows ``[bounds[k], bounds[k + 1])`` of shard k, and has the shape ``[rows]`` for parameters of up
-to one dimension, else ``[rows, last dimension]``::
+Everything else raises ``RuntimeError``. What a rank holds of a tensor is in ``local``.
 
-    parameter (2, 3, 4)        bounds (0, 1, 1, 6)      local tensors
-    row 0  [0, 0, :]           rank 0: rows [0, 1)      (1, 4)
-    row 1  [0, 1, :]           rank 1: rows [1, 1)      (0, 4)
-    ...                        rank 2: rows [1, 6)      (5, 4)
-    row 5  [1, 2, :]
-
-All use of DTensor's private attributes and classes is in this module.
+All use of DTensor's private attributes and classes is in this module and in ``local``.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,18 +28,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
-from bridge.sharding.rows import Box, local_shape, row_boxes, rows_of
-from torch_impl.dtensor import ops as dtensor_ops
-from torch_impl.dtensor.dispatch import answer_operators
-from torch_impl.dtensor.placement import (
-    RowShard,
-    check_placements,
-    row_axes,
-    row_placement,
-    shard_index,
-    tensor_parallel_box,
+from torch_impl.dtensor.local import (
+    checked_dtensor,
+    local_boxes,
+    local_of,
+    local_pieces,
+    own_part,
+    refuse_partial,
 )
-from torch_impl.dtensor.row_gather import gather
+from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes
 
 
 class _ToLocal(torch.autograd.Function):
@@ -64,26 +53,29 @@ class _ToLocal(torch.autograd.Function):
 
 
 class RowDTensor(DTensor):
-    """A DTensor placed as ``row_shard`` says.
+    """A DTensor placed as ``placement`` says.
 
     On data-parallel axes ``RowShard``, ``Replicate`` or, for gradients not yet reduced, ``Partial``; on tensor-parallel
     ones ``Shard`` or ``Replicate``.
 
-    Made by ``make_dtensor`` and ``make_partial``; see the module text for what it can do.
+    Made by ``make_dtensor`` and ``make_partial``; the module text says what a ``RowDTensor`` can do.
     """
+
+    # The operators make tensors of this class, so the class cannot import them: ``torch_impl.dtensor`` sets this.
+    dispatcher: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # DTensor leaves its own version untyped
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return dtensor_ops.dispatch(func, args, kwargs or {})
+        return cls.dispatcher(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank: an all-gather over each axis that cuts it. Not differentiable.
 
         Raises RuntimeError for a gradient that was not reduced yet.
         """
-        _refuse_partial(self)
+        refuse_partial(self)
         with torch.no_grad():
             return gather(local_of(self), self.shape, self.device_mesh, self.placements)
 
@@ -95,6 +87,7 @@ class RowDTensor(DTensor):
     ) -> DTensor:
         """Only to ``Replicate`` on every axis of the same mesh; RuntimeError otherwise."""
         whole = [Replicate()] * self.device_mesh.ndim
+        # Rows cut elsewhere would need bounds, which the caller cannot say by DTensor's placements.
         if device_mesh not in (None, self.device_mesh) or list(placements or ()) != whole:
             raise RuntimeError(
                 f"redistribute: expected placements={whole} on the tensor's own mesh, got {placements}"
@@ -103,6 +96,7 @@ class RowDTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows, sharing memory with the DTensor; gradients flow back to the DTensor."""
+        # DTensor's own backward would make the gradient a DTensor that does not know RowShard.
         if torch.is_grad_enabled() and self.requires_grad:
             return _ToLocal.apply(self)
         return local_of(self).view_as(local_of(self))
@@ -127,6 +121,7 @@ class RowDTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle would hold this rank's rows only.
         raise TypeError(
             "cannot pickle a sharded tensor: use torch_impl.save_checkpoint, torch.distributed.checkpoint, or "
             "full_tensor() for a small one"
@@ -136,7 +131,7 @@ class RowDTensor(DTensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         # A load plan: DCP writes into views, on ranks that hold rows. All ranks must agree that the weights change.
-        dtensor_ops.count_write(self)
+        count_write(self)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local_boxes(self)]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
@@ -167,11 +162,11 @@ class RowDTensor(DTensor):
         raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
 
 
-# torch picks foreach and fused implementations by exact type; without this the optimizers loop over parameters.
+# torch picks foreach and fused implementations by exact type; without this the optimizers loop over parameters. No
+# other type is concerned, so this is done at import.
 for _supported in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if RowDTensor not in _supported:
         _supported.append(RowDTensor)
-answer_operators(RowDTensor)
 
 
 def make_dtensor(
@@ -195,6 +190,7 @@ def make_dtensor(
     Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
     """
     rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    # Replicas are outermost: tensors are sharded over the inner axis first, whose ranks are close to each other.
     copies = _data_axes(mesh, tensor_parallel) - len(rows)
     if copies < 0:
         raise ValueError(
@@ -230,11 +226,17 @@ def make_partial(
     )
 
 
+def count_write(tensor: torch.Tensor) -> None:
+    """Record an in-place change of the local rows that torch itself does not count."""
+    torch.autograd.graph.increment_version(local_of(tensor))
+
+
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
     """A DTensor over ``local`` with the mesh, placements and global shape of ``tensor``; the dtype may differ."""
-    origin = _dtensor(tensor)
-    _check_local(local, origin.shape, origin.placements, local_of(origin).shape)
+    origin = checked_dtensor(tensor)
+    check_local(local, origin.shape, origin.placements, local_of(origin).shape)
     spec = origin._spec
+    # The placements stay the same object in either case, which ``operands`` compares before anything longer.
     if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
         spec = _spec(origin.device_mesh, origin.placements, origin.shape, local.dtype)
     return RowDTensor(local, spec, requires_grad=False)
@@ -247,88 +249,17 @@ def wrap_rows(
 
     With ``bounds`` None the data-parallel axes hold replicas. Errors as for ``make_dtensor``.
     """
-    origin = _dtensor(tensor)
+    origin = checked_dtensor(tensor)
     axes = row_axes(origin.placements)
     row = Replicate() if bounds is None else RowShard(bounds, len(axes))
     placements = (row if axis in axes else placement for axis, placement in enumerate(origin.placements))
     return _make(local, origin.device_mesh, shape, tuple(placements))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The very local tensor of a DTensor, outside autograd: no view, so version counters are shared.
-
-    An ordinary tensor is its own local tensor.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a gradient that was not reduced over all data-parallel axes yet."""
-    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
-
-
-def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Row bounds of all shards, or None for a tensor that every data-parallel rank holds whole."""
-    _refuse_partial(tensor)
-    rows = row_placement(_dtensor(tensor).placements)
-    return None if rows is None else rows.bounds
-
-
-def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, int]:
-    """Rows ``[r0, r1)`` of ``shard`` (default: this rank's), of what tensor-parallel axes leave to this rank."""
-    origin = _dtensor(tensor)
-    rows = row_placement(origin.placements)
-    if rows is None:
-        return 0, rows_of(tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements).sizes)[1]
-    if shard is None:
-        shard = shard_index(origin.device_mesh, row_axes(origin.placements))
-    return rows.bounds[shard], rows.bounds[shard + 1]
-
-
-def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
-    """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
-
-    A tensor without elements is one empty box on every rank: without any it would vanish from a checkpoint.
-    """
-    origin = _dtensor(tensor)
-    if tensor.numel() == 0:
-        return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
-    _refuse_partial(tensor)
-    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
-    return tuple(
-        Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.sizes)
-        for box in row_boxes(sizes, *row_range_of(origin, shard))
-    )
-
-
-def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of the local tensor, one for each of ``local_boxes(tensor)``, shaped like the box."""
-    flat = local_of(tensor).detach().view(-1)
-    sizes = [box.sizes for box in local_boxes(tensor)]
-    parts = (
-        torch.split(flat[: sum(map(math.prod, sizes))], [math.prod(size) for size in sizes]) if sizes else ()
-    )
-    return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
-
-
-def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``whole``, which has the global shape of ``tensor``, in the local shape."""
-    origin = _dtensor(tensor)
-    local = local_of(origin)
-    if not local.numel():
-        return torch.empty_like(local, dtype=whole.dtype, device=whole.device)
-    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    if row_placement(origin.placements) is None:
-        return whole
-    r0, r1 = row_range_of(origin)
-    return whole.reshape(-1, *local.shape[1:])[r0:r1]
-
-
 def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RowDTensor:
     """A DTensor over a copy of this rank's part of ``whole``, which every rank has; nothing is communicated."""
-    sizes = _local_sizes(whole.shape, mesh, placements)
+    sizes = local_sizes(whole.shape, mesh, placements)
+    # Only for its placements, which ``own_part`` reads.
     empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
     template = _make(empty, mesh, whole.shape, tuple(placements))
     return wrap_like(template, own_part(template, whole).clone())
@@ -336,20 +267,7 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank, a plain tensor; collective over the mesh unless it is replicated."""
-    return _dtensor(tensor).full_tensor()
-
-
-def _dtensor(tensor: torch.Tensor) -> DTensor:
-    if not isinstance(tensor, DTensor):
-        raise TypeError(f"expected a DTensor, got {type(tensor).__name__} of shape {tuple(tensor.shape)}")
-    return tensor
-
-
-def _refuse_partial(tensor: torch.Tensor) -> None:
-    if is_partial(tensor):
-        raise RuntimeError(
-            f"expected a sharded or replicated tensor, got placements {_dtensor(tensor).placements}"
-        )
+    return checked_dtensor(tensor).full_tensor()
 
 
 def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
@@ -365,28 +283,8 @@ def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:
 def _make(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> RowDTensor:
-    _check_local(local, shape, placements, _local_sizes(shape, mesh, placements))
+    check_local(local, shape, placements, local_sizes(shape, mesh, placements))
     return RowDTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)
-
-
-def _local_sizes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    check_placements(shape, mesh, placements)
-    sizes = tensor_parallel_box(shape, mesh, placements).sizes
-    rows = row_placement(placements)
-    if rows is None:
-        return sizes
-    shard = shard_index(mesh, row_axes(placements))
-    return local_shape(sizes, rows.bounds[shard + 1] - rows.bounds[shard])
-
-
-def _check_local(
-    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], expected: Sequence[int]
-) -> None:
-    if tuple(local.shape) != tuple(expected):
-        raise ValueError(
-            f"local tensor of a tensor of shape {tuple(shape)} under {tuple(placements)}: expected shape "
-            f"{tuple(expected)}, got {tuple(local.shape)}"
-        )
 
 
 def _spec(

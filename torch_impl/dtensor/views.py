@@ -10,14 +10,15 @@ The view shares memory with the tensor, and its writes count as writes of the te
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
 
 from bridge.sharding.rows import local_shape, rows_of
-from torch_impl.dtensor import tensor as dtensor
-from torch_impl.runtime.autograd import counted_view
+from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
+from torch_impl.dtensor.placement import is_tensor_parallel
+from torch_impl.dtensor.tensor import wrap_rows
 
 _aten = torch.ops.aten
 
@@ -28,7 +29,8 @@ VIEWS = {_aten.select.int, _aten.unsqueeze.default, *_RESHAPES}
 def row_view(func: Any, args: tuple[Any, ...]) -> Any:
     """The view that ``func`` asks for, or None if it is none that rows can represent."""
     tensor = args[0]
-    if any(isinstance(placement, Shard) for placement in tensor.placements):
+    if is_tensor_parallel(tensor.placements):
+        # Row bounds count rows of what the tensor-parallel axes leave, not of the whole whose view is asked for.
         return None
     if func is _aten.select.int and args[1] % tensor.ndim == 0:
         return _select(tensor, args[2])
@@ -40,16 +42,17 @@ def row_view(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _same_rows(tensor: Any, size: tuple[int, ...]) -> Any:
-    """The tensor in another shape with rows of the same length; None if that is not such a shape."""
+    """The tensor in another shape with rows of the same length; None for a shape with other rows."""
     if -1 in size and len(size) == tensor.ndim:
         size = tuple(old if new == -1 else new for new, old in zip(size, tensor.shape, strict=True))
     matrices = len(size) > 1 and tensor.ndim > 1 and size[-1] == tensor.shape[-1]
     alike = matrices or (len(size) <= 1 and tensor.ndim <= 1)
     if size != tuple(tensor.shape) and not (alike and math.prod(size) == tensor.numel()):
         return None
-    bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
+    bounds, local = row_bounds_of(tensor), local_of(tensor)
+    # Cut rows lie in a matrix or a vector, which no view of the same rows changes.
     own = size if bounds is None else tuple(local.shape)
-    return dtensor.wrap_rows(tensor, counted_view(local, lambda t: t.view(own)), size, bounds)
+    return wrap_rows(tensor, _counted_view(local, lambda t: t.view(own)), size, bounds)
 
 
 def _select(tensor: Any, index: int) -> Any:
@@ -59,9 +62,9 @@ def _select(tensor: Any, index: int) -> Any:
             f"index {index} of a tensor of shape {tuple(tensor.shape)}: expected less than {length}"
         )
     index, shape = index % length, tensor.shape[1:]
-    bounds, local = dtensor.row_bounds_of(tensor), dtensor.local_of(tensor)
+    bounds, local = row_bounds_of(tensor), local_of(tensor)
     if bounds is None:
-        return dtensor.wrap_rows(tensor, counted_view(local, lambda t: t[index]), shape, None)
+        return wrap_rows(tensor, _counted_view(local, lambda t: t[index]), shape, None)
     row_size, num_rows = rows_of(tensor.shape)
     per_slice = num_rows // length
     # A row of a matrix becomes a vector, whose rows are its elements.
@@ -70,9 +73,16 @@ def _select(tensor: Any, index: int) -> Any:
     def within(row: int) -> int:
         return min(max(row - index * per_slice, 0), per_slice)
 
-    first, (r0, r1) = index * per_slice, dtensor.row_range_of(tensor)
+    first, (r0, r1) = index * per_slice, row_range_of(tensor)
     start, rows = first + within(r0) - r0, within(r1) - within(r0)
+    # Beside the slice the start may lie outside of the local rows, where even an empty view raises.
     start = max(start, 0) if rows else 0
     size = local_shape(shape, rows * scale)
-    view = counted_view(local, lambda t: t[start : start + rows].view(size))
-    return dtensor.wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])
+    view = _counted_view(local, lambda t: t[start : start + rows].view(size))
+    return wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])
+
+
+def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A view that shares its version counter, which below autograd views do not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return view(local)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor.tensor import is_partial, local_of
+from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Share, Transfers, transfers_for
 from torch_impl.optimizer.update import ParameterUpdate, update

@@ -31,15 +31,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bridge.sharding.rows import rows_of
+from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import RowShard
-from torch_impl.dtensor.tensor import (
-    RowDTensor,
-    local_of,
-    make_dtensor,
-    row_bounds_of,
-    row_range_of,
-    wrap_like,
-)
+from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _SCALED = (torch.float16, torch.float8_e4m3fn)

@@ -4,8 +4,8 @@
     compute            |0|       |1|       |2|
     out                  | batch 0 | batch 1 | batch 2 |
 
-Both directions of the bus are busy at once, and at most two batches are on the device. When the last one is dealt with,
-all are back in CPU memory: nothing that reads the state afterwards has to wait for anything.
+Both directions of the bus are busy at once, and at most two batches are on the device. After the last batch all tensors
+are back in CPU memory: a reader of the state has nothing to wait for.
 
 On a machine without a device the CPU plays both parts: batches are copied to other memory and back, by the same loop.
 """

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
 

@@ -36,12 +36,6 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view that shares its version counter, which below autograd views do not."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return view(local)
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward that runs now has computed all gradients; not if it raises."""
     Variable._execution_engine.queue_callback(callback)

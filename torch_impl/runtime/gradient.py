@@ -27,8 +27,9 @@ from torch import nn
 
 from bridge.sharding.strategy import Strategy
 from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
-from torch_impl.dtensor.tensor import RowDTensor, is_partial, local_of, make_partial, wrap_like
+from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.levels import ShardLevels
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.precision import GroupDtypes

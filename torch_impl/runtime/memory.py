@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 from torch_impl.runtime.group import ParameterGroup
 
 

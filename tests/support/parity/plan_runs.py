@@ -75,9 +75,7 @@ def train(policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: i
         "bytes": dict(count.bytes_of),
         "groups": dict(groups),
         "fingerprints": [
-            group.fingerprint
-            for unit in torch_impl.diagnostics.layout_report(model).units
-            for group in unit.groups
+            group.fingerprint for unit in torch_impl.layout_report(model).units for group in unit.groups
         ],
     }
 

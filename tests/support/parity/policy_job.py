@@ -18,7 +18,7 @@ import torch_impl
 from bridge.parity.config import DataConfig, ModelConfig
 from bridge.parity.corpus import Corpus, rank_slice
 from torch_impl.comm import collectives
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -149,7 +149,7 @@ def sharded(policy: str, frozen: list[str], microbatches: int) -> Sharded:
     memory = model.memory_report(optimizer)
     fingerprints = {
         unit.name: [group.fingerprint for group in unit.groups]
-        for unit in torch_impl.diagnostics.layout_report(model).units
+        for unit in torch_impl.layout_report(model).units
     }
     return Sharded(fingerprints, rows, memory.main_weights, memory.moments, memory.padding, steps)
 

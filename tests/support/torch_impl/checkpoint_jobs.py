@@ -29,7 +29,7 @@ from torch_impl import (
     load_checkpoint,
     save_checkpoint,
 )
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)

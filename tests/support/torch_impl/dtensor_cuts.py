@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from bridge.sharding.rows import local_shape, rows_of
-from torch_impl.dtensor.placement import shard_index, tensor_parallel_box
+from torch_impl.comm.mesh import shard_index
+from torch_impl.dtensor.placement import tensor_parallel_box
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (0, 4), (4, 4, 2), (6, 1)]

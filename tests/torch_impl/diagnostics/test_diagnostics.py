@@ -16,7 +16,7 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
 from torch_impl.comm import collectives
-from torch_impl.dtensor.tensor import local_of, local_pieces
+from torch_impl.dtensor.local import local_of, local_pieces
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # World, mesh shape, strategy: odd splits, and one replicated axis.
@@ -114,7 +114,7 @@ def test_norms_of_empty_integer_plain_and_large_tensors(ranks: RankGroup) -> Non
 
 def poison(tensor: torch.Tensor, index: tuple[int, ...], value: float) -> None:
     """Set one element of a sharded tensor, on the ranks that hold it."""
-    boxes = torch_impl.dtensor.tensor.local_boxes(tensor)
+    boxes = torch_impl.dtensor.local.local_boxes(tensor)
     for box, piece in zip(boxes, local_pieces(tensor), strict=True):
         local = tuple(at - start for at, start in zip(index, box.offsets, strict=True))
         if all(0 <= at < size for at, size in zip(local, box.sizes, strict=True)):
@@ -256,7 +256,7 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, int]]:
     assert text[-1].split()[0] == "total"
     assert "(root)" in str(count)
     assert collectives.all_gather.__module__ == "torch_impl.comm.collectives"
-    report = torch_impl.diagnostics.layout_report(model)
+    report = torch_impl.layout_report(model)
     sizes = {unit.name: 4 * unit.groups[0].padded_numel for unit in report.units}
     return {key: (calls, nbytes / sizes.get(key[0], 1)) for key, (calls, nbytes) in found.items()}
 
@@ -292,7 +292,7 @@ def layouts() -> None:
     torch_impl.fully_shard(model.blocks[0], strategy="optim", mp_policy=policy, grad_divisor=5)
     torch_impl.fully_shard([model.blocks[1].up, model.blocks[1].down], reshard_after_forward=False)
     torch_impl.fully_shard(model, ignored_params=[model.head.bias])
-    report = torch_impl.diagnostics.layout_report(model)
+    report = torch_impl.layout_report(model)
     assert [(unit.name, unit.module, len(unit.groups)) for unit in report.units] == [
         ("", "Toy", 2),
         ("blocks.0", "Block", 2),
@@ -324,8 +324,8 @@ def layouts() -> None:
     assert lines[-1] == "not sharded: head.bias"
     assert dataclasses.is_dataclass(report)
     empty = torch_impl.fully_shard(nn.Sequential(nn.Tanh()))
-    assert torch_impl.diagnostics.layout_report(empty).numel == 0
-    assert "(root)" in str(torch_impl.diagnostics.layout_report(empty))
+    assert torch_impl.layout_report(empty).numel == 0
+    assert "(root)" in str(torch_impl.layout_report(empty))
 
 
 def test_the_layout_report_lists_units_groups_and_what_is_not_sharded(ranks: RankGroup) -> None:

@@ -14,20 +14,16 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed, values
-from torch_impl.dtensor.placement import shard_index
-from torch_impl.dtensor.tensor import (
-    RowDTensor,
-    RowShard,
+from torch_impl.comm.mesh import shard_index
+from torch_impl.dtensor.local import (
     is_partial,
     local_boxes,
     local_of,
     local_pieces,
-    make_dtensor,
-    make_partial,
     row_bounds_of,
     row_range_of,
-    wrap_like,
 )
+from torch_impl.dtensor.tensor import RowDTensor, RowShard, make_dtensor, make_partial, wrap_like
 
 
 def box_of(full: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

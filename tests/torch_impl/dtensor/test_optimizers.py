@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.dtensor_cuts import Cut, place, values
 from tests.support.torch_impl.toy import whole
-from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.tensor import RowDTensor
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (4, 4, 2), (6, 1), (2, 2, 3, 4)]
 MESHES = [Cut((4,)), Cut((2, 2)), Cut((2, 2), axes=2), Cut((2, 2), axes=0)]

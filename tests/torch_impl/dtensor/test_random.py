@@ -14,7 +14,8 @@ from torch.nn import init
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed
-from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.tensor import RowDTensor
 
 IN_PLACE: list[Callable[[torch.Tensor], Any]] = [
     lambda t: t.uniform_(-2, 3),

@@ -183,8 +183,9 @@ def test_torchs_own_tensors_load_as_before(ranks: RankGroup) -> None:
 
 
 def saved_in_the_background(path: str) -> None:
-    model, group = sharded_toy(), dist.new_group()
-    # A rank that is refused and leaves would break the connections that others still make.
+    model = sharded_toy()
+    group = dist.new_group()
+    # A rank that raises and ends while the other still connects would be the other's error.
     dist.barrier(group)
     with pytest.raises(RuntimeError, match=r"aten\.new_empty.*not supported"):
         dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=group)

@@ -19,17 +19,8 @@ import torch_impl
 from bridge.sharding.rows import local_shape, rows_of
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, sharded_toy, whole
-from torch_impl.dtensor.tensor import (
-    RowDTensor,
-    RowShard,
-    local_boxes,
-    local_of,
-    local_pieces,
-    make_dtensor,
-    make_partial,
-    row_bounds_of,
-    row_range_of,
-)
+from torch_impl.dtensor.local import local_boxes, local_of, local_pieces, row_bounds_of, row_range_of
+from torch_impl.dtensor.tensor import RowDTensor, RowShard, make_dtensor, make_partial
 
 # Shapes, and row bounds on three ranks: uneven, with empty shards at either end and in the middle.
 CUTS = [

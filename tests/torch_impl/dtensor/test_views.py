@@ -8,7 +8,8 @@ from torch.distributed.tensor import Shard
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.dtensor_cuts import CUTS, placed
-from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.tensor import RowDTensor
 
 
 def slices() -> None:

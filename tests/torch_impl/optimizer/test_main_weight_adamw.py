@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
-from torch_impl.dtensor.tensor import RowDTensor, local_of
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.tensor import RowDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}

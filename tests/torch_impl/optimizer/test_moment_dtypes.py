@@ -17,7 +17,8 @@ from bridge.formats import CheckpointError
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint
-from torch_impl.dtensor.tensor import RowDTensor, local_of, row_range_of, wrap_like
+from torch_impl.dtensor.local import local_of, row_range_of
+from torch_impl.dtensor.tensor import RowDTensor, wrap_like
 from torch_impl.optimizer.moments import MomentFormat
 
 FLOAT8 = torch.float8_e4m3fn

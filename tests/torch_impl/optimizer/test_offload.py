@@ -17,7 +17,7 @@ from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, sharded_toy
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients, same_bits
 from torch_impl import MainWeightAdamW, load_checkpoint, save_checkpoint
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 from torch_impl.optimizer import update as adamw_update
 from torch_impl.optimizer.offload import Batch, CpuTransfers, Share, Transfers
 

@@ -14,7 +14,7 @@ from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, sharded_toy, whole
 from tests.torch_impl.optimizer.test_main_weight_adamw import OPTIONS, gradients, set_gradients
 from torch_impl import MainWeightAdamW
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 
 
 def weights(shape: tuple[int, ...] = (4, 6), count: int = 1) -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 
 WORLD = 4
 WIDTH = 6

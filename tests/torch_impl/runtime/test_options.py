@@ -10,7 +10,7 @@ from torch import nn
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
-from torch_impl.dtensor.tensor import is_partial
+from torch_impl.dtensor.local import is_partial
 
 WORLD = 2
 Policy = torch_impl.MixedPrecisionPolicy
@@ -135,7 +135,7 @@ def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:
     model = torch_impl.fully_shard(Scale(12), **options)
-    return torch_impl.dtensor.tensor.row_bounds_of(model.weight)
+    return torch_impl.dtensor.local.row_bounds_of(model.weight)
 
 
 def test_shards_are_cut_between_blocks_of_the_rows_asked_for(ranks: RankGroup) -> None:

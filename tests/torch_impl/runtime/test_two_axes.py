@@ -29,9 +29,9 @@ from tests.support.torch_impl.toy import (
     whole,
 )
 from torch_impl import Placements
+from torch_impl.comm import mesh as mesh_module
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.dtensor import placement as row_shard
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 
 WORLD = 4
 SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))]
@@ -242,8 +242,8 @@ def shard_order() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # As if torch had sorted the ranks of the groups of a mesh that lists them in falling order.
         ranks_of = dist.get_process_group_ranks
-        patch.setattr(row_shard.dist, "get_process_group_ranks", lambda group: ranks_of(group)[::-1])
-        patch.setattr(row_shard, "_ordered_meshes", {})
+        patch.setattr(mesh_module.dist, "get_process_group_ranks", lambda group: ranks_of(group)[::-1])
+        patch.setattr(mesh_module, "_ordered_meshes", {})
         with pytest.raises(ValueError, match="number the mesh in ascending order"):
             DataParallelMesh(mesh.mesh)
 

@@ -24,7 +24,7 @@ from tests.support.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl.dtensor.tensor import local_of
+from torch_impl.dtensor.local import local_of
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 WORLD = 3

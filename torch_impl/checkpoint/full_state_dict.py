@@ -1,12 +1,14 @@
 """Whole state dicts through ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``.
 
-A model on the meta device gets its memory from a strict load; torch would assign the sharded tensors anew, and the
-unit, which owns their memory, would know nothing of them.
+Torch cuts a whole tensor as ``torch.chunk`` would. With ``broadcast_from_rank0`` torch cuts between broadcasts, where
+an error on one rank leaves the others waiting. Torch takes tensors without dimensions for numbers.
 
-Torch cuts a whole tensor as ``torch.chunk`` would, and with ``broadcast_from_rank0`` does so between broadcasts, where
-an error on one rank leaves the others waiting; tensors without dimensions it takes for numbers. Its functions are
-therefore wrapped, so that sharded tensors take their own rows of the whole ones. All use of torch's private names for
-this is in this module.
+Torch's functions that do this offer no hook, so the first ``fully_shard`` of a process wraps them: sharded tensors then
+take their own rows of whole ones, and all other tensors load as before. All use of torch's private names for this is in
+this module.
+
+A model on the meta device gets its memory from a strict load. Torch would assign the sharded tensors anew, and the unit,
+which owns their memory, would know nothing of them.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def filling(original: Callable[..., None]) -> Callable[..., None]:
         others = []
         for key in keys:
             pair = state.get(key)
+            # Torch would cut the whole tensor at even rows, or copy all of it into fewer.
             if isinstance(pair, tuple) and isinstance(pair[0], RowDTensor):
                 state[key] = _filled(*pair)
             else:
@@ -47,6 +50,7 @@ def filling(original: Callable[..., None]) -> Callable[..., None]:
 def _filled(tensor: RowDTensor, whole: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if tensor.is_meta:
+            # There is no memory to copy to.
             return distribute(whole, tensor.device_mesh, tensor.placements)
         return tensor.copy_(whole)
 
@@ -61,6 +65,7 @@ def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> Any:
+        # DTensor does not know RowShard, and would lay the tensor out as if all ranks held all rows.
         if mesh is not None and row_placement(placements or ()) is not None:
             return distribute(whole, mesh, placements or ())
         return original(whole, mesh, placements, **options)
@@ -75,6 +80,7 @@ def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
     def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         scalars = {key: one for key, one in state.items() if isinstance(one, RowDTensor) and not one.ndim}
         original(full, state, *args, **kwargs)
+        # Torch has put a plain tensor where the sharded one was, and only the sharded one belongs to the model.
         for key, scalar in scalars.items():
             if key in state and state[key] is not scalar:
                 state[key] = _filled(scalar, state[key])
@@ -127,9 +133,11 @@ _WRAPPED = (
 )
 
 
+@functools.cache
 def accept_full_state_dicts() -> None:
-    """Wrap torch's functions, for all models of the process; to be called once. Others' tensors load as before."""
+    """Wrap torch's functions, for all models of the process; calls after the first do nothing."""
     for module, name, wrap in _WRAPPED:
         original = getattr(module, name, None)
+        # Not every version of torch has all of them.
         if original is not None:
             setattr(module, name, wrap(original))

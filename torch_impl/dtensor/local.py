@@ -1,0 +1,112 @@
+"""What this rank holds of a DTensor: its local tensor, its rows, and where they lie in the whole.
+
+A local tensor holds rows ``[bounds[k], bounds[k + 1])`` of shard k, and has the shape ``[rows]`` for parameters of up
+to one dimension, else ``[rows, last dimension]``::
+
+    parameter (2, 3, 4)        bounds (0, 1, 1, 6)      local tensors    boxes (offsets, sizes)
+    row 0  [0, 0, :]           rank 0: rows [0, 1)      (1, 4)           (0, 0, 0) (1, 1, 4)
+    row 1  [0, 1, :]           rank 1: rows [1, 1)      (0, 4)           none
+    ...                        rank 2: rows [1, 6)      (5, 4)           (0, 1, 0) (1, 2, 4); (1, 0, 0) (1, 3, 4)
+    row 5  [1, 2, :]
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bridge.sharding.rows import Box, row_boxes, rows_of
+from torch_impl.comm.mesh import shard_index
+from torch_impl.dtensor.placement import row_axes, row_placement, tensor_parallel_box
+
+
+def checked_dtensor(tensor: torch.Tensor) -> DTensor:
+    """The tensor; TypeError unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"expected a DTensor, got {type(tensor).__name__} of shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The very local tensor of a DTensor, outside autograd: no view, so version counters are shared.
+
+    Anything else is its own local value.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a gradient that was not reduced over all data-parallel axes yet."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def refuse_partial(tensor: torch.Tensor) -> None:
+    """RuntimeError for a gradient that was not reduced yet: its rows are terms of a sum, not values."""
+    if is_partial(tensor):
+        raise RuntimeError(
+            f"expected a sharded or replicated tensor, got placements {checked_dtensor(tensor).placements}"
+        )
+
+
+def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Row bounds of all shards, or None for a tensor that every data-parallel rank holds whole."""
+    refuse_partial(tensor)
+    rows = row_placement(checked_dtensor(tensor).placements)
+    return None if rows is None else rows.bounds
+
+
+def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, int]:
+    """Rows ``[r0, r1)`` of ``shard`` (default: this rank's), of what tensor-parallel axes leave to this rank."""
+    origin = checked_dtensor(tensor)
+    rows = row_placement(origin.placements)
+    if rows is None:
+        return 0, rows_of(tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements).sizes)[1]
+    if shard is None:
+        shard = shard_index(origin.device_mesh, row_axes(origin.placements))
+    return rows.bounds[shard], rows.bounds[shard + 1]
+
+
+def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
+    """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
+
+    A tensor without elements is one empty box on every rank.
+    """
+    origin = checked_dtensor(tensor)
+    if tensor.numel() == 0:
+        # Without any box the tensor would vanish from a checkpoint.
+        return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
+    refuse_partial(tensor)
+    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
+    return tuple(
+        Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.sizes)
+        for box in row_boxes(sizes, *row_range_of(origin, shard))
+    )
+
+
+def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of the local tensor, one for each of ``local_boxes(tensor)``, shaped like the box."""
+    flat = local_of(tensor).detach().view(-1)
+    sizes = [box.sizes for box in local_boxes(tensor)]
+    parts = (
+        torch.split(flat[: sum(map(math.prod, sizes))], [math.prod(size) for size in sizes]) if sizes else ()
+    )
+    return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
+
+
+def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``whole``, which has the global shape of ``tensor``, in the local shape."""
+    origin = checked_dtensor(tensor)
+    local = local_of(origin)
+    if not local.numel():
+        # reshape(-1, ...) below cannot infer a number of rows from no elements.
+        return torch.empty_like(local, dtype=whole.dtype, device=whole.device)
+    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
+    # Tensor-parallel axes cut first, and row bounds count the rows of what they leave.
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    if row_placement(origin.placements) is None:
+        return whole
+    r0, r1 = row_range_of(origin)
+    return whole.reshape(-1, *local.shape[1:])[r0:r1]
