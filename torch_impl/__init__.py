@@ -68,9 +68,9 @@ unless ``dp_mesh_dims`` names the axes.
 
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
-that are seeded otherwise keep their own random state. What setters set and optimizers hold before ``to_empty`` stays. A
-strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself; one with ``strict=False``, or with
-buffers on the meta device, asks for ``to_empty``.
+that are seeded otherwise keep their own random state. What setters set and optimizers hold before ``to_empty`` stays.
+A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself; one with ``strict=False``, or
+with buffers on the meta device, asks for ``to_empty``.
 
 **torch.compile** works on blocks, before or after sharding, and on the whole model. The runtime's hooks are not
 traced.

@@ -7,8 +7,8 @@ Torch's functions that do this offer no hook, so the first ``fully_shard`` of a 
 take their own rows of whole ones, and all other tensors load as before. All use of torch's private names for this is in
 this module.
 
-A model on the meta device gets its memory from a strict load. Torch would assign the sharded tensors anew, and the unit,
-which owns their memory, would know nothing of them.
+A model on the meta device gets its memory from a strict load. Torch would assign the sharded tensors anew, and the
+unit, which owns their memory, would know nothing of them.
 """
 
 from __future__ import annotations
