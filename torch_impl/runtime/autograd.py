@@ -218,8 +218,8 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
-    """A callback that does not keep the method's object alive."""
+def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """A callback that does not keep the method's object alive: graphs outlive deleted models, and units own hooks."""
     return partial(_call_if_alive, weakref.WeakMethod(method), *args)
 
 

@@ -90,11 +90,27 @@ class Slot:
 class Pooled(Protocol):
     """A buffer that the pool records."""
 
-    name: str
     kind: str
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def nbytes(self) -> int: ...
+
+
+class Host(Protocol):
+    """What a pooled buffer asks of its unit, at each use, since its root may change."""
+
+    name: str
+
+    @property
+    def pool(self) -> BufferPool: ...
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the unit's compute weights may be read without another call of the runtime."""
+        ...
 
 
 class _Trace(NamedTuple):
@@ -195,14 +211,10 @@ class BufferPool:
         self._slots, self._planned, self.plan = {}, trace, plan
 
 
-def _never() -> bool:
-    return False
-
-
 class PooledWeights:
     """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
 
-    ``finish`` ends a gather that is under way.
+    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart.
     """
 
     kind = "weights"
@@ -213,10 +225,10 @@ class PooledWeights:
         buffer: FlatBuffer,
         params: Sequence[nn.Parameter],
         finish: Callable[[], None],
+        host: Host,
+        suffix: str,
     ) -> None:
-        self.name = ""
-        self.pool = BufferPool(buffer.flat.device)
-        self.pinned: Callable[[], bool] = _never
+        self._host, self._suffix = host, suffix
         self._names, self._params = list(names), list(params)
         self._buffer, self._finish = buffer, finish
         self._own = buffer.flat.untyped_storage()
@@ -225,6 +237,10 @@ class PooledWeights:
         self._slot: Slot | None = None
         self._aside: torch.Tensor | None = None
         self._versions: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +254,7 @@ class PooledWeights:
     def prepare(self, changed: bool) -> torch.Tensor:
         """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
         if self._movable:
-            self.pool.began(self)
+            self._host.pool.began(self)
         self._aside = None
         if changed:
             self._void_graphs()
@@ -270,7 +286,8 @@ class PooledWeights:
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
-        if self.pinned():
+        # A forward holds the weights themselves, where no version counter protects them.
+        if self._host.reads_weights:
             return False
         self._finish()
         assert self._slot is not None
@@ -280,7 +297,7 @@ class PooledWeights:
 
     def release(self) -> None:
         """Forget the contents and free the memory."""
-        self.pool.ended(self)
+        self._host.pool.ended(self)
         self._aside = None
         self._buffer.allocated = False
         if self._slot is None:
@@ -307,7 +324,7 @@ class PooledWeights:
 
     def _choose(self) -> None:
         """Move to the slot of the plan, if it is free, else out of any that is in use."""
-        slot = self.pool.slot_of(self)
+        slot = self._host.pool.slot_of(self)
         if slot is not None and not slot.take(self):
             slot = None
         if slot is not self._slot:
@@ -328,12 +345,15 @@ class PooledGradient:
 
     kind = "gradients"
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = ""
-        self.pool = BufferPool(device)
-        self.nbytes = size * dtype.itemsize
-        self._size, self._dtype, self._device = size, dtype, device
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, host: Host, suffix: str) -> None:
+        self.nbytes, self.device = size * dtype.itemsize, device
+        self._host, self._suffix = host, suffix
+        self._size, self._dtype = size, dtype
         self._slot: Slot | None = None
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
 
     @property
     def pooled(self) -> bool:
@@ -342,9 +362,9 @@ class PooledGradient:
 
     def take(self) -> torch.Tensor:
         """The buffer, with arbitrary contents."""
-        self.pool.began(self)
-        flat = torch.empty(0, dtype=self._dtype, device=self._device)
-        slot = self.pool.slot_of(self)
+        self._host.pool.began(self)
+        flat = torch.empty(0, dtype=self._dtype, device=self.device)
+        slot = self._host.pool.slot_of(self)
         if slot is not None and slot.take(self):
             self._slot = slot
             return flat.set_(slot.storage, 0, (self._size,), (1,))
@@ -352,7 +372,7 @@ class PooledGradient:
 
     def release(self) -> None:
         """The buffer is not needed any more; nothing if it was not taken."""
-        self.pool.ended(self)
+        self._host.pool.ended(self)
         if self._slot is not None:
             slot, self._slot = self._slot, None
             slot.leave(self)
