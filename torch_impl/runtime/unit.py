@@ -3,8 +3,8 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever an
-exception leaves open is dropped at the next forward.
+``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
+an exception leaves open is dropped at the next forward.
 
 Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
 Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
@@ -133,7 +133,9 @@ class Unit:
     def _gather(self, refresh: bool) -> None:
         for group in self.groups:
             group.unshard(refresh)
-        self._show(unsharded=True)
+        # All or none: a program that goes on after an error sees the sharded parameters.
+        for group in self.groups:
+            group.show(unsharded=True)
 
     @property
     def has_weights(self) -> bool:
@@ -151,22 +153,18 @@ class Unit:
     def reshard(self) -> None:
         """Show the main weights and free the compute weights, unless the strategy keeps them."""
         self._enter(Event.RESHARD, self.phase if self._calls else Phase.REST)
-        self._free()
+        self._hide(free=True)
 
-    def _free(self) -> None:
+    def _hide(self, free: bool) -> None:
         for group in self.groups:
-            if group.strategy.shard_parameters:
+            if free and group.strategy.shard_parameters:
                 group.free()
-        self._show(unsharded=False)
-
-    def _show(self, unsharded: bool) -> None:
-        for group in self.groups:
-            group.show(unsharded)
+            group.show(unsharded=False)
 
     def _show_sharded(self, *_: Any) -> None:
         rests = self.phase in (Phase.UNSHARDED, Phase.BACKWARD)
         self._enter(Event.STATE_DICT, Phase.REST if rests else self.phase)
-        self._show(unsharded=False)
+        self._hide(free=False)
 
     @autograd.eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -284,10 +282,7 @@ class Unit:
             self._enter(event, Phase.RECOMPUTED)
         else:
             self._enter(event, Phase.REST)
-            if free:
-                self._free()
-            else:
-                self._show(unsharded=False)
+            self._hide(free)
         self.schedule.forward_ended(self)
 
     @property
@@ -378,10 +373,7 @@ class Unit:
             self._enter(event, self.phase)
             return
         self._enter(event, Phase.REST)
-        if self.reshard_after_backward:
-            self._free()
-        else:
-            self._show(unsharded=False)
+        self._hide(free=self.reshard_after_backward)
 
     @property
     def _raised(self) -> bool:
