@@ -121,6 +121,7 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """
     if tree is None or isinstance(tree, torch.Tensor):
         return function(tree)
+    # Exact types: named tuples and other subclasses are not built from a list of items.
     if type(tree) in (tuple, list):
         items = [map_leaves(item, function) for item in tree]
         return tree if _same(items, tree) else type(tree)(items)

@@ -1,16 +1,13 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
-    main weights     what the optimizer updates and ``parameters()`` shows at rest, sharded as the optimizer state is
-    resident shard   in the dtype of forward and backward, where main weights are cut finer than parameters (HFSDP)
-    compute weights  whole, in the dtype of forward and backward; gathered from the resident shard or the main weights,
-                     freed by a reshard. Under no_shard in the main dtype they are the main weights themselves
-    gradient         see ``gradient``
+The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again when the main weights have changed, whoever changed them. "Changed" is decided from the version counter that torch
-keeps for the buffer, without asking the other ranks: every change through a DTensor, an optimizer or ``to_local()``
-counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that edits local tensors
-must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides changes from the counter.
+again when the main weights have changed, whoever changed them. The group decides that from the version counter that
+torch keeps for the buffer, without asking the other ranks. Every change through a DTensor, an optimizer or
+``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that
+edits local tensors must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides
+changes from the counter.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
 used the older weights raises autograd's error instead of yielding wrong gradients.
@@ -108,7 +105,7 @@ class ParameterGroup:
             self.compute = self.levels.buffer(0, dtypes.compute, device)
             # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
             views = [self.compute.view(name).data for name in self.names]
-            # Meta tensors have no memory to be freed, and their storage cannot be resized.
+            # On the meta device nothing is to be freed.
             if not self.on_meta:
                 self.compute.free()
         self.unsharded = [

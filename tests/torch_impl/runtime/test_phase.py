@@ -20,9 +20,7 @@ from torch_impl.runtime import phase as table
 from torch_impl.runtime.phase import LEGAL, Event, Lifecycle, Phase
 
 Step = tuple[Event, Phase, Phase]
-_ROW = (
-    rf"^ +({'|'.join(Event.__members__)}) +(any(?: but [A-Z]+)?|(?:[A-Z]+, )*[A-Z]+) +(same|[A-Z]+) +\S.*$"
-)
+_ROW = rf"^ +({'|'.join(Event.__members__)}) +(any(?: but [A-Z]+)?|(?:[A-Z]+, )*[A-Z]+) +(same|[A-Z]+) +\S.*$"
 
 
 class Row(NamedTuple):
@@ -120,7 +118,9 @@ def not_followed(inner: Inner, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def in_backward(action: Callable[[Inner], Any], before: bool) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+def in_backward(
+    action: Callable[[Inner], Any], before: bool
+) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
     """Run ``action`` in backward, after the unit's own or before it."""
 
     def call(inner: Inner, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,9 @@ def in_backward(action: Callable[[Inner], Any], before: bool) -> Callable[[Inner
     return call
 
 
-def while_running(action: Callable[[Inner, torch.Tensor], Any]) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+def while_running(
+    action: Callable[[Inner, torch.Tensor], Any],
+) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
     """Run ``action`` in the unit's forward."""
 
     def call(inner: Inner, x: torch.Tensor) -> torch.Tensor:
