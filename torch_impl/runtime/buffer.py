@@ -124,6 +124,7 @@ class ShardLevels:
 
     def sum(self, axis: int, values: torch.Tensor, async_op: bool) -> Work | None:
         """Sum ``values`` over an axis, in place."""
+        # The sum of one rank is there already.
         if self.mesh.sizes[axis] == 1:
             return None
         return collectives.all_reduce(values, self.mesh.groups[axis], async_op=async_op)
@@ -135,6 +136,7 @@ class ShardLevels:
 
     def _places(self, level: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Shape, stride and offset of every parameter in this rank's buffer of a level."""
+        # Of a buffer without memory: in any dtype, places count elements.
         buffer = self.buffer(level, torch.uint8, torch.device("meta"))
         views = [buffer.view(slot.name) for slot in buffer.layout.slots]
         return [(tuple(view.shape), view.stride(), int(view.storage_offset())) for view in views]

@@ -81,6 +81,7 @@ class GroupGradient:
         beside an output layer, it would be in use through all of backward. If all have come by then, it waits for the
         reduction, before which the unit's weights are freed.
         """
+        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
         given = self._spec.tensor_parallel[index]
         if given is not None:
             grad = given.local_gradient(grad)
@@ -95,6 +96,7 @@ class GroupGradient:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._spec.levels.size(0):
+                    # All have come: the buffer waits until the weights are freed, and the peak is lower.
                     if len(self._held) == len(self._spec.names):
                         self._host.reductions.make_room()
                     else:
@@ -224,6 +226,7 @@ class GroupGradient:
         self._views = spec.levels.views(0, flat)
         self._untouched = set(range(len(spec.names))).difference(kept)
         self._divided = spec.divides_first and not keep and not kept
+        # Sums that a program has set by hand lie elsewhere.
         for index, local in kept.items():
             if local.data_ptr() != self._views[index].data_ptr():
                 self._views[index].copy_(local)

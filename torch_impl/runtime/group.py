@@ -142,6 +142,7 @@ class ParameterGroup:
         if self.compute is self.main or self._transfer is not None:
             return False
         version, gathered = self.main.flat._version, self._gathered_version
+        # Freed weights have no contents; those of an interrupted gather are arbitrary.
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return False
         self._gathered_version = None  # until it has succeeded
@@ -165,6 +166,7 @@ class ParameterGroup:
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
         if self.compute is not self.main:
+            # Else the gather would write to memory that others have by then.
             self._finish_transfer()
             self.weights.release()
 
@@ -177,6 +179,7 @@ class ParameterGroup:
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.finish()
+            # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._resident_version = self._started_version
 
     def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
@@ -199,6 +202,7 @@ class ParameterGroup:
                 output = resident.flat
                 self._resident_version = None  # until it has succeeded
             else:
+                # Between the levels that are kept, memory for this gather only.
                 output = source.new_empty(self.levels.size(level))
             lane = "gather" if level == 0 else "outer"
             steps.append((lane, partial(self.levels.gather, level, output, source)))

@@ -77,6 +77,7 @@ class Event(Enum):
     ABANDON = auto()
 
 
+# Pairs of the phases before and after.
 Transitions = frozenset[tuple[Phase, Phase]]
 
 REST, UNSHARDED, FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD = Phase
@@ -93,6 +94,7 @@ def _same(phases: Iterable[Phase]) -> Transitions:
     return frozenset((phase, phase) for phase in phases)
 
 
+# Begins are legal anywhere, since no order is asserted; ends only where something has begun.
 LEGAL: dict[Event, Transitions] = {
     Event.UNSHARD: _to(UNSHARDED, REST, UNSHARDED)
     | _to(BACKWARD, REST)

@@ -10,9 +10,9 @@ from the plan at any time:
   that saved the old ones.
 
 Autograd keeps views of compute weights, which may show another unit's weights between forward and backward. That no
-backward computes with the other unit's weights does not rest on the plan. A unit that loses its slot has the versions of
-its weights advanced, and gets the versions back with the contents. Until then autograd refuses the saved views. Every
-entry into a unit, forward or backward, brings the unit's contents back before it computes.
+backward computes with the other unit's weights does not rest on the plan. A unit that loses its slot has the versions
+of its weights advanced, and gets the versions back with the contents. Until then autograd refuses the saved views.
+Every entry into a unit, forward or backward, brings the unit's contents back before it computes.
 
 The decisions are local: they neither issue nor order collectives.
 """
@@ -317,6 +317,7 @@ class PooledWeights:
 
     def lost(self) -> None:
         """Another unit's weights replace these: saved views of them must not be read."""
+        # A slot may pass through several hands before its first user comes back: the first versions count.
         if self._versions is None:
             self._versions = tuple(param._version for param in self._params)
             torch.autograd.graph.increment_version(self._params)
@@ -335,6 +336,7 @@ class PooledWeights:
     def _choose(self) -> None:
         """Move to the slot of the plan, if it is free, else out of any that is in use."""
         slot = self._host.pool.slot_of(self)
+        # A program may have departed from the plan: a slot in use is not taken.
         if slot is not None and not slot.take(self):
             slot = None
         if slot is not self._slot:
@@ -376,6 +378,7 @@ class PooledGradient:
         self._host.pool.began(self)
         flat = torch.empty(0, dtype=self._dtype, device=self.device)
         slot = self._host.pool.slot_of(self)
+        # A program that departs from the plan may find the slot in use.
         if slot is not None and slot.take(self):
             self._slot = slot
             return flat.set_(slot.storage, 0, (self._size,), (1,))

@@ -121,6 +121,7 @@ class GroupReduction:
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
+        # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
         if spec.dtypes.grad != spec.dtypes.main:
             for param in spec.params:
                 param.grad_dtype = spec.dtypes.grad
@@ -183,6 +184,7 @@ class GroupReduction:
 
     def flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
         """The flat buffer whose views these sums are; None if they are not, since a program may set ``.grad``."""
+        # A parameter without elements lies anywhere.
         filled = [(index, local) for index, local in kept.items() if local.numel()]
         if not filled:
             return None
@@ -193,6 +195,7 @@ class GroupReduction:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
             if placed != (storage.data_ptr(), whole.start(spec.names[index]), True):
                 return None
+        # All views at the right offsets of a longer buffer, or of one in another dtype, are the program's own work.
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
@@ -205,6 +208,7 @@ class GroupReduction:
         for name, param, given, view in zip(
             spec.names, spec.params, spec.tensor_parallel, views, strict=True
         ):
+            # Frozen after sharding: autograd leaves no gradient on such a parameter either.
             if not param.requires_grad:
                 continue
             # Sums that are not reduced at all were collected together with the new ones.
@@ -231,6 +235,7 @@ class GroupReduction:
         if axes == level:
             view.add_(local, alpha=share)
             return
+        # Reduced further, so cut more finely: its rows are some of the view's.
         bounds, here = levels.row_bounds(axes, name), levels.mesh.index(axes)
         first = levels.row_bounds(level, name)[levels.mesh.index(level)]
         r0, r1 = bounds[here] - first, bounds[here + 1] - first

@@ -127,6 +127,7 @@ class Schedule:
     def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
         """Begin to gather the weights of ``units``; those that are not used are dropped when the pass ends."""
         for unit in units:
+            # Weights that are there already were not gathered ahead: they are not this pass's to drop.
             if unit.start_unshard(refresh):
                 self._prefetched.append(weakref.ref(unit))
 
@@ -139,6 +140,7 @@ class Schedule:
                 self._abandon()
                 self.pool.backward_begins()
                 self._backward.restart()
+                # Of a first backward nothing is known but that most programs reverse their forward.
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
             ended = autograd.weakly(self._backward_ended, task)
@@ -175,11 +177,13 @@ class Schedule:
 
     def recover(self) -> None:
         """Drop what a pass left behind that raised. Nothing while another pass runs."""
+        # A program may call zero_grad in a forward or in a hook: what belongs to them is not left behind.
         if self.open_forwards == 0 and not self._running():
             self._abandon()
             self._rest_recomputed()
 
     def _abandon(self) -> None:
+        # First: a reduction of the last pass must not publish into the next one's gradients.
         self.reductions.abandon()
         self._drop_prefetched()
         for unit in _alive(self._units):
