@@ -219,7 +219,7 @@ class Unit:
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
-        # Else the weights are shown, and the order of units has this one already or cannot have it.
+        # Weights that are shown are gathered, and their unit has its place in the order.
         if self.phase is Phase.REST:
             self.start_unshard(refresh)
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
