@@ -66,6 +66,7 @@ class ParameterGroup:
         self._context, self._suffix = context, suffix
         self._shows_whole = False
         self._allocate(device, [(one.param, one.local) for one in owned])
+        self._connect()
 
     @property
     def divisor(self) -> float:
@@ -82,6 +83,7 @@ class ParameterGroup:
         The parameters are new ones, and shown by the modules.
         """
         self._allocate(device, [(param, param) for param in self.params])
+        self._connect()
         self._register(self.params)
 
     @property
@@ -119,9 +121,12 @@ class ParameterGroup:
         for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
             for copy in copies:
                 vars(copy).update(vars(param))
-        context, suffix = self._context, self._suffix
+
+    def _connect(self) -> None:
+        """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
+        context, suffix, dtypes = self._context, self._suffix, self.dtypes
         spec = GradientSpec(
-            self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, self._divisor
+            self.names, self.params, self.tensor_parallel, self.levels, self.strategy, dtypes, self._divisor
         )
         memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.main.flat.device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
