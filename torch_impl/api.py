@@ -19,6 +19,7 @@ from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
+from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
@@ -138,15 +139,18 @@ def _build_unit(
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
-    groups = []
-    for members, layout in plans:
+    groups, context = [], UnitContext(device)
+    for index, (members, layout) in enumerate(plans):
         dtypes = group_dtypes(members[0].param.dtype, options.policy)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if members[0].param.is_meta else device
-        groups.append(ParameterGroup(members, layout, mesh, where, options.strategy, dtypes, divisor))
+        suffix = f" group {index}" if len(plans) > 1 else ""
+        groups.append(
+            ParameterGroup(members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix)
+        )
     for one in owned:
         one.take(kind)
-    return Unit(groups, options.policy, options.reshard_after_forward, device)
+    return Unit(groups, context, options.policy, options.reshard_after_forward)
 
 
 def _plan_groups(

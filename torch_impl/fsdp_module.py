@@ -168,7 +168,7 @@ class FSDPModule(Unavailable):
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
         check_divisor(factor)
         for group in self._unit.groups:
-            group.gradient.divisor = factor
+            group.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -184,7 +184,7 @@ class FSDPModule(Unavailable):
         _check_bool("set_force_sum_reduction_for_comms", enable)
 
     def set_main_gradients(self, enable: bool, *, recurse: bool = True) -> None:
-        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.main_grad``."""
+        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.gradient``."""
         _check_bool("set_main_gradients", enable)
         for unit in self._units(recurse):
             unit.exposes_main_grad = enable

@@ -126,7 +126,7 @@ def every_method() -> None:
         elif name == "set_reduce_scatter_divide_factor":
             with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
                 getattr(model, name)(*given)
-            assert model._unit.groups[0].gradient.divisor == 2.0
+            assert model._unit.groups[0].divisor == 2.0
         else:
             assert getattr(model, name)(*given) is None, name
     assert event.waited == 1

@@ -129,7 +129,7 @@ def _group_report(group: ParameterGroup) -> GroupReport:
         shard_sizes=layout.shard_sizes,
         strategy=group.strategy.name,
         mesh=tuple(group.mesh.mesh.shape),
-        divisor=group.gradient.divisor,
+        divisor=group.divisor,
         fingerprint=layout.fingerprint,
         main_dtype=main,
         compute_dtype=compute,

@@ -1,1 +1,34 @@
-"""A unit's life: flat buffers, gather, reduce, and the schedule that overlaps them."""
+"""A unit's life: flat buffers, gather, reduce, and the schedule that overlaps them.
+
+Note: the five tensors of a group. A unit's parameters of one dtype and trainability form a group. For each group a
+rank has up to five flat tensors, of which the parameters and gradients that a program sees are views:
+
+1. The *main weights* are what the optimizer updates and what ``parameters()`` shows at rest: this rank's rows, cut as
+   finely as the optimizer state, in float32 (float64 for float64 parameters).
+2. The *resident shard* exists only where main weights are cut more finely than parameters (HFSDP). It holds the rows
+   that this rank keeps of the parameters, in the dtype of forward and backward.
+3. The *compute weights* are whole, in the dtype of forward and backward. They are gathered from the main weights or the
+   resident shard before a forward or backward, and freed after it where the strategy shards parameters. Under no_shard
+   in the main dtype, the compute weights are the main weights themselves.
+4. The *collected gradient* is whole: what this rank's backward has computed for the compute weights, in the dtype of
+   the reduction, or in that of the gradient where several microbatches are collected before one reduction.
+5. The *gradient* is what the optimizer reads as ``.grad`` of the main weights: the collected gradients of all ranks,
+   summed, divided and cut as the main weights are. Between microbatches ``.grad`` may hold sums that still wait for a
+   reduction, and then are marked as partial.
+
+Note: the way of a gradient, from backward to the optimizer. It goes down file by file, and comes back up twice: when
+the unit's backward is done, and when its reduction is.
+
+1. ``autograd``     a hook on a compute weight tells that the weight's gradient is complete
+2. ``unit``         ``_gradient_arrived``: the unit joins the backward, and decides between reducing and keeping
+3. ``gradient``     ``GroupGradient.arrived``: the gradient is held, or copied into the group's buffer
+4. ``pool``         ``PooledGradient.take``: lends the buffer
+   back to ``unit`` ``_call_done`` or ``backward_ended``: the unit frees its weights, then
+                    ``GroupGradient.reduce`` completes the buffer with zeros and hands it on
+5. ``reduction``    ``GroupReduction.start``: a step for each mesh axis, after the reduction before has been finished
+6. ``comm.streams`` ``start``: runs the steps beside the computation
+7. ``buffer``       ``ShardLevels.reduce``: from one degree of sharding to the next
+8. ``comm.collectives``  ``reduce_scatter``
+   back to ``reduction``  ``GroupReduction.finish``, before the next reduction or at the end of the backward: divides
+                    the sums, and puts DTensors over them (``dtensor.tensor``) into ``.grad``
+"""

@@ -48,6 +48,7 @@ class WatchedInputs:
         self._done = done
         self._missing: set[int] = set()
         self._nodes: list[Any] = []
+        # Only until the forward ends: a graph must not keep inputs alive that no backward needs.
         self._given: list[torch.Tensor] = []
 
     def watch(self, inputs: Any) -> Any:
@@ -73,6 +74,7 @@ class WatchedInputs:
 
     def passed_on(self, leaf: Any) -> bool:
         """Whether a leaf of the output is a view that ``watch`` made."""
+        # By node: changed in place, the view has another one, and is not the input any more.
         return isinstance(leaf, torch.Tensor) and leaf.grad_fn in self._nodes
 
     def expect(self) -> bool:
@@ -80,6 +82,7 @@ class WatchedInputs:
 
         Only those are waited for, and without this there is no call of ``done``.
         """
+        # In a backward with given inputs, or through a part of the graph, some inputs get no gradient.
         self._missing.clear()
         self._missing.update(
             k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)
@@ -115,6 +118,7 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """
     if tree is None or isinstance(tree, torch.Tensor):
         return function(tree)
+    # Exact types: named tuples and other subclasses are not built from a list of items.
     if type(tree) in (tuple, list):
         items = [map_leaves(item, function) for item in tree]
         return tree if _same(items, tree) else type(tree)(items)
@@ -143,6 +147,7 @@ def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None])
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
             _start_first(leaf, leaf.grad_fn, start)
             hooked = True
+    # Any other object may hide a tensor whose backward leads into the module.
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
     return hooked or all(isinstance(leaf, plain) for leaf in leaves)
 
@@ -180,6 +185,7 @@ def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
     """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
+    # Plain tensors, as most outputs are, wrap no others.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         return {tensor.untyped_storage().data_ptr()}
     if is_traceable_wrapper_subclass(tensor):
@@ -205,6 +211,7 @@ def _leaves(tree: Any) -> list[Any]:
         return [tree]
     found = []
     for leaf in pytree.tree_leaves(tree):
+        # pytree takes a dataclass for one leaf, unless the program has registered it.
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
@@ -212,8 +219,8 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
-    """A callback that does not keep the method's object alive."""
+def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """A callback that does not keep the method's object alive: graphs outlive deleted models, and units own hooks."""
     return partial(_call_if_alive, weakref.WeakMethod(method), *args)
 
 

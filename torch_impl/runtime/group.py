@@ -1,16 +1,13 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
-    main weights     what the optimizer updates and ``parameters()`` shows at rest, sharded as the optimizer state is
-    resident shard   in the dtype of forward and backward, where main weights are cut finer than parameters (HFSDP)
-    compute weights  whole, in the dtype of forward and backward; gathered from the resident shard or the main weights,
-                     freed by a reshard. Under no_shard in the main dtype they are the main weights themselves
-    gradient         see ``gradient``
+The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again when the main weights have changed, whoever changed them. "Changed" is decided from the version counter that torch
-keeps for the buffer, without asking the other ranks: every change through a DTensor, an optimizer or ``to_local()``
-counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that edits local tensors
-must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides changes from the counter.
+again when the main weights have changed, whoever changed them. The group decides that from the version counter that
+torch keeps for the buffer, without asking the other ranks. Every change through a DTensor, an optimizer or
+``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that
+edits local tensors must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides
+changes from the counter.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
 used the older weights raises autograd's error instead of yielding wrong gradients.
@@ -19,7 +16,7 @@ used the older weights raises autograd's error instead of yielding wrong gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -29,19 +26,23 @@ from torch.distributed.tensor import Placement
 from bridge.sharding.layout import Layout
 from bridge.sharding.strategy import Strategy
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime import autograd
-from torch_impl.runtime.buffer import FlatBuffer
+from torch_impl.runtime.buffer import FlatBuffer, ShardLevels
+from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.gradient import GroupGradient
-from torch_impl.runtime.levels import ShardLevels
 from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.pool import PooledWeights
+from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
+from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
 
 
 class ParameterGroup:
-    """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``."""
+    """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
+
+    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports.
+    """
 
     def __init__(
         self,
@@ -52,25 +53,42 @@ class ParameterGroup:
         strategy: Strategy,
         dtypes: GroupDtypes,
         divisor: float,
+        context: UnitContext,
+        suffix: str,
     ) -> None:
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
         self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
         self.tensor_parallel = [one.tensor_parallel for one in owned]
+        # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
-        self._arrived: weakref.WeakMethod[Callable[[ParameterGroup, int], None]] | None = None
-        self._allocate(device, [(one.param, one.local) for one in owned], divisor)
+        self._divisor = Divisor(divisor)
+        self._context, self._suffix = context, suffix
+        self._shows_whole = False
+        self._allocate(device, [(one.param, one.local) for one in owned])
+        self._connect()
+
+    @property
+    def divisor(self) -> float:
+        """By what gradients summed over the ranks are divided; may be set at any time."""
+        return self._divisor.value
+
+    @divisor.setter
+    def divisor(self, value: float) -> None:
+        self._divisor.value = value
 
     def materialize(self, device: torch.device) -> None:
         """Give weights that were planned on the meta device memory on ``device``; they are zeros.
 
         The parameters stay the same objects, for an optimizer that holds them already.
         """
-        self._allocate(device, [(param, param) for param in self.params], self.gradient.divisor, again=True)
-        arrived = None if self._arrived is None else self._arrived()
-        if arrived is not None:
-            self.on_gradient(arrived)
-        self.register(unsharded=False)
+        planned: list[nn.Parameter] = self.params
+        self._allocate(device, [(param, param) for param in planned])
+        for param, allocated in zip(planned, self.params, strict=True):
+            torch.utils.swap_tensors(param, allocated)
+        self.params = planned
+        self._connect()
+        self._register(self.params)
 
     @property
     def on_meta(self) -> bool:
@@ -81,13 +99,14 @@ class ParameterGroup:
         self,
         device: torch.device,
         given: Sequence[tuple[nn.Parameter, torch.Tensor]],
-        divisor: float,
-        again: bool = False,
     ) -> None:
         """Make buffers and parameters like the given ones, with the values beside them if those have any."""
         strategy, dtypes = self.strategy, self.dtypes
         self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
-        self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
+        # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
+        self.params: list[nn.Parameter] = [
+            self._main_parameter(index, *one) for index, one in enumerate(given)
+        ]
         self.resident: FlatBuffer | None = None
         if 0 < strategy.parameters < strategy.optimizer:
             self.resident = self.levels.buffer(strategy.parameters, dtypes.compute, device)
@@ -98,74 +117,71 @@ class ParameterGroup:
             self.compute = self.levels.buffer(0, dtypes.compute, device)
             # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
             views = [self.compute.view(name).data for name in self.names]
+            # On the meta device nothing is to be freed.
             if not self.on_meta:
                 self.compute.free()
         self.unsharded = [
-            nn.Parameter(view if others is None else others.wrap(view), requires_grad=False)
+            nn.Parameter(
+                view if others is None else others.wrap(view),
+                requires_grad=view.is_floating_point() or view.is_complex(),
+            )
             for view, others in zip(views, self.tensor_parallel, strict=True)
         ]
+        # Marks that a program put on its parameters steer optimizers, and kernels.
         for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
             for copy in copies:
                 vars(copy).update(vars(param))
-        if again:
-            for (before, _), param in zip(given, self.params, strict=True):
-                torch.utils.swap_tensors(before, param)
-            self.params = [before for before, _ in given]
-        self.gradient = GroupGradient(
-            self.names, self.params, self.tensor_parallel, self.levels, strategy, dtypes, divisor
+
+    def _connect(self) -> None:
+        """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
+        context, suffix, dtypes = self._context, self._suffix, self.dtypes
+        spec = GradientSpec(
+            self.names, self.params, self.tensor_parallel, self.levels, self.strategy, dtypes, self._divisor
         )
+        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.main.flat.device, context, suffix)
+        self.reduction = GroupReduction(spec, memory, context)
+        self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         finish = autograd.weakly(self._finish_transfer)
-        self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish)
+        self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
         self._transfer: Transfer | None = None
         self._gathered_version: int | None = None
         self._resident_version: int | None = None
         self._started_version: int | None = None
 
-    def on_gradient(self, arrived: Callable[[ParameterGroup, int], None]) -> None:
-        """Call ``arrived(group, index)`` in backward when the gradient of an unsharded parameter is complete."""
-        # The hook lives on a tensor of this group: a strong reference would be a cycle.
-        this = weakref.ref(self)
-        method = self._arrived = weakref.WeakMethod(arrived)
-        for index, param in enumerate(self.unsharded):
-
-            def hook(_: torch.Tensor, index: int = index) -> None:
-                group, call = this(), method()
-                if group is not None and call is not None:
-                    call(group, index)
-
-            param.requires_grad_(param.is_floating_point() or param.is_complex())
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(hook)
-
-    def start_unshard(self, refresh: bool, streams: Streams) -> bool:
+    def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
 
         A collective when it returns True; else nothing is to be done, or it has begun already.
         """
+        # Under no_shard in the main dtype the main weights are computed with: nothing is to be gathered.
         if self.compute is self.main or self._transfer is not None:
             return False
         version, gathered = self.main.flat._version, self._gathered_version
+        # Freed weights have no contents; those of an interrupted gather are arbitrary.
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return False
         self._gathered_version = None  # until it has succeeded
         target = self.weights.prepare(changed=version != gathered)
         with torch.no_grad():
-            self._transfer = streams.start(self._gather_steps(version, target))
+            self._transfer = self._context.streams.start(self._gather_steps(version, target))
         self._started_version = version
         return True
 
-    def unshard(self, refresh: bool, streams: Streams) -> None:
+    def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
-        if self._transfer is not None or self.start_unshard(refresh, streams):
+        if not self._shows_whole:
+            self._check_registered()
+        if self._transfer is not None or self.start_unshard(refresh):
             self._finish_transfer()
-            # Main weights may have changed since the gather began.
-            if refresh and self.start_unshard(refresh, streams):
+            # A gather ahead may have begun before the program changed the main weights.
+            if refresh and self.start_unshard(refresh):
                 self._finish_transfer()
         self.weights.settle()
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
         if self.compute is not self.main:
+            # Else the gather would write to memory that others have by then.
             self._finish_transfer()
             self.weights.release()
 
@@ -178,14 +194,17 @@ class ParameterGroup:
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.finish()
+            # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._resident_version = self._started_version
 
     def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
         """From the finest shards that hold current values to whole compute weights, an axis a step."""
         level, source = self.strategy.optimizer, self.main.flat
         resident = self.resident
+        # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
         if resident is not None and self._resident_version == version:
             level, source = self.strategy.parameters, resident.flat
+        # Cast before the gather: fewer bytes cross the network.
         source = source.to(self.dtypes.compute)
         if level == 0:
             return [("gather", partial(_copy, target, source))]
@@ -198,23 +217,37 @@ class ParameterGroup:
                 output = resident.flat
                 self._resident_version = None  # until it has succeeded
             else:
+                # Between the levels that are kept, memory for this gather only.
                 output = source.new_empty(self.levels.size(level))
             lane = "gather" if level == 0 else "outer"
             steps.append((lane, partial(self.levels.gather, level, output, source)))
             source = output
         return steps
 
-    def register(self, unsharded: bool) -> None:
+    def show(self, unsharded: bool) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
-        for shown, sharded, whole in zip(self._sites, self.params, self.unsharded, strict=True):
-            if unsharded and whole.requires_grad != sharded.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
+        if unsharded == self._shows_whole:
+            return
+        # A program may freeze and unfreeze the parameters that it sees, which are the sharded ones.
+        if unsharded:
+            for sharded, whole in zip(self.params, self.unsharded, strict=True):
+                if whole.requires_grad != sharded.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
+        self._register(self.unsharded if unsharded else self.params)
+        self._shows_whole = unsharded
+
+    def attach(self) -> None:
+        """Put the sharded parameters in the place of the given ones."""
+        self._register(self.params)
+
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        for shown, param in zip(self._sites, params, strict=True):
             for module_ref, attr in shown:
                 module = module_ref()
                 if module is not None:
-                    _set_parameter(module, attr, whole if unsharded else sharded)
+                    _set_parameter(module, attr, param)
 
-    def check_registered(self) -> None:
+    def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
         if self.on_meta:
             raise RuntimeError(

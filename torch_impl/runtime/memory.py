@@ -42,6 +42,7 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
     weights: list[torch.Tensor] = []
     main = gradients = moments = padding = 0
     for group in groups:
+        # Shapes only: storages of meta tensors report bytes that nobody has.
         if group.on_meta:
             continue
         main += group.main.flat.untyped_storage().nbytes()

@@ -81,6 +81,7 @@ class OwnedParameter:
                 stacklevel=2,
             )
         setattr(self.param, _TAKEN, unit)
+        # In place: an optimizer that was built too early holds this very object.
         self.param.__class__ = _taken_class(type(self.param))
 
 
@@ -89,6 +90,7 @@ def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[
 
     Raises ValueError for a parameter that cannot be sharded.
     """
+    # By identity: a tied parameter is one, with a name for each place where it is registered.
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, holder in _modules_outside(module, inner, "", set()):
         for attr, param in holder._parameters.items():
@@ -98,6 +100,7 @@ def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[
             _check(name, param)
             found.setdefault(id(param), (name, param, []))[2].append((holder, attr))
     owned = [OwnedParameter(name, param, tuple(sites)) for name, param, sites in found.values()]
+    # A unit has one gather: its weights come into being together.
     if len({one.param.is_meta for one in owned}) > 1:
         meta = next(one.name for one in owned if one.param.is_meta)
         real = next(one.name for one in owned if not one.param.is_meta)
@@ -112,6 +115,7 @@ def _modules_outside(
     module: nn.Module, inner: type, prefix: str, seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
     """``(name prefix, module)`` of the module and all below it, without inner units and what they hold."""
+    # A model may register one module under several names.
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -1,17 +1,18 @@
 """Memory that units of one size use in turn, instead of each allocating its own twice a step.
 
-The pool notes when buffers are in use. When a step's record comes again, it plans slots (see ``pool_plan``), and from
-the next change of the main weights on, compute weights lie in their slots. A program may depart from the plan any time:
+The pool records when buffers are in use. When the record of a step comes again, the pool plans slots (see
+``pool_plan``). From the next change of the main weights on, compute weights lie in their slots. A program may depart
+from the plan at any time:
 
 * A slot that is in use is not taken. Weights that are gathered ahead wait *aside*, in memory of their own. When their
-  unit runs, the ones in the slot are moved aside instead, unless a forward is reading them.
+  unit runs, the weights in the slot are moved aside instead, unless a forward is reading those.
 * Weights move to another place only with changed values, or where a forward is reading their slot. Both void the graphs
   that saved the old ones.
 
-Autograd keeps views of compute weights, which may show another unit's between forward and backward. That no backward
-computes with those does not rest on the plan: a unit that loses its slot has the versions of its weights advanced, and
-gets them back with its contents. Until then autograd refuses the saved views. Every entry into a unit, forward or
-backward, brings its contents back before it computes.
+Autograd keeps views of compute weights, which may show another unit's weights between forward and backward. That no
+backward computes with the other unit's weights does not rest on the plan. A unit that loses its slot has the versions
+of its weights advanced, and gets the versions back with the contents. Until then autograd refuses the saved views.
+Every entry into a unit, forward or backward, brings the unit's contents back before it computes.
 
 The decisions are local: they neither issue nor order collectives.
 """
@@ -55,6 +56,7 @@ class Slot:
         """Use the slot, which then has memory; False if another one does."""
         if self.user is not None and self.user is not user:
             return False
+        # Whoever was here last may have views of the slot in a graph.
         before = None if self._contents is None else self._contents()
         if before is not None and before is not user:
             before.lost()
@@ -67,6 +69,7 @@ class Slot:
         """End a use; the memory stays if the plan says so."""
         if self.user is user:
             self._user = None
+            # A use that the plan does not know of leaves no memory behind.
             if not next(self._expected, False):
                 self.storage.resize_(0)
 
@@ -90,11 +93,27 @@ class Slot:
 class Pooled(Protocol):
     """A buffer that the pool records."""
 
-    name: str
     kind: str
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def nbytes(self) -> int: ...
+
+
+class Host(Protocol):
+    """What a pooled buffer asks of its unit, at each use, since its root may change."""
+
+    name: str
+
+    @property
+    def pool(self) -> BufferPool: ...
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the unit's compute weights may be read without another call of the runtime."""
+        ...
 
 
 class _Trace(NamedTuple):
@@ -132,6 +151,7 @@ class BufferPool:
 
     def began(self, buffer: Pooled) -> None:
         """Note that a buffer is in use from now on."""
+        # Weights that are gathered again while they are shown stay in one use.
         if self._open.setdefault(weakref.ref(buffer), self._time) == self._time:
             self._time += 1
 
@@ -175,6 +195,7 @@ class BufferPool:
     def _compare(self, trace: _Trace) -> None:
         known = [*self._recent, trace]
         self._recent.append(trace)
+        # Equal to another record, not to the last one: a program may alternate between several kinds of steps.
         again = [one for index, one in enumerate(known) if one in known[:index]]
         if self._planned not in known and again:
             trace = max(again, key=lambda one: one.duration)
@@ -195,14 +216,10 @@ class BufferPool:
         self._slots, self._planned, self.plan = {}, trace, plan
 
 
-def _never() -> bool:
-    return False
-
-
 class PooledWeights:
     """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
 
-    ``finish`` ends a gather that is under way.
+    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart.
     """
 
     kind = "weights"
@@ -213,10 +230,10 @@ class PooledWeights:
         buffer: FlatBuffer,
         params: Sequence[nn.Parameter],
         finish: Callable[[], None],
+        host: Host,
+        suffix: str,
     ) -> None:
-        self.name = ""
-        self.pool = BufferPool(buffer.flat.device)
-        self.pinned: Callable[[], bool] = _never
+        self._host, self._suffix = host, suffix
         self._names, self._params = list(names), list(params)
         self._buffer, self._finish = buffer, finish
         self._own = buffer.flat.untyped_storage()
@@ -225,6 +242,10 @@ class PooledWeights:
         self._slot: Slot | None = None
         self._aside: torch.Tensor | None = None
         self._versions: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
 
     @property
     def nbytes(self) -> int:
@@ -237,15 +258,18 @@ class PooledWeights:
 
     def prepare(self, changed: bool) -> torch.Tensor:
         """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
+        # Weights that cannot move have memory of their own: the plan need not know of them.
         if self._movable:
-            self.pool.began(self)
+            self._host.pool.began(self)
         self._aside = None
+        # Graphs of the older values are void anyway, so this is the time to move without breaking any.
         if changed:
             self._void_graphs()
             self._choose()
         if self._slot is None:
             self._buffer.allocate()
             return self._buffer.flat
+        # As far as others ask: the contents are in the slot or aside.
         self._buffer.allocated = True
         if self._slot.take(self):
             self._regained()
@@ -259,6 +283,7 @@ class PooledWeights:
             return
         assert self._slot is not None
         user = self._slot.user
+        # A forward reads the weights that are there, so these move, and graphs with views of the slot are void.
         if isinstance(user, PooledWeights) and user is not self and not user.step_aside():
             self._void_graphs()
             self._move(None)
@@ -270,8 +295,10 @@ class PooledWeights:
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
-        if self.pinned():
+        # Autograd compares versions in backward only; a forward would compute with the other unit's weights.
+        if self._host.reads_weights:
             return False
+        # A gather under way still writes to the slot.
         self._finish()
         assert self._slot is not None
         self._aside = self._buffer.flat.clone()
@@ -280,7 +307,7 @@ class PooledWeights:
 
     def release(self) -> None:
         """Forget the contents and free the memory."""
-        self.pool.ended(self)
+        self._host.pool.ended(self)
         self._aside = None
         self._buffer.allocated = False
         if self._slot is None:
@@ -290,6 +317,7 @@ class PooledWeights:
 
     def lost(self) -> None:
         """Another unit's weights replace these: saved views of them must not be read."""
+        # A slot may pass through several hands before its first user comes back: the first versions count.
         if self._versions is None:
             self._versions = tuple(param._version for param in self._params)
             torch.autograd.graph.increment_version(self._params)
@@ -307,7 +335,8 @@ class PooledWeights:
 
     def _choose(self) -> None:
         """Move to the slot of the plan, if it is free, else out of any that is in use."""
-        slot = self.pool.slot_of(self)
+        slot = self._host.pool.slot_of(self)
+        # A program may have departed from the plan: a slot in use is not taken.
         if slot is not None and not slot.take(self):
             slot = None
         if slot is not self._slot:
@@ -318,6 +347,7 @@ class PooledWeights:
             self._slot.leave(self)
         self._slot = slot
         self._buffer.move(self._own if slot is None else slot.storage)
+        # As in FlatBuffer.move: a first evaluation may run in inference mode.
         with torch.inference_mode(False):
             for name, param in zip(self._names, self._params, strict=True):
                 param.data = self._buffer.view(name)
@@ -328,12 +358,15 @@ class PooledGradient:
 
     kind = "gradients"
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = ""
-        self.pool = BufferPool(device)
-        self.nbytes = size * dtype.itemsize
-        self._size, self._dtype, self._device = size, dtype, device
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, host: Host, suffix: str) -> None:
+        self.nbytes, self.device = size * dtype.itemsize, device
+        self._host, self._suffix = host, suffix
+        self._size, self._dtype = size, dtype
         self._slot: Slot | None = None
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
 
     @property
     def pooled(self) -> bool:
@@ -342,9 +375,10 @@ class PooledGradient:
 
     def take(self) -> torch.Tensor:
         """The buffer, with arbitrary contents."""
-        self.pool.began(self)
-        flat = torch.empty(0, dtype=self._dtype, device=self._device)
-        slot = self.pool.slot_of(self)
+        self._host.pool.began(self)
+        flat = torch.empty(0, dtype=self._dtype, device=self.device)
+        slot = self._host.pool.slot_of(self)
+        # A program that departs from the plan may find the slot in use.
         if slot is not None and slot.take(self):
             self._slot = slot
             return flat.set_(slot.storage, 0, (self._size,), (1,))
@@ -352,7 +386,7 @@ class PooledGradient:
 
     def release(self) -> None:
         """The buffer is not needed any more; nothing if it was not taken."""
-        self.pool.ended(self)
+        self._host.pool.ended(self)
         if self._slot is not None:
             slot, self._slot = self._slot, None
             slot.leave(self)

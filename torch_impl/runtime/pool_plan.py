@@ -91,6 +91,7 @@ def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
     """
     numbers = [0] * len(objects)
     taken: list[list[Span]] = []
+    # In the order of first uses, a greedy choice is the best one for objects of one span each.
     for index in sorted(range(len(objects)), key=lambda index: min(objects[index])):
         number = 0
         while number < len(taken) and _overlap(taken[number], objects[index]):
@@ -132,6 +133,7 @@ def _bridge(
     allocated = _sum([(span, one.nbytes) for one in lifetimes for span in one.spans], duration)
     peaks = max(allocated[:turn], default=0), max(allocated[turn:], default=0)
     sizes = {slot: one.nbytes for one, slot in zip(lifetimes, slots, strict=True) if slot is not None}
+    # Not over the turn: a pool releases memory that is not in use when a pass ends.
     gaps = [
         (start - end, slot, end, start)
         for slot, spans in enumerate(uses)
@@ -140,6 +142,7 @@ def _bridge(
     ]
     heapq.heapify(gaps)
     kept: set[tuple[int, int]] = set()
+    # The shortest first: each gap that is bridged saves one allocation, and short ones block the fewest others.
     while gaps:
         _, slot, end, start = heapq.heappop(gaps)
         limit = peaks[start >= turn] - sizes[slot]

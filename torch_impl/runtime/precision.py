@@ -53,6 +53,7 @@ def group_dtypes(given: torch.dtype, policy: MixedPrecisionPolicy) -> GroupDtype
     """
     if not given.is_floating_point:
         return GroupDtypes(given, given, given, given)
+    # An update smaller than the last bit of a half-precision weight would be lost.
     main = torch.float32 if given in (torch.float16, torch.bfloat16) else given
     compute = policy.param_dtype or given
     return GroupDtypes(main, compute, policy.reduce_dtype or compute, policy.grad_dtype or main)

@@ -17,40 +17,68 @@ Units are held weakly: a deleted model frees its memory at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from torch_impl.comm.streams import streams_for
 from torch_impl.runtime import autograd
-from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.pool import BufferPool
+from torch_impl.runtime.reduction import Reductions
 
-if TYPE_CHECKING:
-    from torch_impl.runtime.unit import Unit
+U = TypeVar("U")
+
+
+class ScheduledUnit(Protocol):
+    """What a schedule asks of a unit."""
+
+    def start_unshard(self, refresh: bool) -> bool:
+        """Begin to gather the compute weights; False if there is nothing to gather."""
+        ...
+
+    def drop_prefetched(self) -> None:
+        """Free weights that were gathered for a forward or backward that did not come."""
+        ...
+
+    def backward_ended(self, task: int) -> None:
+        """A backward that this unit took part in has computed all gradients."""
+        ...
+
+    def reduce_waiting(self) -> None:
+        """Reduce what earlier backwards left, in case this unit took no part in the last one."""
+        ...
+
+    def rest_after_recompute(self) -> None:
+        """All backwards have ended: free what was gathered for one that did not come."""
+        ...
+
+    def drop_raised(self) -> None:
+        """Drop what a backward left that raised, if one did."""
+        ...
 
 
 class Order:
     """The units that one pass reaches, compared with the pass before."""
 
     def __init__(self) -> None:
-        self.expected: list[weakref.ref[Unit]] = []
-        self.reached: list[weakref.ref[Unit]] = []
+        self.expected: list[weakref.ref[ScheduledUnit]] = []
+        self.reached: list[weakref.ref[ScheduledUnit]] = []
 
     def restart(self) -> None:
         """A new pass begins; the last one tells what to expect."""
         if self.reached:
             self.expected, self.reached = self.reached, []
 
-    def reach(self, unit: Unit) -> Unit | None:
+    def reach(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins; which one is expected after it, if all went as expected until now?"""
         place = len(self.reached)
-        self.reached.append(unit.reference)
-        if place + 1 < len(self.expected) and self.expected[place] is unit.reference:
-            return self.expected[place + 1]()
+        self.reached.append(weakref.ref(unit))
+        if place + 1 < len(self.expected) and self.expected[place]() is unit:
+            return _alive(self.expected[place + 1 : place + 2])
+        # A wrong guess costs a gather, so after the first departure there are none until the next pass.
         self.expected = []
-        return None
+        return []
 
 
 class Schedule:
@@ -59,84 +87,73 @@ class Schedule:
     def __init__(self, device: torch.device) -> None:
         self.streams = streams_for(device)
         self.pool = BufferPool(device)
-        self.units: list[weakref.ref[Unit]] = []
+        self.reductions = Reductions()
+        self._units: list[weakref.ref[ScheduledUnit]] = []
         self.open_forwards = 0
         self._forward, self._backward = Order(), Order()
-        self._ended: list[weakref.ref[Unit]] = []
-        self._prefetched: list[weakref.ref[Unit]] = []
-        self._recomputed: list[weakref.ref[Unit]] = []
-        self._reducing: weakref.ref[GroupGradient] | None = None
-        self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Unit]]]] = {}
+        self._ended: list[weakref.ref[ScheduledUnit]] = []
+        self._prefetched: list[weakref.ref[ScheduledUnit]] = []
+        self._recomputed: list[weakref.ref[ScheduledUnit]] = []
+        self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[ScheduledUnit]]]] = {}
 
-    def forward_begins(self, unit: Unit) -> list[Unit]:
-        """``unit`` begins to run forward, not in backward; returns what to prefetch."""
+    def add(self, unit: ScheduledUnit) -> None:
+        """``unit`` lies below the root of this schedule."""
+        self._units.append(weakref.ref(unit))
+
+    def forward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
+        """``unit`` begins to run forward, not in backward; returns what to prefetch: one unit or none."""
+        # The outermost forward: whatever an exception left open in the pass before is over.
         if self.open_forwards == 0:
             self._abandon()
             self._rest_recomputed()
             self._forward.restart()
             self.pool.forward_begins()
             self._ended = []
-        return _following(unit.forward_prefetch, self._forward.reach(unit))
+        return self._forward.reach(unit)
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: ScheduledUnit) -> None:
         """A forward of ``unit`` ended; after the outermost one nothing that was prefetched is needed."""
+        # What is recomputed comes in the order of the backward, which is recorded by itself.
         if autograd.current_backward() is None:
-            self._ended.append(unit.reference)
+            self._ended.append(weakref.ref(unit))
             if self.open_forwards == 0:
                 self._drop_prefetched()
                 self.pool.rest()
 
-    def backward_begins(self, unit: Unit) -> list[Unit]:
+    def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
-        return _following(unit.backward_prefetch, self._backward.reach(unit))
+        return self._backward.reach(unit)
 
-    def prefetch(self, units: Iterable[Unit], refresh: bool) -> None:
-        """Begin to gather the weights of ``units``; what is not needed is dropped when the pass ends."""
+    def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
+        """Begin to gather the weights of ``units``; those that are not used are dropped when the pass ends."""
         for unit in units:
+            # Weights that are there already were not gathered ahead: they are not this pass's to drop.
             if unit.start_unshard(refresh):
-                self._prefetched.append(unit.reference)
+                self._prefetched.append(weakref.ref(unit))
 
-    def join_backward(self, unit: Unit, task: int) -> weakref.ref[Any]:
+    def join_backward(self, unit: ScheduledUnit, task: int) -> weakref.ref[Any]:
         """``unit`` takes part in a backward: its end will be told. The reference dies when the backward raises."""
         if task not in self._tasks:
+            # A nested backward (reentrant checkpointing) goes on with the pass of the one that runs.
             if not self._running():
+                # Nobody tells of a backward that raised: the engine has dropped its callbacks.
                 self._abandon()
                 self.pool.backward_begins()
                 self._backward.restart()
+                # Of a first backward nothing is known but that most programs reverse their forward.
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
             ended = autograd.weakly(self._backward_ended, task)
+            # The engine holds the only reference, so that one that dies tells of a backward that raised.
             autograd.at_end_of_backward(ended)
             self._tasks[task] = weakref.ref(ended), []
         ended_ref, units = self._tasks[task]
-        units.append(unit.reference)
+        units.append(weakref.ref(unit))
         return ended_ref
 
-    def rest_at_end(self, unit: Unit) -> None:
+    def rest_at_end(self, unit: ScheduledUnit) -> None:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
-        self._recomputed.append(unit.reference)
-
-    def reduce(self, gradient: GroupGradient, last: bool, idle: bool = False) -> None:
-        """Begin to reduce a group's gradients, after those before it: so at most two groups' buffers are in use."""
-        self.finish_reduction()
-        if gradient.start(last, self.streams, idle):
-            self._reducing = weakref.ref(gradient)
-
-    def finish_reduction(self) -> None:
-        """Wait for the reduction under way, if there is one."""
-        gradient = self._take_reducing()
-        if gradient is not None:
-            gradient.finish()
-
-    def make_room(self) -> None:
-        """A gradient buffer is about to be allocated: free that of the reduction under way, if that costs nothing."""
-        gradient = None if self._reducing is None else self._reducing()
-        if gradient is not None and gradient.only_waits:
-            self.finish_reduction()
-
-    def _take_reducing(self) -> GroupGradient | None:
-        reference, self._reducing = self._reducing, None
-        return None if reference is None else reference()
+        self._recomputed.append(weakref.ref(unit))
 
     def _backward_ended(self, task: int) -> None:
         _, units = self._tasks.pop(task)
@@ -144,11 +161,11 @@ class Schedule:
             unit.backward_ended(task)
         # A nested backward (reentrant checkpointing) ends inside one that goes on.
         if not self._running():
-            # Until it is finished, its group's sums look as if they waited.
-            self.finish_reduction()
-            for unit in _alive(self.units):
+            # Until a reduction is finished, its group's sums look as if they waited.
+            self.reductions.finish()
+            for unit in _alive(self._units):
                 unit.reduce_waiting()
-            self.finish_reduction()
+            self.reductions.finish()
             self._drop_prefetched()
             self._rest_recomputed()
             self.pool.backward_ended()
@@ -160,16 +177,16 @@ class Schedule:
 
     def recover(self) -> None:
         """Drop what a pass left behind that raised. Nothing while another pass runs."""
+        # A program may call zero_grad in a forward or in a hook: what belongs to them is not left behind.
         if self.open_forwards == 0 and not self._running():
             self._abandon()
             self._rest_recomputed()
 
     def _abandon(self) -> None:
-        gradient = self._take_reducing()
-        if gradient is not None:
-            gradient.abandon()
+        # First: a reduction of the last pass must not publish into the next one's gradients.
+        self.reductions.abandon()
         self._drop_prefetched()
-        for unit in _alive(self.units):
+        for unit in _alive(self._units):
             unit.drop_raised()
 
     # Not when a backward begins: what it recomputed before its first unit joined would lose its weights.
@@ -184,11 +201,5 @@ class Schedule:
             unit.drop_prefetched()
 
 
-def _following(given: Sequence[weakref.ref[Unit]] | None, expected: Unit | None) -> list[Unit]:
-    if given is not None:
-        return _alive(given)
-    return [] if expected is None else [expected]
-
-
-def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
-    return [unit for reference in references if (unit := reference()) is not None]
+def _alive(references: Iterable[weakref.ref[U]]) -> list[U]:
+    return [one for reference in references if (one := reference()) is not None]

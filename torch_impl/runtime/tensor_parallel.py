@@ -37,6 +37,7 @@ class TensorParallel:
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gradient, which autograd may place otherwise than the parameter."""
+        # A kernel that works on local tensors delivers this rank's part as it is.
         if not isinstance(grad, DTensor):
             return grad
         return grad.redistribute(self.mesh, self.placements).to_local()
@@ -53,6 +54,7 @@ def tensor_parallel_of(name: str, param: torch.Tensor) -> TensorParallel | None:
     if not isinstance(param, DTensor):
         return None
     for placement in param.placements:
+        # Subclasses of Shard cut otherwise than in equal parts.
         if not isinstance(placement, Replicate) and type(placement) is not Shard:
             raise ValueError(
                 f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its tensor-parallel mesh, got "

@@ -3,18 +3,17 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-No order is asserted: a unit may run forward several times before backward, run backward twice, never run, be called
-inside another unit's backward (recompute), or be left behind by an exception. Whatever a backward leaves open is closed
-by a callback at its end, and what an exception left open is dropped at the next forward.
+``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
+an exception leaves open is dropped at the next forward.
 
-Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode:
-gradients are reduced when the gradients of those of the unit's inputs are complete that take part in the backward, or
-at its end if none does, or for a unit that was called more than once or whose outputs are hidden in objects; not when
-its own last gradient arrives, since ranks may use different parameters of a unit. A group (one dtype of a unit) none of
-whose parameters got a gradient does not reduce, so a program must not leave a group without any gradient on some ranks
-only.
+Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
+Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
+backward if none does, or for a unit that was called more than once or whose outputs are hidden in objects. They are not
+reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. A group (one
+dtype of a unit) none of whose parameters got a gradient does not reduce, so a program must not leave a group without
+any gradient on some ranks only.
 
-The next unit's weights are gathered and the last one's gradients reduced meanwhile: see ``schedule``.
+Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see ``schedule``.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torch_impl.runtime import autograd, main_grad
+from torch_impl.runtime import autograd
+from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy
-from torch_impl.runtime.schedule import Schedule
+from torch_impl.runtime.schedule import Schedule, ScheduledUnit
 
 
 class _Call(NamedTuple):
@@ -43,18 +44,17 @@ class _Call(NamedTuple):
 
 
 class Unit:
-    """State of a sharded module; holds no reference to the module itself."""
+    """State of a sharded module; holds no reference to the module itself. ``groups`` were made with ``context``."""
 
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
+        context: UnitContext,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        device: torch.device,
     ) -> None:
         self.groups = tuple(groups)
         self.reference = weakref.ref(self)
-        self._labels = ("all-gather", "reduce")
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -63,26 +63,23 @@ class Unit:
         self.exposes_main_grad = False
         self.forward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
-        self.schedule = Schedule(device)
-        self._policy = policy
-        self._rooted = False
-        self._is_root = False
-        self._registered_unsharded = False
+        self._context, self._policy = context, policy
+        # None until a forward has told which unit is the root.
+        self._is_root: bool | None = None
         self._calls: list[_Call] = []
+        # The backwards that this unit has joined and that have not ended, by number; a dead reference: it raised.
         self._backwards: dict[int, weakref.ref[Any]] = {}
         self._open_calls: set[int] = set()
         self._numbers = itertools.count()
         self._forwards = 0
-        self._recomputed = False
-        for group in self.groups:
-            group.on_gradient(self._gradient_arrived)
-        self._name = ""
-        self._use_pool()
+        for index in range(len(self.groups)):
+            self._watch_gradients(index)
 
     def attach(self, module: nn.Module) -> None:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
         for group in self.groups:
-            group.register(unsharded=False)
+            group.attach()
+        # First of all: other hooks may read parameters.
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward)
         module.register_state_dict_pre_hook(self._show_sharded)
@@ -90,26 +87,21 @@ class Unit:
 
     def materialize(self, device: torch.device) -> None:
         """Give weights that are on the meta device memory on ``device``."""
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
             if group.on_meta:
                 group.materialize(device)
-        self._use_pool()
+                self._watch_gradients(index)
 
-    def start_unshard(self, refresh: bool = True) -> bool:
-        """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
-        streams = self.schedule.streams
-        with streams.range(self._labels[0]):
-            started = [group.start_unshard(refresh, streams) for group in self.groups]
-        return any(started)
+    def _watch_gradients(self, index: int) -> None:
+        """Be told of each complete gradient of a group; the hooks live as long as its unsharded parameters."""
+        for k, param in enumerate(self.groups[index].unsharded):
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
 
-    def unshard(self, refresh: bool = True) -> None:
-        """Gather the compute weights and show them as the modules' parameters. Collective."""
-        shown = self._registered_unsharded
-        for group in self.groups:
-            if not shown:
-                group.check_registered()
-            group.unshard(refresh, self.schedule.streams)
-        self._show(unsharded=True)
+    @property
+    def schedule(self) -> Schedule:
+        """What this unit shares with the others below its root; its own until a root runs forward."""
+        return self._context.schedule
 
     @property
     def pool(self) -> BufferPool:
@@ -117,10 +109,33 @@ class Unit:
         return self.schedule.pool
 
     @property
-    def reads_weights(self) -> bool:
-        """Whether compute weights may be read without another call of the runtime: in forward, after ``unshard``."""
-        returns = bool(self._backwards) or self._recomputed
-        return bool(self._calls) or (self._registered_unsharded and not returns)
+    def phase(self) -> Phase:
+        return self._context.lifecycle.phase
+
+    def _enter(self, event: Event, phase: Phase) -> None:
+        self._context.lifecycle.enter(event, phase)
+
+    def start_unshard(self, refresh: bool = True) -> bool:
+        """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
+        with self._range("all-gather"):
+            started = [group.start_unshard(refresh) for group in self.groups]
+        return any(started)
+
+    def unshard(self) -> None:
+        """Gather the compute weights and show them as the modules' parameters. Collective."""
+        self._gather(refresh=True)
+        if self.phase is Phase.REST:
+            # The end of the backward frees them then.
+            self._enter(Event.UNSHARD, Phase.BACKWARD if self._backwards else Phase.UNSHARDED)
+        else:
+            self._enter(Event.UNSHARD, self.phase)
+
+    def _gather(self, refresh: bool) -> None:
+        for group in self.groups:
+            group.unshard(refresh)
+        # All or none: a program that goes on after an error sees the sharded parameters.
+        for group in self.groups:
+            group.show(unsharded=True)
 
     @property
     def has_weights(self) -> bool:
@@ -129,47 +144,51 @@ class Unit:
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
-        if not self._registered_unsharded:
+        if self.phase is Phase.REST:
             for group in self.groups:
+                # Weights that have arrived are kept ones, of a root for example.
                 if group.gathering and group.strategy.shard_parameters:
                     group.free()
 
     def reshard(self) -> None:
         """Show the main weights and free the compute weights, unless the strategy keeps them."""
-        for group in self.groups:
-            if group.strategy.shard_parameters:
-                group.free()
-        self._show(unsharded=False)
+        self._enter(Event.RESHARD, self.phase if self._calls else Phase.REST)
+        self._hide(free=True)
 
-    def _show(self, unsharded: bool) -> None:
-        if unsharded != self._registered_unsharded:
-            for group in self.groups:
-                group.register(unsharded)
-            self._registered_unsharded = unsharded
+    def _hide(self, free: bool) -> None:
+        for group in self.groups:
+            if free and group.strategy.shard_parameters:
+                group.free()
+            group.show(unsharded=False)
 
     def _show_sharded(self, *_: Any) -> None:
-        self._show(unsharded=False)
+        rests = self.phase in (Phase.UNSHARDED, Phase.BACKWARD)
+        self._enter(Event.STATE_DICT, Phase.REST if rests else self.phase)
+        self._hide(free=False)
 
     @autograd.eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         in_backward = autograd.current_backward() is not None
-        if not self._rooted:
+        if self._is_root is None:
             self._become_root(module)
+        event, phase = Event.FORWARD_BEGINS, Phase.FORWARD
         if in_backward:
-            # The backward of what is recomputed now comes next.
-            self._recomputed = torch.is_grad_enabled()
+            # The backward of what is recomputed with gradients comes next, and needs the weights again.
+            if torch.is_grad_enabled():
+                event, phase = Event.RECOMPUTE_BEGINS, Phase.RECOMPUTE
             self.schedule.rest_at_end(self)
-        elif self._backwards or self._recomputed:
+        elif self._backwards or self.phase in (Phase.RECOMPUTE, Phase.RECOMPUTED):
+            # No backward runs on this thread, so the one that these are left from has raised.
             self.abandon_backward()
-        self._begin(in_backward)
-        # Reentrant checkpointing runs its forward without gradients, evaluation does not train.
+        self._begin(event, phase, in_backward)
+        # Reentrant checkpointing runs its forward without gradients, but in training mode; evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            inputs = autograd.WatchedInputs(partial(_call_done, self.reference, number))
+            inputs = autograd.WatchedInputs(autograd.weakly(self._call_done, number))
             args, kwargs = inputs.watch((args, kwargs))
         self._calls.append(_Call(number, inputs))
         self.schedule.open_forwards += 1
@@ -177,40 +196,38 @@ class Unit:
 
     def _become_root(self, module: nn.Module) -> None:
         """Share this unit's schedule with all units below, which runs before them for the first time."""
-        self._is_root = True
         for name, child in module.named_modules():
             unit = getattr(child, "_unit", None)
             if isinstance(unit, Unit):
                 unit._join(self.schedule, name, is_root=unit is self)
 
     def _join(self, schedule: Schedule, name: str, is_root: bool) -> None:
+        # A unit that has been a root until now may have left a reduction in its own schedule.
         if self.schedule is not schedule:
-            self.schedule.finish_reduction()
-        self.schedule = schedule
-        schedule.units.append(self.reference)
-        self._labels = (f"{name} all-gather".lstrip(), f"{name} reduce".lstrip())
-        self._rooted, self._is_root = True, is_root
-        self._name = name or "root"
-        self._use_pool()
+            self.schedule.reductions.finish()
+        self._context.schedule, self._context.name = schedule, name or "root"
+        schedule.add(self)
+        self._is_root = is_root
 
-    def _use_pool(self) -> None:
-        for index, group in enumerate(self.groups):
-            group.weights.pinned = partial(_pinned, self.reference)
-            group.gradient.make_room = autograd.weakly(self.schedule.make_room)
-            for buffer in (group.weights, group.gradient.memory):
-                buffer.pool = self.schedule.pool
-                buffer.name = f"{self._name} group {index}" if len(self.groups) > 1 else self._name
+    def _range(self, what: str) -> AbstractContextManager[Any]:
+        # Counters of collectives, too, take the unit's name from here; the root has none.
+        name = "" if self._is_root else self._context.name
+        return self.schedule.streams.range(f"{name} {what}".lstrip())
 
-    def _begin(self, in_backward: bool) -> None:
+    def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
         """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
-        following: list[Unit] = []
-        if not self._registered_unsharded:
+        following: Sequence[ScheduledUnit] = ()
+        # Weights that are shown are gathered, and their unit has its place in the order.
+        if self.phase is Phase.REST:
             self.start_unshard(refresh)
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
-            following = begins(self)
-        self.unshard(refresh)
+            expected = begins(self)
+            given = self.backward_prefetch if in_backward else self.forward_prefetch
+            following = expected if given is None else [one for ref in given if (one := ref())]
+        self._gather(refresh)
+        self._enter(event, phase)
         self.schedule.prefetch(following, refresh)
 
     @autograd.eager
@@ -222,11 +239,11 @@ class Unit:
         output = self._copy_weights_in(output, module)
         seen = True
         if call.inputs is not None:
-            seen = autograd.watch_outputs(
-                output, call.inputs, partial(_backward_started, self.reference, call)
-            )
+            started = autograd.weakly(self._backward_started, call)
+            seen = autograd.watch_outputs(output, call.inputs, started)
             output = call.inputs.release(output)
-        self._leave_forward(free=seen and self._frees_after_forward)
+        # A backward that reaches the unit unseen finds no hook that would gather the weights again.
+        self._leave_forward(Event.FORWARD_ENDS, free=seen and self._frees_after_forward)
         return output
 
     def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
@@ -251,16 +268,21 @@ class Unit:
         self.schedule.open_forwards -= len(self._calls) - open_calls
         del self._calls[open_calls:]
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
-        if self._registered_unsharded:
-            self._recomputed = False
-            self._leave_forward(free=True)
+        if self.phase is not Phase.REST:
+            self._leave_forward(Event.FORWARD_RAISES, free=True)
 
-    def _leave_forward(self, free: bool) -> None:
-        if not self._calls and not self._backwards and not self._recomputed:
-            if free:
-                self.reshard()
-            else:
-                self._show(unsharded=False)
+    def _leave_forward(self, event: Event, free: bool) -> None:
+        raised = event is Event.FORWARD_RAISES
+        if self._calls:
+            # What raised is not recomputed for a backward; an outer call of the module goes on.
+            self._enter(event, Phase.FORWARD if raised else self.phase)
+        elif self._backwards:
+            self._enter(event, Phase.BACKWARD)
+        elif self.phase is Phase.RECOMPUTE and not raised:
+            self._enter(event, Phase.RECOMPUTED)
+        else:
+            self._enter(event, Phase.REST)
+            self._hide(free)
         self.schedule.forward_ended(self)
 
     @property
@@ -271,12 +293,13 @@ class Unit:
         return self.reshard_after_forward
 
     def _backward_started(self, call: _Call) -> None:
-        self._enter_backward()
+        self._join_backward()
+        # A call has several outputs; the inputs that take part are counted at the first.
         if call.inputs is not None and call.number not in self._open_calls and call.inputs.expect():
             self._open_calls.add(call.number)
-        self._begin(in_backward=True)
+        self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
-    def _enter_backward(self) -> None:
+    def _join_backward(self) -> None:
         task = autograd.current_backward()
         if task is None or task in self._backwards:
             return
@@ -284,24 +307,23 @@ class Unit:
         if self._raised:
             self._drop_backward()
         self._backwards[task] = self.schedule.join_backward(self, task)
+        stays = self._calls or self.phase is Phase.REST
+        self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         if self.exposes_main_grad:
             for group in self.groups:
-                main_grad.expose(group.unsharded, group.gradient, self._keeps_gradient(group))
+                group.gradient.expose(self._keeps_gradient(group))
 
-    def _gradient_arrived(self, group: ParameterGroup, index: int) -> None:
-        self._enter_backward()
-        param = group.unsharded[index]
-        if param.grad is not None:
-            with torch.no_grad():
-                if not main_grad.written(param):
-                    group.gradient.add(index, param.grad, self._keeps_gradient(group))
-            param.grad = None
+    def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
+        self._join_backward()
+        group = self.groups[index]
+        group.gradient.arrived(k, self._keeps_gradient(group))
 
     @property
     def _reduces_all(self) -> bool:
         return self.last_backward and self.requires_all_reduce
 
     def _keeps_gradient(self, group: ParameterGroup) -> bool:
+        # Gradients that are not sharded are reduced over all axes or over none.
         return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
 
     def _call_done(self, number: int) -> None:
@@ -310,7 +332,7 @@ class Unit:
             return
         # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
         if self._forwards <= 1:
-            self._rest()
+            self._rest(Event.INPUTS_DONE)
             self._finish_gradients()
 
     def backward_ended(self, task: int) -> None:
@@ -318,44 +340,40 @@ class Unit:
         self._backwards.pop(task, None)
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         if not self._backwards:
-            self._rest()
+            self._rest(Event.BACKWARD_ENDS)
             self._finish_gradients()
             self._open_calls.clear()
             self._forwards = 0
 
     def rest_after_recompute(self) -> None:
         """All backwards have ended: if none followed what was recomputed, its weights are still there."""
-        if self._recomputed and not self._backwards:
-            self._rest()
+        if self.phase is Phase.RECOMPUTED:
+            self._rest(Event.NOT_FOLLOWED)
 
     def _finish_gradients(self) -> None:
         """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""
-        with torch.no_grad(), self.schedule.streams.range(self._labels[1]):
+        with torch.no_grad(), self._range("reduce"):
             for group in self.groups:
-                if self.exposes_main_grad:
-                    main_grad.withdraw(group.unsharded, group.gradient)
                 if self._keeps_gradient(group):
                     group.gradient.keep()
                 else:
-                    self.schedule.reduce(group.gradient, self._reduces_all)
+                    group.gradient.reduce(self._reduces_all)
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
         last = self._reduces_all
-        waiting = [g for g in self.groups if g.gradient.waits(last) and not self._keeps_gradient(g)]
+        waiting = [g for g in self.groups if g.reduction.waits(last) and not self._keeps_gradient(g)]
         if waiting:
-            with torch.no_grad(), self.schedule.streams.range(self._labels[1]):
+            with torch.no_grad(), self._range("reduce"):
                 for group in waiting:
-                    self.schedule.reduce(group.gradient, last, idle=True)
+                    group.gradient.reduce(last, idle=True)
 
-    def _rest(self) -> None:
+    def _rest(self, event: Event) -> None:
         if self._calls:
+            self._enter(event, self.phase)
             return
-        self._recomputed = False
-        if self.reshard_after_backward:
-            self.reshard()
-        else:
-            self._show(unsharded=False)
+        self._enter(event, Phase.REST)
+        self._hide(free=self.reshard_after_backward)
 
     @property
     def _raised(self) -> bool:
@@ -367,33 +385,13 @@ class Unit:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
+        """Drop what a backward left, whether it raised or not."""
         self._drop_backward()
-        self._rest()
+        self._rest(Event.ABANDON)
 
     def _drop_backward(self) -> None:
         self._backwards.clear()
         self._open_calls.clear()
         self._forwards = 0
         for group in self.groups:
-            main_grad.withdraw(group.unsharded, None)
             group.gradient.abandon()
-            for param in group.unsharded:
-                param.grad = None
-
-
-def _pinned(reference: weakref.ref[Unit]) -> bool:
-    unit = reference()
-    return unit is not None and unit.reads_weights
-
-
-# Graphs outlive deleted models, and units own hooks: what is called back from a graph holds its unit weakly.
-def _call_done(reference: weakref.ref[Unit], number: int) -> None:
-    unit = reference()
-    if unit is not None:
-        unit._call_done(number)
-
-
-def _backward_started(reference: weakref.ref[Unit], call: _Call) -> None:
-    unit = reference()
-    if unit is not None:
-        unit._backward_started(call)

@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_impl
 from torch_impl.comm import collectives
+from torch_impl.runtime.phase import Phase
 
 
 class Block(nn.Module):
@@ -118,6 +119,7 @@ def assert_at_rest(model: nn.Module) -> None:
         assert type(param) is torch_impl.dtensor.tensor.RowDTensor
     for module in model.modules():
         if isinstance(module, torch_impl.FSDPModule):
+            assert module._unit.phase is Phase.REST
             assert not module._unit._backwards
             for group in module._unit.groups:
                 assert group.gradient.collecting == []

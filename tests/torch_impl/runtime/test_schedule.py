@@ -74,7 +74,7 @@ def logged(model: Chain) -> Iterator[list[str]]:
     for k, layer in enumerate(model.layers):
         handles.append(layer.linear.register_forward_pre_hook(lambda *_, k=k: events.append(f"run {k}")))
     gather = collectives.all_gather
-    starts = [group.gradient.start for group in groups]
+    starts = [group.reduction.start for group in groups]
 
     def all_gather(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         k = units.get(outputs[0].untyped_storage()._cdata)
@@ -82,24 +82,22 @@ def logged(model: Chain) -> Iterator[list[str]]:
             events.append(f"gather {k}")
         return gather(outputs, *args, **kwargs)
 
-    def start_of(k: int) -> Callable[..., bool]:
-        def start(*args: Any) -> bool:
-            began = starts[k](*args)
-            if began:
-                events.append(f"reduce {k}")
-            return began
+    def start_of(k: int) -> Callable[..., None]:
+        def start(*args: Any) -> None:
+            starts[k](*args)
+            events.append(f"reduce {k}")
 
         return start
 
     collectives.all_gather = all_gather
     for k, group in enumerate(groups):
-        group.gradient.start = start_of(k)  # type: ignore[method-assign]  # restored below
+        group.reduction.start = start_of(k)  # type: ignore[method-assign]  # restored below
     try:
         yield events
     finally:
         collectives.all_gather = gather
         for group in groups:
-            del group.gradient.start  # type: ignore[attr-defined]  # the instance's own
+            del group.reduction.start  # type: ignore[attr-defined]  # the instance's own
         for handle in handles:
             handle.remove()
 
@@ -205,7 +203,7 @@ def live(recompute: bool | None, microbatches: int) -> tuple[int, int, int, int]
 
     def look(*_: Any) -> None:
         most[0] = max(most[0], sum(group.compute.allocated for group in groups))
-        reducing = [group.gradient._pending is not None for group in groups]
+        reducing = [group.reduction.under_way for group in groups]
         collecting = [bool(group.gradient.collecting) for group in groups]
         most[1] = max(most[1], sum(reducing) + sum(collecting))
 
@@ -295,7 +293,7 @@ def interrupted() -> None:
         model.order = ()
         with torch.no_grad():
             model(rank_inputs()[0])
-        assert not any(layer._unit.groups[0].gradient._pending for layer in model.layers), "memory is held"
+        assert not any(layer._unit.groups[0].reduction.under_way for layer in model.layers), "memory is held"
         model.order = Chain.order
         step(model, reference)
 
@@ -391,11 +389,11 @@ def weights_beside_new_buffers() -> list[bool]:
     for layer in model.layers:
         group = layer._unit.groups[0]
 
-        def noting(keep: bool, group: Any = group, start: Any = group.gradient._start) -> None:
+        def noting(keep: bool, group: Any = group, make: Any = group.gradient._make_buffer) -> None:
             found.append(group.compute.allocated)
-            start(keep)
+            make(keep)
 
-        group.gradient._start = noting
+        group.gradient._make_buffer = noting
     step(model, reference)
     return found
 

@@ -1,0 +1,276 @@
+"""The table of a unit's phases: what it documents is what it allows, and programs walk every row of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_impl
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import assert_at_rest, seeded
+from torch_impl.runtime import phase as table
+from torch_impl.runtime.phase import LEGAL, Event, Lifecycle, Phase
+
+Step = tuple[Event, Phase, Phase]
+_ROW = rf"^ +({'|'.join(Event.__members__)}) +(any(?: but [A-Z]+)?|(?:[A-Z]+, )*[A-Z]+) +(same|[A-Z]+) +\S.*$"
+
+
+class Row(NamedTuple):
+    text: str
+    steps: frozenset[Step]
+
+
+def documented() -> list[Row]:
+    """The rows of the module's table, each with the transitions that it means."""
+    assert table.__doc__ is not None
+    rows = []
+    for match in re.finditer(_ROW, table.__doc__, re.MULTILINE):
+        event, sources, target = match.groups()
+        left_out = sources.removeprefix("any").split(" but ")[1:]
+        names = [one.name for one in Phase] if sources.startswith("any") else sources.split(", ")
+        given = [Phase[name] for name in names if name not in left_out]
+        steps = ((Event[event], one, one if target == "same" else Phase[target]) for one in given)
+        rows.append(Row(match.group().strip(), frozenset(steps)))
+    return rows
+
+
+def test_the_documented_rows_are_the_legal_transitions() -> None:
+    expected = {step for row in documented() for step in row.steps}
+    assert expected == {(event, *pair) for event, pairs in LEGAL.items() for pair in pairs}
+    assert set(LEGAL) == set(Event)
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: " ".join(row.text.split()[:4]))
+def test_each_documented_transition_is_walked(row: Row) -> None:
+    for event, source, target in row.steps:
+        life = Lifecycle()
+        life.phase = source
+        life.enter(event, target)
+        assert life.phase is target
+
+
+def test_every_other_transition_raises_and_leaves_the_phase() -> None:
+    illegal = 0
+    for event, source, target in itertools.product(Event, Phase, Phase):
+        if (source, target) not in LEGAL[event]:
+            illegal += 1
+            life = Lifecycle()
+            life.phase = source
+            with pytest.raises(RuntimeError, match=f"from {source.name} to {target.name} on {event.name}"):
+                life.enter(event, target)
+            assert life.phase is source
+    assert illegal > len(Event) * len(Phase) * 4
+
+
+class Inner(nn.Module):
+    """Computes once, or runs ``program(self, x)`` of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.program: Callable[[Inner, torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        program, self.program = self.program, None
+        if program is not None:
+            x = program(self, x)
+        return self.linear(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Inner(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, call: Callable[[Inner, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return self.last(call(self.inner, self.first(x))).sum()
+
+
+def plain(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+    return inner(x)
+
+
+def reentrant(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+def not_reentrant(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def not_followed(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+    """A backward runs the unit, which has no part in its graph, and makes no use of the output."""
+    x = x * 1
+
+    def hook(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            inner(ones())
+
+    x.register_hook(hook)
+    return x
+
+
+def in_backward(
+    action: Callable[[Inner], Any], before: bool
+) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+    """Run ``action`` in backward, after the unit's own or before it."""
+
+    def call(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+        def hook(_: torch.Tensor) -> None:
+            with torch.enable_grad():
+                action(inner)
+
+        if not before:
+            x = x * 1
+            x.register_hook(hook)
+        y = inner(x)
+        if before:
+            y = y * 1
+            y.register_hook(hook)
+        return y
+
+    return call
+
+
+def while_running(
+    action: Callable[[Inner, torch.Tensor], Any],
+) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+    """Run ``action`` in the unit's forward."""
+
+    def call(inner: Inner, x: torch.Tensor) -> torch.Tensor:
+        def program(this: Inner, x: torch.Tensor) -> torch.Tensor:
+            action(this, x)
+            return x
+
+        inner.program = program
+        return inner(x)
+
+    return call
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+def raises(*_: Any) -> Any:
+    raise ValueError("planned")
+
+
+def recursive_failure(inner: Inner, x: torch.Tensor) -> None:
+    """An inner call of the same module raises, and the outer one goes on."""
+    inner.program = raises
+    with pytest.raises(ValueError, match="planned"):
+        inner(x)
+
+
+def failing_in_backward(inner: Inner) -> None:
+    inner.program = raises
+    with pytest.raises(ValueError, match="planned"):
+        inner(ones())
+
+
+def gradient_inside(inner: Inner, x: torch.Tensor) -> None:
+    given = x.detach().requires_grad_()
+    torch.autograd.grad(inner(given).sum(), given)
+
+
+def recomputed_gradient_inside(inner: Inner) -> None:
+    inner.program = lambda this, x: gradient_inside(this, x) or x
+    inner(ones())
+
+
+def failing_gradient_inside(inner: Inner, x: torch.Tensor) -> None:
+    given = x.detach().requires_grad_()
+    middle = given * 1
+    middle.register_hook(raises)
+    with pytest.raises(ValueError, match="planned"):
+        torch.autograd.grad(inner(middle).sum(), given)
+    inner(x)
+
+
+def without_gradients(inner: Inner) -> None:
+    with torch.no_grad():
+        inner(ones())
+
+
+def by_hand(inner: Inner) -> None:
+    for _ in range(2):
+        inner.unshard()
+    inner.state_dict()
+    inner.unshard()
+    inner.reshard()
+    inner.unshard()
+    inner(ones())
+
+
+def walked() -> list[str]:
+    """The rows that the inner unit of these programs walks."""
+    model = seeded(Outer)
+    torch_impl.fully_shard(model.inner)
+    torch_impl.fully_shard(model)
+    seen: set[Step] = set()
+    before_and_after = [
+        lambda inner: inner.unshard(),
+        lambda inner: inner.reshard(),
+        lambda inner: inner.state_dict(),
+        without_gradients,
+        lambda inner: inner(ones()),
+        failing_in_backward,
+        recomputed_gradient_inside,
+    ]
+    programs = [plain, reentrant, not_reentrant, not_followed, lambda inner, x: inner(inner(x))]
+    programs += [in_backward(action, before) for action in before_and_after for before in (True, False)]
+    running = [
+        lambda inner, x: inner(x),
+        lambda inner, x: inner.unshard(),
+        lambda inner, x: inner.state_dict() and inner.unshard(),
+        lambda inner, x: inner.reshard() or inner.unshard(),
+        recursive_failure,
+        gradient_inside,
+        failing_gradient_inside,
+    ]
+    programs += [while_running(action) for action in running]
+    with noted(model.inner, seen):
+        by_hand(model.inner)
+        for program in programs:
+            model(torch.randn(2, 4), program).backward()
+            model.zero_grad()
+            assert_at_rest(model)
+            assert model.inner._unit.phase is Phase.REST
+        for program in (in_backward(raises, True), in_backward(raises, False)):
+            with pytest.raises(ValueError, match="planned"):
+                model(torch.randn(2, 4), program).backward()
+            model(torch.randn(2, 4), plain).backward()
+        with pytest.raises(ValueError, match="planned"):
+            model(torch.randn(2, 4), while_running(raises))
+    return [row.text for row in documented() if row.steps & seen]
+
+
+@contextmanager
+def noted(module: nn.Module, seen: set[Step]) -> Iterator[None]:
+    life = module._unit._context.lifecycle
+    enter = life.enter
+
+    def noting(event: Event, phase: Phase) -> None:
+        before = life.phase
+        enter(event, phase)
+        seen.add((event, before, phase))
+
+    life.enter = noting  # type: ignore[method-assign]  # restored below
+    try:
+        yield
+    finally:
+        del life.enter  # type: ignore[attr-defined]  # the instance's own
+
+
+def test_programs_walk_every_row(ranks: RankGroup) -> None:
+    missing = [row.text for row in documented() if row.text not in ranks.run(2, walked)[0]]
+    assert missing == []

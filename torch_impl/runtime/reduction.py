@@ -1,0 +1,317 @@
+"""From a group's collected gradients to ``.grad``: the reduction over the ranks, and sums that wait for theirs.
+
+The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that ``zero_grad`` in both
+modes, or setting a gradient by hand, means what it says:
+
+* None: no gradient yet
+* a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
+* a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of microbatches before the last.
+  Reading it raises.
+
+Sums are divided when they are reduced over the last axis.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from bridge.sharding.strategy import Strategy
+from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.dtensor.local import is_partial, local_of
+from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
+from torch_impl.runtime.buffer import ShardLevels
+from torch_impl.runtime.pool import PooledGradient
+from torch_impl.runtime.precision import GroupDtypes
+from torch_impl.runtime.tensor_parallel import TensorParallel
+
+
+@dataclass
+class Divisor:
+    """By what sums over the ranks are divided. It belongs to the group: buffers and parameters may be made anew."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What is known of a group's gradients from the start; lists are in the order of the layout's slots.
+
+    ``params`` are the sharded parameters, whose ``.grad`` the optimizer reads.
+    """
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+    tensor_parallel: Sequence[TensorParallel | None]
+    levels: ShardLevels
+    strategy: Strategy
+    dtypes: GroupDtypes
+    divisor: Divisor
+
+    @property
+    def divides_first(self) -> bool:
+        """Whether gradients are divided before they are summed, not after."""
+        # float16 sums overflow over many ranks, so they are averaged before; other dtypes after, which is exact.
+        return self.dtypes.reduce == torch.float16
+
+
+class Reductions:
+    """The reduction under way, at most one of all units below a root: so two groups' buffers are in use at most."""
+
+    def __init__(self) -> None:
+        # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
+        self._under_way: weakref.ref[GroupReduction] | None = None
+
+    def begun(self, reduction: GroupReduction) -> None:
+        """Remember a reduction; the one before it is finished."""
+        self._under_way = weakref.ref(reduction)
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if there is one, and publish its result."""
+        reduction = self._take()
+        if reduction is not None:
+            reduction.finish()
+
+    def make_room(self) -> None:
+        """A gradient buffer is about to be allocated: free that of the reduction under way, if that costs nothing."""
+        reduction = None if self._under_way is None else self._under_way()
+        if reduction is not None and reduction.only_waits:
+            self.finish()
+
+    def abandon(self) -> None:
+        """Forget the reduction under way: the backward that began it has raised."""
+        reduction = self._take()
+        if reduction is not None:
+            reduction.abandon()
+
+    def _take(self) -> GroupReduction | None:
+        reference, self._under_way = self._under_way, None
+        return None if reference is None else reference()
+
+
+class Host(Protocol):
+    """What a reduction asks of its unit, at each use, since its root may change."""
+
+    @property
+    def streams(self) -> Streams: ...
+
+    @property
+    def reductions(self) -> Reductions: ...
+
+
+class _UnderWay(NamedTuple):
+    """Where the sums will be, and whether they are reduced over all axes then."""
+
+    transfer: Transfer
+    sums: torch.Tensor
+    last: bool
+
+
+class GroupReduction:
+    """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters."""
+
+    def __init__(self, spec: GradientSpec, memory: PooledGradient, host: Host) -> None:
+        self._spec, self._memory, self._host = spec, memory, host
+        # Whether to look at every .grad after a backward, which costs too much to be done always.
+        self._left_partial = False
+        self._under_way: _UnderWay | None = None
+        # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
+        if spec.dtypes.grad != spec.dtypes.main:
+            for param in spec.params:
+                param.grad_dtype = spec.dtypes.grad
+
+    @property
+    def under_way(self) -> bool:
+        return self._under_way is not None
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether to finish the reduction under way only means to wait for it, see ``streams.Transfer``."""
+        return self._under_way is not None and self._under_way.transfer.only_waits
+
+    def start(self, values: torch.Tensor, last: bool) -> None:
+        """Begin to sum ``values`` (level 0, in the dtype of the reduction) over the ranks. Collective.
+
+        ``last``: over all axes, not only those that gradients are sharded over.
+        """
+        last = last or self._spec.strategy.gradients == self._spec.levels.axes
+        steps, sums = self._steps(values, last)
+        self._under_way = _UnderWay(self._host.streams.start(steps), sums, last)
+        self._host.reductions.begun(self)
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if there is one, and put its result into ``.grad``."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            done.transfer.finish()
+            self._memory.release()
+            if done.last:
+                self._publish_reduced(done.sums)
+            else:
+                self._publish_partial(done.sums)
+
+    def abandon(self) -> None:
+        """Forget what is being reduced."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            # Until then the backend may use the buffer that is released here.
+            done.transfer.finish()
+            self._memory.release()
+
+    def waits(self, last: bool) -> bool:
+        """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
+        if not self._left_partial:
+            return False
+        grads = [param.grad for param in self._spec.params if param.requires_grad]
+        cuts = [_cut_of(grad) for grad in grads if grad is not None]
+        self._left_partial = any(partial_sums for _, partial_sums in cuts)
+        return any(partial_sums and (last or axes == 0) for axes, partial_sums in cuts)
+
+    def kept_whole(self) -> dict[int, torch.Tensor]:
+        """The sums of earlier microbatches that are not reduced over any axis, by parameter."""
+        grads = [param.grad for param in self._spec.params]
+        return {
+            index: local_of(grad)
+            for index, grad in enumerate(grads)
+            if grad is not None and _cut_of(grad) == (0, True)
+        }
+
+    def flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """The flat buffer whose views these sums are; None if they are not, since a program may set ``.grad``."""
+        # A parameter without elements lies anywhere.
+        filled = [(index, local) for index, local in kept.items() if local.numel()]
+        if not filled:
+            return None
+        spec, storage = self._spec, filled[0][1].untyped_storage()
+        size, dtype = spec.levels.size(0), spec.dtypes.grad
+        whole = spec.levels.layouts[0]
+        for index, local in filled:
+            placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
+            if placed != (storage.data_ptr(), whole.start(spec.names[index]), True):
+                return None
+        # All views at the right offsets of a longer buffer, or of one in another dtype, are the program's own work.
+        if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
+            return None
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
+
+    def leave_partial(self, sums: torch.Tensor, level: int) -> None:
+        """Make ``sums``, a buffer of a level that is not reduced over the other axes, the gradients."""
+        spec = self._spec
+        mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
+        self._left_partial = True
+        for name, param, given, view in zip(
+            spec.names, spec.params, spec.tensor_parallel, views, strict=True
+        ):
+            # Frozen after sharding: autograd leaves no gradient on such a parameter either.
+            if not param.requires_grad:
+                continue
+            # Sums that are not reduced at all were collected together with the new ones.
+            if param.grad is not None and _cut_of(param.grad) != (0, True):
+                self._add_to_partial(view, name, param.grad, level)
+            bounds = spec.levels.row_bounds(level, name) if level else None
+            param.grad = make_partial(
+                view,
+                mesh.mesh if given is None else given.joint_mesh(mesh.mesh),
+                param.shape,
+                spec.divisor.value == mesh.size,
+                bounds=bounds,
+                axes=level,
+                tensor_parallel=() if given is None else given.placements,
+            )
+
+    def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
+        """Add a gradient that is reduced as far as ``view`` or further, as its share of a sum to be made."""
+        levels, local = self._spec.levels, local_of(grad)
+        axes, partial_sums = _cut_of(grad)
+        # A mean stands for the sum times the divisor, which the ranks that hold the same rows contribute together.
+        mean_of = self._spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
+        share = 1.0 if partial_sums else mean_of
+        if axes == level:
+            view.add_(local, alpha=share)
+            return
+        # Reduced further, so cut more finely: its rows are some of the view's.
+        bounds, here = levels.row_bounds(axes, name), levels.mesh.index(axes)
+        first = levels.row_bounds(level, name)[levels.mesh.index(level)]
+        r0, r1 = bounds[here] - first, bounds[here + 1] - first
+        if r1 > r0:
+            view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=share)
+
+    def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
+        """What sums ``values``, of level 0, over the axes one by one, and where the sums will be."""
+        strategy, levels = self._spec.strategy, self._spec.levels
+        steps: list[Step] = []
+        # All memory is allocated here: see ``streams``.
+        for axis in range(levels.axes if last else strategy.gradients):
+            lane = "reduce" if axis == 0 else "outer"
+            # Earlier microbatches were reduced up to this axis; on axis 0 they were collected together with this one.
+            if axis == strategy.gradients and axis > 0:
+                steps.append((lane, partial(self._add_waiting, values)))
+            if axis < strategy.optimizer:
+                shard = values.new_empty(levels.size(axis + 1))
+                steps.append((lane, partial(levels.reduce, axis, shard, values)))
+                values = shard
+            else:
+                # The optimizer state is replicated on this axis, and every replica needs the sums.
+                steps.append((lane, partial(levels.sum, axis, values)))
+        return steps, values
+
+    def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
+        """Add to ``values`` the sums of earlier microbatches that were not reduced over the outer axes."""
+        spec = self._spec
+        level = spec.strategy.gradients
+        for param, view in zip(spec.params, spec.levels.views(level, values), strict=True):
+            if param.grad is not None and _cut_of(param.grad) == (level, True):
+                view.add_(local_of(param.grad), alpha=1 / spec.divisor.value if spec.divides_first else 1)
+
+    def _publish_partial(self, sums: torch.Tensor) -> None:
+        sums = sums.to(self._spec.dtypes.grad)
+        # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced ones can be added.
+        if self._spec.divides_first:
+            sums *= self._spec.divisor.value
+        self.leave_partial(sums, self._spec.strategy.gradients)
+
+    def _publish_reduced(self, sums: torch.Tensor) -> None:
+        spec = self._spec
+        reduced = sums.to(spec.dtypes.grad)
+        if not spec.divides_first and spec.divisor.value != 1:
+            reduced /= spec.divisor.value
+        views = spec.levels.views(spec.strategy.optimizer, reduced)
+        fresh = [(p, view) for p, view in zip(spec.params, views, strict=True) if p.requires_grad]
+        # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.
+        present = [
+            (local_of(p.grad), view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
+        ]
+        if len(present) == len(fresh):
+            # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the buffer goes.
+            torch._foreach_add_([grad for grad, _ in present], [view for _, view in present])
+        else:
+            for grad, view in present:
+                view.add_(grad)
+            for param, view in fresh:
+                param.grad = wrap_like(param, view)
+        for param, _ in fresh:
+            _run_hooks(param)
+
+
+def _run_hooks(param: nn.Parameter) -> None:
+    """The user's ``register_post_accumulate_grad_hook``, which autograd runs only where it accumulates itself."""
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
+    """Over how many axes a gradient is cut, and whether sums over others are missing in it."""
+    if not isinstance(grad, RowDTensor):
+        raise TypeError(
+            f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
+            f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
+        )
+    rows = row_placement(grad.placements)
+    return 0 if rows is None else rows.axes, is_partial(grad)
