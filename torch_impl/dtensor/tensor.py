@@ -238,7 +238,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
     spec = origin._spec
     # The placements stay the same object in either case, which ``operands`` compares before anything longer.
     if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
-        spec = _spec(origin.device_mesh, origin.placements, origin.shape, local.dtype)
+        spec = _spec_of(origin.device_mesh, origin.placements, origin.shape, local.dtype)
     return RowDTensor(local, spec, requires_grad=False)
 
 
@@ -284,10 +284,10 @@ def _make(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> RowDTensor:
     check_local(local, shape, placements, local_sizes(shape, mesh, placements))
-    return RowDTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)
+    return RowDTensor(local, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
 
 
-def _spec(
+def _spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
     # DTensor.from_local takes an empty shape for a missing one.

@@ -65,6 +65,7 @@ class ParameterGroup:
         self._divisor = Divisor(divisor)
         self._context, self._suffix = context, suffix
         self._shows_whole = False
+        self.params: list[nn.Parameter]
         self._allocate(device, [(one.param, one.local) for one in owned])
         self._connect()
 
@@ -82,7 +83,7 @@ class ParameterGroup:
 
         The parameters stay the same objects, for an optimizer that holds them already.
         """
-        planned: list[nn.Parameter] = self.params
+        planned = self.params
         self._allocate(device, [(param, param) for param in planned])
         for param, allocated in zip(planned, self.params, strict=True):
             torch.utils.swap_tensors(param, allocated)
@@ -104,9 +105,7 @@ class ParameterGroup:
         strategy, dtypes = self.strategy, self.dtypes
         self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
         # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
-        self.params: list[nn.Parameter] = [
-            self._main_parameter(index, *one) for index, one in enumerate(given)
-        ]
+        self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
         self.resident: FlatBuffer | None = None
         if 0 < strategy.parameters < strategy.optimizer:
             self.resident = self.levels.buffer(strategy.parameters, dtypes.compute, device)
