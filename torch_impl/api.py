@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bridge.sharding.layout import Granularity, Layout, plan_layout
-from bridge.sharding.strategy import Placements, check_axes
+from bridge.sharding import Granularity, Layout, Placements, check_axes, plan_layout
 from torch_impl import fsdp2 as fsdp2_options
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.comm.model_check import require_same_unit

@@ -151,22 +151,6 @@ def test_unknown_keywords_and_keywords_beside_a_policy_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "gradients", "optimizer", "message"),
-    [
-        ("shard", "partial", "shard", "gradients to be sharded over every axis that parameters are"),
-        ("replicate", "shard", "replicate", "over every axis that gradients are"),
-        (("shard", "replicate"), ("shard", "shard"), ("shard", "shard"), "from the innermost on"),
-        ("sharded", "shard", "shard", "parameters: expected 'replicate' or 'shard'"),
-        ("shard", ("shard", "shard"), "shard", "same number of mesh axes"),
-        ((), (), (), "parameters: expected 'replicate' or 'shard'"),
-    ],
-)
-def test_placements_that_cannot_work_are_refused_with_the_reason(parameters, gradients, optimizer, message):
-    with pytest.raises(ValueError, match=message):
-        Placements(parameters, gradients, optimizer)
-
-
-@pytest.mark.parametrize(
     ("edit", "message"),
     [
         (("layers.*.mlp", "blocks.*"), r"blocks\.\*"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bridge.sharding.layout
+import bridge.sharding
 import jax_impl.layout
 from tests.bench.layout_groups import reference_groups
 from tests.bench.layout_rules import lcm_rule
@@ -57,7 +57,7 @@ def unit_of(shape: tuple[int, ...], granularity: str, rows: int) -> int:
     return min(blocks * row, math.prod(shape))
 
 
-def assert_guarantees(layout: bridge.sharding.layout.Layout, arguments: dict[str, Any]) -> None:
+def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any]) -> None:
     """Every tensor once, whole and in bounds; no overlap; equal shards whose boundaries cut no unit; little padding."""
     shapes, grains = arguments["shapes"], arguments["granularity"]
     assert [(slot.name, slot.shape) for slot in layout.slots] == list(shapes.items())
@@ -81,10 +81,10 @@ def assert_guarantees(layout: bridge.sharding.layout.Layout, arguments: dict[str
 
 
 def assert_same(arguments: dict[str, Any]) -> None:
-    ours = bridge.sharding.layout.plan_layout(**arguments)
+    ours = bridge.sharding.plan_layout(**arguments)
     theirs = jax_impl.layout.plan_layout(**arguments)
     assert_guarantees(ours, arguments)
-    assert bridge.sharding.layout.Layout.from_json(theirs.to_json()) == ours
+    assert bridge.sharding.Layout.from_json(theirs.to_json()) == ours
     assert jax_impl.layout.Layout.from_json(ours.to_json()) == theirs
     assert theirs.to_json() == ours.to_json()
     assert theirs.fingerprint == ours.fingerprint
@@ -115,7 +115,7 @@ def test_both_packages_plan_the_same_layout_of_real_groups(name):
     if len(shapes) > 2000:
         shapes = dict(itertools.islice(shapes.items(), 2000))
     for num_shards in (8, 64, 256, 1024, 4096, 16384):
-        ours = bridge.sharding.layout.plan_layout(shapes, num_shards)
+        ours = bridge.sharding.plan_layout(shapes, num_shards)
         assert jax_impl.layout.plan_layout(shapes, num_shards).to_json() == ours.to_json()
 
 
@@ -123,7 +123,7 @@ def test_both_packages_plan_the_same_layout_of_real_groups(name):
 @given(GROUP, SHARDS)
 def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
     """Against an independent implementation of Megatron-FSDP's rule."""
-    layout = bridge.sharding.layout.plan_layout(shapes, num_shards)
+    layout = bridge.sharding.plan_layout(shapes, num_shards)
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
 
 
@@ -139,7 +139,7 @@ def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matric
     assert_same(
         {"shapes": shapes, "num_shards": num_shards, "granularity": "row", "rows": 1, "max_buffers": 3}
     )
-    layout = bridge.sharding.layout.plan_layout(shapes, num_shards)
+    layout = bridge.sharding.plan_layout(shapes, num_shards)
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
 
 
@@ -156,13 +156,13 @@ HUGE: list[dict[str, tuple[int, ...]]] = [
 def test_both_packages_plan_the_same_layout_of_huge_tensors(shapes, granularity):
     for num_shards in (3, 7, 10**6):
         arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity}
-        ours = bridge.sharding.layout.plan_layout(**arguments)
+        ours = bridge.sharding.plan_layout(**arguments)
         assert jax_impl.layout.plan_layout(**arguments).to_json() == ours.to_json()
         if granularity == "tensor":
             assert all(slot.block == max(1, slot.num_rows) for slot in ours.slots)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
+@pytest.mark.parametrize("module", [bridge.sharding, jax_impl.layout])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -200,7 +200,7 @@ def test_both_packages_refuse_bad_input(module, arguments):
         module.plan_layout(**{"shapes": {"w": (4, 3)}, "num_shards": 2, **arguments})
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
+@pytest.mark.parametrize("module", [bridge.sharding, jax_impl.layout])
 def test_both_packages_refuse_what_is_no_layout(module):
     for text in (None, 5, "[" * 100_000, "{}", '{"num_shards":1,"shard_sizes":[2],"slots":[3]}'):
         with pytest.raises(ValueError, match="expected"):
@@ -211,7 +211,7 @@ def test_both_packages_refuse_what_is_no_layout(module):
             module.Layout(1, shard_sizes, slots)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
+@pytest.mark.parametrize("module", [bridge.sharding, jax_impl.layout])
 def test_more_buffers_than_units_are_not_searched_for(module):
     shapes = {"a": (7, 5), "b": (5, 7)}
     assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
@@ -220,9 +220,9 @@ def test_more_buffers_than_units_are_not_searched_for(module):
 @settings(max_examples=500, deadline=None)
 @given(SHAPE, st.data())
 def test_both_packages_cut_row_ranges_into_the_same_boxes(shape, data):
-    _, num_rows = bridge.sharding.layout.rows_of(shape)
+    _, num_rows = bridge.sharding.rows_of(shape)
     r0 = data.draw(st.integers(0, num_rows))
     r1 = data.draw(st.integers(r0, num_rows))
-    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.sharding.layout.row_boxes(shape, r0, r1)]
+    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.sharding.row_boxes(shape, r0, r1)]
     theirs = [(tuple(b.offsets), tuple(b.sizes)) for b in jax_impl.layout.row_boxes(shape, r0, r1)]
     assert theirs == ours

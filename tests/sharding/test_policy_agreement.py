@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
-import bridge.sharding.policy
-import bridge.sharding.strategy
+import bridge.sharding
 import jax_impl.policy
 import jax_impl.strategy
 from tests.sharding.golden import policies as golden
@@ -38,13 +37,13 @@ def test_every_vector_is_a_file_and_every_file_a_vector() -> None:
 
 @pytest.mark.parametrize("given", [*SHIPPED, *(golden.FOLDER / file for file in golden.GOOD)], ids=str)
 def test_both_packages_read_a_file_alike_and_write_it_alike(given: Any) -> None:
-    ours, theirs = (module.ShardingPolicy.load(given) for module in (bridge.sharding.policy, jax_impl.policy))
+    ours, theirs = (module.ShardingPolicy.load(given) for module in (bridge.sharding, jax_impl.policy))
     assert golden.canonical(ours) == golden.canonical(theirs)
     assert ours.source == theirs.source
     assert ours.to_toml() == theirs.to_toml()
     for devices in range(-2, 25):
         sizes = []
-        for module, policy in ((bridge.sharding.policy, ours), (jax_impl.policy, theirs)):
+        for module, policy in ((bridge.sharding, ours), (jax_impl.policy, theirs)):
             try:
                 sizes.append(list(policy.mesh_sizes(devices).items()))
             except module.PolicyError as error:
@@ -56,7 +55,7 @@ def test_both_packages_read_a_file_alike_and_write_it_alike(given: Any) -> None:
 def test_both_packages_refuse_a_file_in_the_same_words(file: str) -> None:
     ours, theirs = (
         refusal(module, lambda module=module: module.ShardingPolicy.load(golden.FOLDER / file))
-        for module in (bridge.sharding.policy, jax_impl.policy)
+        for module in (bridge.sharding, jax_impl.policy)
     )
     if file in OWN_WORDS:
         assert ours.split(" expected ")[0].split(": ")[:2] == theirs.split(" expected ")[0].split(": ")[:2]
@@ -69,7 +68,7 @@ def test_both_packages_say_alike_what_they_cannot_read(tmp_path: Path) -> None:
     for path in ("absent", tmp_path, tmp_path / "bytes", "../policies/fsdp", ""):
         ours, theirs = (
             refusal(module, lambda module=module, path=path: module.ShardingPolicy.load(path))
-            for module in (bridge.sharding.policy, jax_impl.policy)
+            for module in (bridge.sharding, jax_impl.policy)
         )
         assert ours == theirs
 
@@ -130,15 +129,15 @@ def assert_moves(ours: Any, reader: Any, writer: Any) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(policies(bridge.sharding.policy, bridge.sharding.strategy.Placements))
+@given(policies(bridge.sharding, bridge.sharding.Placements))
 def test_what_torch_writes_jax_reads(policy: Any) -> None:
-    assert_moves(policy, jax_impl.policy, bridge.sharding.policy)
+    assert_moves(policy, jax_impl.policy, bridge.sharding)
 
 
 @settings(max_examples=300, deadline=None)
 @given(policies(jax_impl.policy, jax_impl.strategy.Placements))
 def test_what_jax_writes_torch_reads(policy: Any) -> None:
-    assert_moves(policy, bridge.sharding.policy, jax_impl.policy)
+    assert_moves(policy, bridge.sharding, jax_impl.policy)
 
 
 def units_or_refusal(policy: Any, error: type[Exception], paths: list[str]) -> Any:
@@ -159,7 +158,7 @@ def test_both_packages_choose_the_same_units(patterns: list[str], paths: list[st
             module.PolicyError,
             paths,
         )
-        for module in (bridge.sharding.policy, jax_impl.policy)
+        for module in (bridge.sharding, jax_impl.policy)
     ]
     assert found[0] == found[1]
 
@@ -202,7 +201,7 @@ def test_any_file_is_read_or_refused_alike(mesh: Any, precision: Any, units: lis
     text += "" if precision is None else "[precision]\n" + toml_of(precision)
     text += "".join("[[unit]]\n" + toml_of(unit) for unit in units) + '[[unit]]\nmatch = ""\n'
     found = []
-    for module in (bridge.sharding.policy, jax_impl.policy):
+    for module in (bridge.sharding, jax_impl.policy):
         try:
             found.append(golden.canonical(module.ShardingPolicy.parse(text)))
         except module.PolicyError as error:
