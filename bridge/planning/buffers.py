@@ -58,8 +58,9 @@ class GroupBuffers:
         real = np.zeros(layout.num_shards, np.int64)
         for slot in layout.slots:
             if slot.numel:
-                before = bounds * layout.shard_sizes[slot.buffer] - slot.offset
-                real += np.diff(np.clip(before, 0, slot.numel))
+                starts = bounds * layout.shard_sizes[slot.buffer] - slot.offset
+                before: np.ndarray = np.clip(starts, 0, slot.numel)
+                real += before[1:] - before[:-1]
         return real
 
     def real_by_device(self, level: int) -> np.ndarray:
