@@ -267,23 +267,17 @@ def _slot(number: int, value: object) -> Slot:
         raise ValueError(f"slot {number}: expected a name in quotes, got {_short(name)}")
     shape = tuple(_size(f"shape of {name!r}", n) for n in _list(f"shape of {name!r}", fields["shape"]))
     if math.prod(shape) > _MOST:
-        raise ValueError(
-            f"{name!r}: expected at most 2**63 - 1 elements, got the shape {_short(list(shape))}"
-        )
-    return Slot(
-        name, shape, *(_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
-    )
+        raise ValueError(f"{name!r}: expected at most 2**63 - 1 elements, got shape {_short(list(shape))}")
+    place = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
+    return Slot(name, shape, *place)
 
 
 def _check_fields(what: str, value: object, fields: Sequence[str]) -> dict[str, object]:
     if isinstance(value, dict) and sorted(value) == list(fields):
         return value
-    got = (
-        f"one with {', '.join(map(_short, sorted(value)[:8])) or 'none'}"
-        if isinstance(value, dict)
-        else _short(value)
-    )
-    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {got}")
+    keys = ", ".join(map(_short, sorted(value)[:8])) or "none" if isinstance(value, dict) else ""
+    found = f"one with {keys}" if keys else _short(value)
+    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {found}")
 
 
 def _list(what: str, value: object) -> list[object]:
