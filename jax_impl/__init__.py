@@ -19,22 +19,29 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
 
+from bridge.sharding import (
+    STRATEGIES,
+    Layout,
+    Placements,
+    PolicyError,
+    PrecisionPolicy,
+    UnitPolicy,
+    plan_layout,
+)
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
+from jax_impl.apply_policy import ShardingPolicy
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives
 from jax_impl.diagnostics.compiled_count import count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
-from jax_impl.layout import Layout, plan_layout
 from jax_impl.modules.linen_model import apply_linen
 from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
 from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
-from jax_impl.policy import PolicyError, ShardingPolicy, UnitPolicy
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.strategy import STRATEGIES, Placements
 from jax_impl.train import TrainState, init_state, make_train_step, shard_batch
 
 __all__ = [
@@ -45,6 +52,7 @@ __all__ = [
     "MemoryReport",
     "Placements",
     "PolicyError",
+    "PrecisionPolicy",
     "ShardingPlan",
     "ShardingPolicy",
     "TrainState",

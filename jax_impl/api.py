@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from bridge.sharding import ShardingPolicy, Strategy, plan_layout
 from jax_impl.comm.axes import MeshAxes
 from jax_impl.comm.collectives import Wire
-from jax_impl.layout import plan_layout
 from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
@@ -29,12 +29,10 @@ from jax_impl.modules.module_tree import (
 )
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
-from jax_impl.policy import ShardingPolicy
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup, cut_dimension
 from jax_impl.runtime.precision import Precision, main_dtype
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
-from jax_impl.strategy import Strategy
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
@@ -124,7 +122,7 @@ def _groups(
         chosen = within(options, paths, names)
         layout = plan_layout(
             dict(zip(names.values(), shapes, strict=True)),
-            wire.axes.shards(options.strategy.state),
+            wire.axes.shards(options.strategy.optimizer),
             granularity=chosen.granularity,
             rows=chosen.rows,
         )
@@ -144,9 +142,9 @@ def _logical_group(
     stack = () if module.layers is None else (module.layers,)
     arrays = []
     for path, shape in zip(paths, shapes, strict=True):
-        cut = cut_dimension(shape, wire.axes.shards(strategy.state)) if strategy.state else None
+        cut = cut_dimension(shape, wire.axes.shards(strategy.optimizer)) if strategy.optimizer else None
         dimension = None if cut is None else cut + len(stack)
-        arrays.append(LogicalArray(path, (*stack, *shape), wire.main, wire, strategy.state, dimension))
+        arrays.append(LogicalArray(path, (*stack, *shape), wire.main, wire, strategy.optimizer, dimension))
     return LogicalGroup(module.path, tuple(arrays), mesh, wire, strategy, trainable, module.layers)
 
 

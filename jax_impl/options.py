@@ -12,12 +12,18 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from bridge.sharding import (
+    Granularity,
+    Placements,
+    PolicyError,
+    ShardingPolicy,
+    Strategy,
+    check_axes,
+    strategy_named,
+)
 from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh
-from jax_impl.granularity import Granularity
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
-from jax_impl.policy import PolicyError, ShardingPolicy
 from jax_impl.runtime.precision import Precision
-from jax_impl.strategy import Placements, Strategy, check_axes, strategy_named
 
 Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
 
@@ -25,7 +31,7 @@ Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Varia
 class ShardingOptions(TypedDict, total=False):
     """Keywords of ``fully_shard`` and ``plan_sharding``.
 
-    strategy: see ``jax_impl.strategy``; default "optim_grads_params", which on two axes is HSDP.
+    strategy: see ``bridge.sharding.strategy``; default "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     units: patterns of module paths, part by part ("layers/*"); each matching module becomes a unit, and the root owns
         what is left. Default ("layers/*",).
@@ -108,7 +114,7 @@ def _by_keywords(mesh: Mesh, paths: Mapping[str, str], options: ShardingOptions)
         raise ValueError(f"expected strategy or placements, got both ({options['strategy']!r}, {placements})")
     else:
         strategy = placements.strategy
-    check_axes(strategy, placements, mesh.axis_names)
+    check_axes(strategy, placements, len(mesh.axis_names))
     recompute = options.get("recompute", False)
     if not isinstance(recompute, bool):
         raise ValueError(

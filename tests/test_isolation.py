@@ -47,6 +47,25 @@ def test_a_leg_imports_one_runtime_only() -> None:
         assert not found & (TORCH | JAX) - own
 
 
+def test_sharding_imports_the_standard_library_numpy_and_itself_only() -> None:
+    paths = modules("bridge/sharding")
+    assert len(paths) > 10
+    for path in paths:
+        outside = imported(path) - set(sys.stdlib_module_names) - {"numpy"}
+        assert outside <= {"bridge"}, path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert all(name.startswith("bridge.sharding") for name in names if name.startswith("bridge")), (
+                path
+            )
+
+
+def test_the_second_planner_shares_no_code_with_the_first() -> None:
+    for path in modules("tests/sharding/second_planner"):
+        assert not imported(path) & {"bridge", *TORCH, *JAX}, path
+
+
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_every_module_imports_while_the_other_framework_is_missing(package: str) -> None:
     names = [

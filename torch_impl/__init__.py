@@ -92,10 +92,9 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from bridge.sharding.layout import Layout, plan_layout
-from bridge.sharding.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
-from bridge.sharding.strategy import Placements
+from bridge.sharding import Layout, Placements, PolicyError, PrecisionPolicy, UnitPolicy, plan_layout
 from torch_impl.api import fully_shard
+from torch_impl.apply_policy import ShardingPolicy
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bridge.sharding.layout import Granularity, Layout, plan_layout
+from bridge.sharding import Granularity, Layout, Placements, check_axes, plan_layout
 from bridge.sharding.mesh_axes import why_not_data_parallel
-from bridge.sharding.strategy import Placements, check_axes
 from torch_impl import fsdp2
 from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
 from torch_impl.comm.agreement import require_same_unit

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from bridge.sharding.policy import PolicyError, ShardingPolicy
+import bridge.sharding
+from bridge.sharding import PolicyError
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
@@ -22,10 +23,33 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _recomputed_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def apply_policy(
+class ShardingPolicy(bridge.sharding.ShardingPolicy):
+    """A policy that shards PyTorch models; what a policy says is in ``bridge.sharding.policy``."""
+
+    def apply(
+        self, model: nn.Module, *, mesh: DeviceMesh | None = None, device_type: str | None = None
+    ) -> nn.Module:
+        """``fully_shard`` every unit of ``model`` by this policy, the root last; returns the model, changed in place.
+
+        mesh: data-parallel axes as in the policy, by number, size and, where it has them, names; None: made from
+            ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None: "cuda" under NCCL, else
+            "cpu").
+
+        Weights that a strategy shards are freed after forward in the root too, unlike ``fully_shard``'s default: the
+        JAX runtime gathers them again in backward, and a policy means the same collectives in both. A unit that
+        recomputes keeps its inputs, and computes its activations again in backward from the weights that backward
+        gathers anyway; its parameters keep their names.
+
+        Raises PolicyError, before anything is changed, when policy and model do not fit: patterns, the dtype of the
+        main weights, weights tied across units, the mesh; and whatever ``fully_shard`` raises.
+        """
+        _apply(self, model, mesh, device_type)
+        return model
+
+
+def _apply(
     policy: ShardingPolicy, model: nn.Module, mesh: DeviceMesh | None, device_type: str | None
 ) -> None:
-    """See ``ShardingPolicy.apply``."""
     modules = _modules_with_forward(model, policy.source)
     units = policy.units_of(modules)
     _check_main_weights(policy, model)

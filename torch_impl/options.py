@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.sharding.layout import Granularity, plan_layout
-from bridge.sharding.strategy import Placements, Strategy, strategy_named
+from bridge.sharding import Granularity, Placements, Strategy, plan_layout, strategy_named
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from bridge.checkpoints.summary import MAX_BARS, chunk_bars
 from bridge.commands.output import printable
 from bridge.formats.base import TensorInfo
-from bridge.layout_file import MAX_DRAWN_TENSORS, LayoutError, PlacedLayout, drawn_ranks
+from bridge.sharding import Layout
+from bridge.sharding.drawing import MAX_TENSORS, drawn_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,12 +28,16 @@ _BAR_COLUMNS = 1000
 _MAX_LABEL = 60
 
 
-def layout_figure(layout: PlacedLayout) -> Figure:
+class PictureError(Exception):
+    """A picture cannot be drawn, or not be written where it was asked for."""
+
+
+def layout_figure(layout: Layout) -> Figure:
     """A row for each rank, its shards of all buffers side by side; a colour for each tensor, hatching for padding."""
     ranks = drawn_ranks(layout.num_shards, MAX_DRAWN_RANKS)
     figure, axis = _canvas(len(ranks))
     # A fraction of all shards, as sizes may be larger than what floating point tells apart.
-    whole = max(1, sum(layout.shard_sizes))
+    whole = max(1, layout.shard_size)
     starts = [
         start / whole + _GAP * b for b, start in enumerate(accumulate(layout.shard_sizes[:-1], initial=0))
     ]
@@ -44,15 +49,15 @@ def layout_figure(layout: PlacedLayout) -> Figure:
             _hatched(axis, left, size / whole, y)
             parts = list(layout.parts(rank, buffer))
             spans = [(left + part.start / whole, (part.stop - part.start) / whole) for part in parts]
-            _bars(axis, y, spans, [part.tensor for part in parts])
+            _bars(axis, y, spans, [part.number for part in parts])
             for part, span in zip(parts, spans, strict=True):
-                _label(axis, y, span, layout.tensors[part.tensor].name)
+                _label(axis, y, span, layout.slots[part.number].name)
     axis.set_yticks(range(len(ranks)), ["..." if rank is None else f"rank {rank}" for rank in ranks])
     sizes = [f"buffer {b}\n{size:,} elements" for b, size in enumerate(layout.shard_sizes)]
     centres = [left + size / whole / 2 for left, size in zip(starts, layout.shard_sizes, strict=False)]
     axis.set_xticks(centres, sizes)
     axis.set_title(
-        f"{layout.num_shards:,} shards, {layout.numel:,} elements, {100 * layout.overhead:.2f} % padding",
+        f"{layout.num_shards:,} shards, {layout.numel:,} elements, {100 * layout.overhead():.2f} % padding",
         fontsize=10,
     )
     return figure
@@ -61,7 +66,7 @@ def layout_figure(layout: PlacedLayout) -> Figure:
 def chunks_figure(tensors: Sequence[TensorInfo]) -> Figure:
     """A bar for each of the first tensors (one for each range of columns that chunks cut), a colour for each chunk."""
     rows: list[tuple[str, tuple[int | None, ...]]] = []
-    for tensor in tensors[:MAX_DRAWN_TENSORS]:
+    for tensor in tensors[:MAX_TENSORS]:
         bars = chunk_bars(tensor, _BAR_COLUMNS)
         name = printable(tensor.name if len(tensor.name) <= _MAX_LABEL else "..." + tensor.name[-_MAX_LABEL:])
         for bar in bars[:MAX_BARS]:
@@ -69,7 +74,7 @@ def chunks_figure(tensors: Sequence[TensorInfo]) -> Figure:
             rows.append((name + where, bar.cells))
         if len(bars) > MAX_BARS:
             rows.append((f"and {len(bars) - MAX_BARS} more", ()))
-    more = len(tensors) - MAX_DRAWN_TENSORS
+    more = len(tensors) - MAX_TENSORS
     figure, axis = _canvas(len(rows))
     for y, (_, cells) in enumerate(rows):
         if cells:
@@ -92,13 +97,13 @@ def chunks_figure(tensors: Sequence[TensorInfo]) -> Figure:
 
 
 def check_picture_path(path: Path) -> None:
-    """LayoutError unless a picture can be written there."""
+    """PictureError unless a picture can be written there."""
     if path.suffix.lower() not in SUFFIXES:
-        raise LayoutError(f"picture {path}: expected a name ending in {', '.join(SUFFIXES)}")
+        raise PictureError(f"picture {path}: expected a name ending in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
-        raise LayoutError(f"picture {path}: expected an existing directory {path.parent}, found none")
+        raise PictureError(f"picture {path}: expected an existing directory {path.parent}, found none")
     if path.is_dir():
-        raise LayoutError(f"picture {path}: expected a file or nothing there, found a directory")
+        raise PictureError(f"picture {path}: expected a file or nothing there, found a directory")
 
 
 def save_picture(figure: Figure, path: Path) -> None:
@@ -116,7 +121,7 @@ def _canvas(rows: int) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise LayoutError(f"pictures need matplotlib: expected it to be installed, got {error}") from None
+        raise PictureError(f"pictures need matplotlib: expected it to be installed, got {error}") from None
     figure = Figure(figsize=(_WIDTH + 1, 1.0 + 0.3 * max(rows, 1)), layout="constrained")
     axis = figure.subplots()
     axis.spines[:].set_visible(False)

@@ -15,7 +15,7 @@ from bridge.formats.files.manifest import manifest_path
 from bridge.formats.orbax.item import find_item
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import place_of
-from bridge.layout_file import MAX_DRAWN_TENSORS, letter, more_tensors
+from bridge.sharding.drawing import MAX_TENSORS, letter, more_tensors
 
 MAX_BARS = 16
 _MAX_LISTED_CHUNKS = 16
@@ -140,7 +140,7 @@ def chunk_bars(tensor: TensorInfo, width: int) -> tuple[Bar, ...]:
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
     """For each of the first tensors, a bar of its rows with a letter for the chunk that stores them, and the chunks."""
     lines = []
-    for tensor in tensors[:MAX_DRAWN_TENSORS]:
+    for tensor in tensors[:MAX_TENSORS]:
         bars = chunk_bars(tensor, width)
         rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.numel
         lines.append(f"{tensor.name} {list(tensor.shape)}: {f'rows 0:{rows}' if bars else 'no elements'}")

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
 from bridge.commands.output import human_bytes, print_json, print_line, print_table
-from bridge.formats.base import dtype_name
+from bridge.formats.base import CheckpointError, dtype_name
 from bridge.formats.stores.store import place_of
+from bridge.sharding.drawing import MAX_RANKS
+from bridge.sharding.layout import SLOT_FIELDS, Layout
 
 
 def inspect(
@@ -39,22 +41,20 @@ def inspect(
       twinshard inspect runs/torch/step_40
       twinshard inspect layout.json --layout --picture layout.png
     """
+    from bridge.checkpoints.picture import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.summary import chunk_lines
     from bridge.checkpoints.summary import inspect as run
-    from bridge.layout_file import LayoutError
 
     if picture is not None and not layout:
         raise typer.BadParameter("expected --layout beside --picture")
     out = Console()
-    with user_errors(LayoutError):
+    with user_errors(PictureError):
         place = place_of(path)
         if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
             _inspect_layout_file(out, place, picture, json)
             return
         summary = run(path)
         if picture is not None:
-            from bridge.checkpoints.picture import chunks_figure, save_picture
-
             save_picture(chunks_figure(summary.tensors), picture)
     if json:
         tensors = [
@@ -97,19 +97,46 @@ def inspect(
 
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
-    from bridge.layout_file import layout_lines, layout_numbers, read_layout
+    from bridge.checkpoints.picture import layout_figure, save_picture
 
     if not path.exists():
         raise FileNotFoundError(
             f"expected a layout file or checkpoint directory at {path}, found nothing there"
         )
-    found = read_layout(path)
+    try:
+        layout = Layout.from_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"layout file {path}: {error}") from None
     if picture is not None:
-        from bridge.checkpoints.picture import layout_figure, save_picture
-
-        save_picture(layout_figure(found), picture)
+        save_picture(layout_figure(layout), picture)
     if json:
-        print_json(out, {"path": path, **layout_numbers(found)})
+        print_json(out, {"path": path, **_layout_numbers(layout)})
         return
-    for line in layout_lines(found):
+    for line in [*layout.render().splitlines(), f"fingerprint {layout.fingerprint}"]:
         print_line(out, line)
+
+
+def _layout_numbers(layout: Layout) -> dict[str, object]:
+    """Rows by rank only where all ranks are few enough to list."""
+    ranks = range(layout.num_shards if layout.num_shards <= MAX_RANKS else 0)
+    buffers = []
+    for buffer, size in enumerate(layout.shard_sizes):
+        elements = sum(slot.numel for slot in layout.occupied(buffer))
+        padding = layout.num_shards * size - elements
+        buffers.append({"shard_size": size, "elements": elements, "padding": padding})
+    tensors = [
+        {
+            **{field: getattr(slot, field) for field in SLOT_FIELDS},
+            "rows": [layout.row_range(slot.name, rank) for rank in ranks] or None,
+        }
+        for slot in layout.slots
+    ]
+    return {
+        "num_shards": layout.num_shards,
+        "elements": layout.numel,
+        "padded": layout.padded_size,
+        "overhead": layout.overhead(),
+        "fingerprint": layout.fingerprint,
+        "buffers": buffers,
+        "tensors": tensors,
+    }

@@ -89,13 +89,13 @@ def plan(
       twinshard plan fsdp zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
     """
-    from bridge.layout_file import LayoutError
+    from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
     from bridge.planning.comparison import compare
-    from bridge.planning.cost import Workload
+    from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
-    from bridge.planning.runtimes import RUNTIMES, load_policy
+    from bridge.planning.runtimes import RUNTIMES
     from bridge.planning.sizes import parse_bytes, parse_counts
 
     out = Console()
@@ -103,8 +103,6 @@ def plan(
         limit = None if memory is None else parse_bytes(memory)
         counts = parse_counts(devices)
         if chart is not None:
-            from bridge.checkpoints.picture import check_picture_path
-
             check_picture_path(chart)
         stacks = tuple(stacked or ())
         runtimes = RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
@@ -120,11 +118,10 @@ def plan(
                 check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
             ]
         if chart is not None:
-            from bridge.checkpoints.picture import save_picture
             from bridge.planning.chart import chart as draw
 
             save_picture(draw(comparison), chart)
-    except (PlanError, LayoutError, OSError) as error:
+    except (PlanError, PictureError, OSError) as error:
         print_line(Console(stderr=True), f"error: {error}")
         raise typer.Exit(2) from None
     if json:

@@ -9,9 +9,8 @@
     print(plan.at_rest.total, plan.traffic.wire_bytes())
 """
 
-from bridge.planning.cost import Plan, Workload, make_plan
+from bridge.planning.cost import Plan, Workload, load_policy, make_plan, parse_policy
 from bridge.planning.errors import PlanError
 from bridge.planning.models import resolve_models
-from bridge.planning.runtimes import load_policy, parse_policy
 
 __all__ = ["Plan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]

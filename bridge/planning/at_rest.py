@@ -75,26 +75,26 @@ def at_rest(groups: Iterable[GroupBuffers], runtime: str, device: int) -> AtRest
 
 
 def _of_group(group: GroupBuffers, runtime: str, device: int) -> AtRest:
-    depths = group.depths
+    strategy = group.strategy
 
     def stored(level: int, size: int) -> Stored:
         return Stored(group.size(level) * size, group.real(level, device) * size)
 
-    main = stored(depths.state, group.main_bytes)
+    main = stored(strategy.optimizer, group.main_bytes)
     moments = gradients = compute = Stored()
     if group.shape.trainable:
-        moments = stored(depths.state, 2 * group.main_bytes)
+        moments = stored(strategy.optimizer, 2 * group.main_bytes)
     if runtime == "jax":
         return AtRest(main, moments)
     if group.shape.trainable:
         moments = Stored(moments.real, moments.real)
-        gradients = stored(depths.state, group.grad_bytes)
+        gradients = stored(strategy.optimizer, group.grad_bytes)
     if keeps_weights(group):
-        compute = stored(depths.parameters, group.compute_bytes)
+        compute = stored(strategy.parameters, group.compute_bytes)
     return AtRest(main, moments, gradients, compute)
 
 
 def keeps_weights(group: GroupBuffers) -> bool:
     """Whether PyTorch keeps compute weights of this group between steps, whole or a resident shard."""
-    depths = group.depths
-    return depths.parameters < max(depths.state, 1) and not group.computes_with_main
+    strategy = group.strategy
+    return strategy.parameters < max(strategy.optimizer, 1) and not group.computes_with_main

@@ -4,7 +4,7 @@ Level a is the buffers cut over the a innermost axes of the mesh; level 0 is who
 of the optimizer state, the finest in use, and coarser levels merge its shards::
 
     mesh 2 x 3          6 shards, of 14 elements and 4 of padding                 a device holds
-    level 2   |w w w|w w w|w w b|b b u|u u .|. . .|    state                      3, of them 3, 3, 3, 3, 2 or 0 real
+    level 2   |w w w|w w w|w w b|b b u|u u .|. . .|    optimizer                  3, of them 3, 3, 3, 3, 2 or 0 real
     level 1   |w w w w w w|w w b b b u|u u . . . .|    cut over the inner axis    6
     level 0   |w w w w w w w w b b b u u u . . . .|    whole                      18
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from bridge.planning.dtypes import size_of
 from bridge.planning.mesh import MeshShape
-from bridge.planning.runtimes import Depths, Layout, plan_layout
 from bridge.planning.units import GroupShape, UnitKind
+from bridge.sharding import Layout, Strategy, plan_layout
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GroupBuffers:
     """One group's buffers on one mesh."""
 
     shape: GroupShape
-    depths: Depths
+    strategy: Strategy
     mesh: MeshShape
     layout: Layout
 
@@ -58,8 +58,9 @@ class GroupBuffers:
         real = np.zeros(layout.num_shards, np.int64)
         for slot in layout.slots:
             if slot.numel:
-                before = bounds * layout.shard_sizes[slot.buffer] - slot.offset
-                real += np.diff(np.clip(before, 0, slot.numel))
+                starts = bounds * layout.shard_sizes[slot.buffer] - slot.offset
+                before: np.ndarray = np.clip(starts, 0, slot.numel)
+                real += before[1:] - before[:-1]
         return real
 
     def real_by_device(self, level: int) -> np.ndarray:
@@ -95,7 +96,7 @@ class GroupBuffers:
     @property
     def computes_with_main(self) -> bool:
         """Whether the main weights are what forward and backward read: whole, and in their dtype."""
-        return self.depths.state == 0 and self.shape.dtypes.main == self.shape.dtypes.compute
+        return self.strategy.optimizer == 0 and self.shape.dtypes.main == self.shape.dtypes.compute
 
     def _real_on(self, level: int) -> np.ndarray:
         known = self.__dict__.setdefault("_real_on_level", {})
@@ -107,9 +108,9 @@ class GroupBuffers:
 
 def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
     """The buffers of each group of a unit. Layouts are planned once for equal shapes."""
-    shards = mesh.shards(kind.depths.state)
+    shards = mesh.shards(kind.strategy.optimizer)
     return tuple(
-        GroupBuffers(group, kind.depths, mesh, _layout(group.names, group.shapes, shards, kind.granularity))
+        GroupBuffers(group, kind.strategy, mesh, _layout(group.names, group.shapes, shards, kind.granularity))
         for group in kind.groups
     )
 
@@ -119,4 +120,4 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
 def _layout(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str
 ) -> Layout:
-    return plan_layout(dict(zip(names, shapes, strict=True)), shards, granularity)
+    return plan_layout(dict(zip(names, shapes, strict=True)), shards, granularity=granularity)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
-from bridge.planning.runtimes import Policy
+from bridge.sharding import ShardingPolicy
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Comparison:
 
 def compare(
     models: Mapping[str, Model],
-    policies: Sequence[Policy],
+    policies: Sequence[ShardingPolicy],
     devices: Sequence[int],
     workload: Workload,
     memory: int | None = None,

@@ -19,7 +19,7 @@ from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
 from bridge.planning.models import decoder_config, resolve_models
-from bridge.planning.runtimes import Policy
+from bridge.sharding import ShardingPolicy
 
 TOLERANCE = 0.10
 """Of the peak, relative to the compiled one."""
@@ -75,7 +75,7 @@ class CompiledCheck:
 
 
 def check_compiled(
-    model: str, policy: Policy, devices: int, workload: Workload, stacked: Sequence[str] = ()
+    model: str, policy: ShardingPolicy, devices: int, workload: Workload, stacked: Sequence[str] = ()
 ) -> CompiledCheck:
     """Compile and compare. Raises ``PlanError`` for other models than decoders, and where XLA fails."""
     kind, _, name = model.partition(":")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from bridge.planning.errors import PlanError
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
 from bridge.planning.peak import Peak, StepUnit, step_peak
-from bridge.planning.runtimes import Policy
 from bridge.planning.traffic import Calls, Traffic, step_calls
 from bridge.planning.units import UnitKind, cut
+from bridge.sharding import PolicyError, ShardingPolicy
 
 LARGE_PADDING = 0.05
 """Padding of a unit, as a fraction of its parameters, that is worth a warning."""
@@ -135,9 +136,25 @@ class Plan:
         ]
 
 
+def load_policy(name_or_path: str | Path) -> ShardingPolicy:
+    """A shipped policy by name, or a TOML file. Raises ``PlanError`` for what is no policy."""
+    try:
+        return ShardingPolicy.load(name_or_path)
+    except PolicyError as error:
+        raise PlanError(str(error)) from error
+
+
+def parse_policy(text: str, source: str) -> ShardingPolicy:
+    """A policy from TOML text. Raises ``PlanError`` for what is none."""
+    try:
+        return ShardingPolicy.parse(text, source)
+    except PolicyError as error:
+        raise PlanError(str(error)) from error
+
+
 def make_plan(
     model: Model,
-    policy: Policy,
+    policy: ShardingPolicy,
     devices: int,
     runtime: str,
     workload: Workload,
@@ -161,7 +178,7 @@ def make_plan(
     if device is None:
         held = sum(
             (
-                len(paths) * group.main_bytes * group.real_by_device(group.depths.state)
+                len(paths) * group.main_bytes * group.real_by_device(group.strategy.optimizer)
                 for paths, groups in kinds.values()
                 for group in groups
             ),

@@ -81,7 +81,7 @@ def _unit(unit: UnitPlan, axes: tuple[str, ...]) -> dict[str, Any]:
     return {
         "paths": unit.paths,
         "parameters": unit.numel,
-        "strategy": unit.kind.strategy,
+        "strategy": unit.kind.strategy.name,
         "granularity": unit.kind.granularity,
         "recompute": unit.kind.recompute,
         "padding": unit.overhead,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bridge.planning.errors import PlanError
-from bridge.planning.runtimes import Precision
+from bridge.sharding import PrecisionPolicy
 
 BYTES = {
     "float64": 8,
@@ -50,7 +50,7 @@ class GroupDtypes:
     grad: str
 
     @staticmethod
-    def of(given: str, precision: Precision) -> GroupDtypes:
+    def of(given: str, precision: PrecisionPolicy) -> GroupDtypes:
         """Of parameters given in ``given``; those that are no floating-point numbers keep their dtype throughout."""
         if given not in _FLOATING:
             return GroupDtypes(given, given, given, given)

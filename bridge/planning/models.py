@@ -21,7 +21,7 @@ from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
 from bridge.planning.decoder_activations import decoder_activations
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
-from bridge.planning.runtimes import RUNTIMES, any_runtime, framework, installed, part
+from bridge.planning.runtimes import RUNTIMES, framework, installed, part
 from bridge.planning.shipped_models import SHIPPED, shipped_model
 
 
@@ -40,8 +40,12 @@ def resolve_models(
         models = {"torch": shape, "jax": _stacked_shape(shape, stacked)}
     elif kind == "decoder" and colon:
         config = decoder_config(rest)
-        any_runtime()
         models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
+        if not any(map(installed, RUNTIMES)):
+            raise PlanError(
+                f"model {name}: expected PyTorch or JAX to be installed, which the decoder is built in; install "
+                "twinshard[torch] or twinshard[jax]"
+            )
     elif colon:
         models = _built(name, kind, rest, stacked)
     else:
@@ -148,7 +152,7 @@ def _jax_model(name: str, factory: Any, wanted: Sequence[str], stacked: Sequence
     """An nnx module, or a pytree of parameters, made from ``wanted``: ``rngs``, ``key`` or neither."""
     if not installed("jax"):
         raise PlanError(f"model {name}: expected jax and flax to be installed for a JAX model")
-    jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "tree_model")
+    jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "modules.tree_model")
 
     def make() -> Any:
         given = {"rngs": nnx.Rngs(0)} if "rngs" in wanted else {"key": jax.random.key(0)} if wanted else {}
@@ -190,7 +194,7 @@ def _nnx_shapes(
     """
     nnx = framework("flax.nnx")
     try:
-        lengths = part("jax", "module_tree").stack_lengths(
+        lengths = part("jax", "modules.module_tree").stack_lengths(
             model, [path.replace(".", "/") for path in stacked]
         )
     except ValueError as error:
@@ -223,7 +227,7 @@ def _in_layer(path: str, stack: str, number: int) -> str:
 
 
 def _nnx_modules(model: Any) -> Iterator[str]:
-    nnx, tree_model = framework("flax.nnx"), part("jax", "tree_model")
+    nnx, tree_model = framework("flax.nnx"), part("jax", "modules.tree_model")
     found = [(path, module) for path, module in nnx.iter_modules(model) if tree_model.may_be_unit(module)]
     yield from (_dotted(path) for path, _ in sorted(found, key=lambda one: _order(one[0])))
 

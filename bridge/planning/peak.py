@@ -111,39 +111,39 @@ class _Sizes:
         groups = unit.groups
         trained = [group for group in groups if group.shape.trainable]
         if runtime == "jax":
-            collected = sum(g.size(g.depths.gradients) * g.grad_bytes for g in trained)
-            late = [g for g in trained if g.depths.gradients < g.mesh.ndim]
-            whole = [g for g in groups if keeps_weights(g) and not g.depths.parameters]
+            collected = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in trained)
+            late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
+            whole = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
             return _Sizes(
-                gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
+                gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters),
                 raw=sum(g.numel * g.compute_bytes for g in trained),
                 buffer=0,
                 done=collected,
                 before=0,
                 sums=collected if microbatches > 1 else 0,
-                updated=sum(g.size(g.depths.state) * g.main_bytes for g in trained),
-                reduced=sum(g.size(g.depths.state) * g.grad_bytes for g in late),
+                updated=sum(g.size(g.strategy.optimizer) * g.main_bytes for g in trained),
+                reduced=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in late),
                 freed=sum(g.size(0) * g.compute_bytes for g in whole) if microbatches == 1 else 0,
-                sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.depths.parameters)
+                sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.strategy.parameters)
                 if unit.stack
                 else 0,
-                copied=sum(g.size(0) * g.main_bytes for g in groups if not g.depths.state)
+                copied=sum(g.size(0) * g.main_bytes for g in groups if not g.strategy.optimizer)
                 if unit.stack
                 else 0,
             )
         return _Sizes(
-            gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.depths.parameters),
+            gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters),
             raw=sum(g.numel * g.compute_bytes for g in trained),
             buffer=sum(g.size(0) * g.reduce_bytes for g in trained),
-            done=sum(g.size(g.depths.state) * g.grad_bytes for g in trained),
+            done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
             before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
         )
 
 
 def _left_before(group: GroupBuffers) -> int:
-    depths = group.depths
+    strategy = group.strategy
     # Where nothing is left to reduce, each microbatch's sums are final.
-    level = depths.state if depths.gradients == group.mesh.ndim else depths.gradients
+    level = strategy.optimizer if strategy.gradients == group.mesh.ndim else strategy.gradients
     return group.size(level) * group.grad_bytes
 
 
@@ -175,7 +175,7 @@ def step_peak(
     kept = rest.compute_weights.allocated
     if runtime == "jax":
         groups = [group for unit in units for group in unit.groups if keeps_weights(group)]
-        kept = sum(group.size(group.depths.parameters) * group.compute_bytes for group in groups)
+        kept = sum(group.size(group.strategy.parameters) * group.compute_bytes for group in groups)
     always = {
         "main_weights": rest.main_weights.allocated,
         "moments": rest.moments.allocated,
@@ -257,7 +257,7 @@ def _update(sizes: Mapping[str, _Sizes], units: Sequence[StepUnit], runtime: str
         return "update", {"gradients": sum(one.done for one in sizes.values())}
     # A program of its own, which holds no compute weights.
     trained = [group for unit in units for group in unit.groups if group.shape.trainable]
-    gradients = sum(group.size(group.depths.state) * group.grad_bytes for group in trained)
+    gradients = sum(group.size(group.strategy.optimizer) * group.grad_bytes for group in trained)
     largest = max((one.updated for one in sizes.values()), default=0)
     return "update", {"compute_weights": 0, "gradients": gradients, "segment": largest}
 

@@ -63,7 +63,7 @@ def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
         rows.append(
             (
                 unit.title,
-                unit.kind.strategy + (", recomputed" if unit.kind.recompute else ""),
+                unit.kind.strategy.name + (", recomputed" if unit.kind.recompute else ""),
                 f"{unit.numel * unit.count:,}",
                 f"{100 * unit.overhead:.2f} %",
                 *_held(unit.at_rest.times(unit.count)),

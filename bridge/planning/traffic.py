@@ -88,23 +88,23 @@ def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, 
 
 
 def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) -> Calls:
-    depths, calls = group.depths, Counter[Collective]()
+    strategy, calls = group.strategy, Counter[Collective]()
     once = 0 if runtime == "torch" and not group.shape.trainable else 1
-    for axis in range(depths.state):
+    for axis in range(strategy.optimizer):
         if group.mesh.size(axis) > 1:
-            times = (2 + reruns) * microbatches if axis < depths.parameters else once
+            times = (2 + reruns) * microbatches if axis < strategy.parameters else once
             calls[_collective(group, "all_gather", axis, axis, group.shape.dtypes.compute)] += times
     return +calls
 
 
 def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
-    depths, calls = group.depths, Counter[Collective]()
+    strategy, calls = group.strategy, Counter[Collective]()
     for axis in range(group.mesh.ndim):
         if group.mesh.size(axis) == 1:
             continue
-        scatters = axis < depths.state
-        kind, level = ("reduce_scatter", axis) if scatters else ("all_reduce", depths.state)
-        times = microbatches if axis < depths.gradients else 1
+        scatters = axis < strategy.optimizer
+        kind, level = ("reduce_scatter", axis) if scatters else ("all_reduce", strategy.optimizer)
+        times = microbatches if axis < strategy.gradients else 1
         calls[_collective(group, kind, axis, level, group.shape.dtypes.reduce)] += times
     return calls
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bridge.planning.dtypes import GroupDtypes
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
-from bridge.planning.runtimes import Depths, Policy, depths_of
+from bridge.sharding import ShardingPolicy, Strategy
 
 ROOT = ""
 
@@ -39,8 +39,7 @@ class UnitKind:
     """
 
     groups: tuple[GroupShape, ...]
-    depths: Depths
-    strategy: str
+    strategy: Strategy
     granularity: str
     recompute: bool
     reruns: int
@@ -68,7 +67,7 @@ class CutModel:
         return found
 
 
-def cut(model: Model, policy: Policy, runtime: str) -> CutModel:
+def cut(model: Model, policy: ShardingPolicy, runtime: str) -> CutModel:
     """Apply a policy's patterns. Raises ``PlanError`` when one of them matches nothing."""
     try:
         chosen = policy.units_of(model.modules)
@@ -80,11 +79,9 @@ def cut(model: Model, policy: Policy, runtime: str) -> CutModel:
         owned[next(path for path in outward(parameter.module) if path in owned)].append(parameter)
     units = []
     for path, unit in chosen.items():
-        strategy = unit.chosen
         kind = UnitKind(
             groups=_groups(path, owned[path], policy, runtime),
-            depths=depths_of(strategy),
-            strategy=strategy.name,
+            strategy=unit.chosen,
             granularity=unit.granularity,
             recompute=unit.recompute,
             reruns=sum(
@@ -126,7 +123,9 @@ def outward(path: str) -> Iterable[str]:
     yield ROOT
 
 
-def _groups(path: str, owned: Iterable[Parameter], policy: Policy, runtime: str) -> tuple[GroupShape, ...]:
+def _groups(
+    path: str, owned: Iterable[Parameter], policy: ShardingPolicy, runtime: str
+) -> tuple[GroupShape, ...]:
     members: dict[tuple[str, bool], list[Parameter]] = {}
     for parameter in owned:
         # To JAX the dtype in which a parameter was given does not matter: the unit's main weights have one.

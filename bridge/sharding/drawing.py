@@ -1,63 +1,47 @@
-"""A layout as text: every rank's shards drawn to scale, one line a rank, then who owns which rows."""
+"""What drawings of tensors share: letters for what is drawn, lines to scale, and which ranks of many are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import string
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from bridge.sharding.layout import Layout, Slot
+from bridge.sharding.slot import Part, Slot
 
-_MAX_DRAWN_SHARDS = 16
-_MAX_LISTED_TENSORS = 40
-
-
-def render(layout: Layout, width: int) -> str:
-    """The shards drawn to scale in about ``width`` columns a rank, then who owns which rows."""
-    sizes = " + ".join(map(str, layout.shard_sizes)) or "0"
-    lines = [
-        f"{layout.num_shards} shards x {sizes} elements, {layout.numel} real, "
-        f"{100 * layout.overhead():.2f} % padding"
-    ]
-    placed = [s for s in layout.slots if s.numel]
-    letters = {s.name: chr(ord("a") + i % 26) for i, s in enumerate(placed)}
-    drawn = _ends(layout.num_shards)
-    lines += [
-        "  ..." if k is None else f"rank {k} |{_draw(layout, k, placed, letters, width)}|" for k in drawn
-    ]
-    for s in layout.slots[:_MAX_LISTED_TENSORS]:
-        if not s.numel:
-            lines.append(f"-  {s.name} {s.shape}: no elements")
-            continue
-        ranges = " ".join("..." if k is None else "{}:{}".format(*layout.row_range(s.name, k)) for k in drawn)
-        block = f" by {s.block}" if s.block > 1 else ""
-        lines.append(f"{letters[s.name]}  {s.name} {s.shape}: rows{block} {ranges}")
-    if len(layout.slots) > _MAX_LISTED_TENSORS:
-        lines.append(f"   ... and {len(layout.slots) - _MAX_LISTED_TENSORS} more tensors")
-    return "\n".join(lines)
+MAX_RANKS = 16
+MAX_TENSORS = 40
 
 
-def _draw(layout: Layout, rank: int, placed: Sequence[Slot], letters: Mapping[str, str], width: int) -> str:
-    """One rank's shards, separated by bars."""
-    lines = []
-    scale = min(1.0, width / max(layout.shard_size, 1))
-    for buffer, size in enumerate(layout.shard_sizes):
-        columns = max(1, round(size * scale))
-        line = ["."] * columns
-        start = rank * size
-        for s in placed:
-            first = max(s.offset - start, 0)
-            last = min(s.offset + s.numel - start, size) - 1
-            if s.buffer == buffer and first <= last:
-                left, right = first * columns // size, last * columns // size
-                line[left : right + 1] = letters[s.name] * (right + 1 - left)
-        lines.append("".join(line))
-    return "|".join(lines)
+def letter(number: int) -> str:
+    """What stands for the tensor, or the stored chunk, of this number; letters recur after 52."""
+    return string.ascii_letters[number % 52]
 
 
-def _ends(num_shards: int) -> list[int | None]:
-    """Ranks worth drawing: all of a few, else the first and last with None between."""
-    if num_shards <= _MAX_DRAWN_SHARDS:
+def drawn_ranks(num_shards: int, most: int = MAX_RANKS) -> list[int | None]:
+    """All ranks when they are at most ``most``; else the first and the last half of that with None between."""
+    if num_shards <= most:
         return list(range(num_shards))
-    half = _MAX_DRAWN_SHARDS // 2
+    half = most // 2
     return [*range(half), None, *range(num_shards - half, num_shards)]
+
+
+def shard_line(parts: Iterable[Part], size: int, columns: int) -> str:
+    """A shard of ``size`` elements in ``columns`` characters; what several parts share shows the last of them."""
+    line = ["."] * columns
+    for part in parts:
+        first, last = part.start * columns // size, (part.stop - 1) * columns // size
+        line[first : last + 1] = letter(part.number) * (last + 1 - first)
+    return "".join(line)
+
+
+def slot_line(number: int, slot: Slot, ranges: Sequence[tuple[int, int] | None]) -> str:
+    """A parameter's letter, shape and the rows of the drawn ranks."""
+    if not slot.numel:
+        return f"-  {slot.name} {slot.shape}: no elements"
+    rows = " ".join("..." if range_ is None else "{}:{}".format(*range_) for range_ in ranges)
+    block = f" by {slot.block}" if slot.block > 1 else ""
+    return f"{letter(number)}  {slot.name} {slot.shape}: rows{block} {rows}"
+
+
+def more_tensors(tensors: int) -> list[str]:
+    """The line that says how many of all tensors a drawing leaves out, if any."""
+    return [f"... and {tensors - MAX_TENSORS} more tensors"] if tensors > MAX_TENSORS else []

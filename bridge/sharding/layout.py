@@ -24,9 +24,7 @@ each other, whole as well as within a rank's shard::
     whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
     of rank 2                                |buffer 0 | buffer 1|
 
-``packing`` finds the shard size and the offsets of one buffer, ``partition`` chooses the buffers; the README of this
-package has the rules and proofs. All of it is deterministic pure Python without a framework, so two programs that plan
-the same shapes cut alike.
+``planner`` finds the places; the README of this package has what it guarantees.
 """
 
 from __future__ import annotations
@@ -34,26 +32,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
-from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.drawing import render
-from bridge.sharding.granularity import Granularity, blocks_of
-from bridge.sharding.packing import Kind
-from bridge.sharding.partition import plan_buffers, total_size
-from bridge.sharding.rows import Box, row_boxes, rows_of
-from bridge.sharding.slot import Slot, check_shape, is_size
+from bridge.sharding import drawing
+from bridge.sharding.slot import Part, Slot, is_size
 
-__all__ = ["Box", "Granularity", "Layout", "Slot", "plan_layout", "row_boxes", "rows_of"]
-
-Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
-
-_KEYS = ("num_shards", "shard_sizes", "slots")
-_SLOT_KEYS = ("block", "buffer", "name", "offset", "shape")
+SLOT_FIELDS = ("block", "buffer", "name", "offset", "shape")
+_FIELDS = ("num_shards", "shard_sizes", "slots")
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +64,7 @@ class Layout:
     slots: tuple[Slot, ...]
 
     def __post_init__(self) -> None:
-        _check_num_shards(self.num_shards)
+        check_num_shards(self.num_shards)
         if not isinstance(self.slots, tuple) or not all(isinstance(slot, Slot) for slot in self.slots):
             raise ValueError(f"slots: expected a tuple of Slot, got {type(self.slots).__name__}")
         if not isinstance(self.shard_sizes, tuple) or not all(is_size(s) and s for s in self.shard_sizes):
@@ -82,39 +72,45 @@ class Layout:
         if len(self._by_name) != len(self.slots):
             twice = next(s.name for s in self.slots if self._by_name[s.name] is not s)
             raise ValueError(f"tensor names: expected each once, got {twice!r} more than once")
-        held: list[list[Slot]] = [[] for _ in self.shard_sizes]
         for slot in self.slots:
-            if slot.numel:
-                if slot.buffer >= len(held):
-                    raise ValueError(
-                        f"buffer of {slot.name!r}: expected one of {len(held)}, got {slot.buffer}"
-                    )
-                held[slot.buffer].append(slot)
-        for buffer, (size, slots) in enumerate(zip(self.shard_sizes, held, strict=True)):
-            if not slots:
+            if slot.numel and slot.buffer >= len(self.shard_sizes):
+                raise ValueError(
+                    f"buffer of {slot.name!r}: expected one of {len(self.shard_sizes)}, got {slot.buffer}"
+                )
+        for buffer, size in enumerate(self.shard_sizes):
+            if not self._order[buffer]:
                 raise ValueError(f"buffer {buffer}: expected parameters in it, got none")
-            self._check_bounds(buffer, size, slots)
-            for slot in slots:
-                slot.check_cuts(size)
+            self._check_buffer(buffer, size)
 
-    def _check_bounds(self, buffer: int, size: int, slots: list[Slot]) -> None:
+    def _check_buffer(self, buffer: int, size: int) -> None:
         end, before = 0, ""
-        for slot in sorted(slots, key=lambda s: s.offset):
+        for slot in self.occupied(buffer):
             if slot.offset < end:
                 raise ValueError(
                     f"offset of {slot.name!r}: expected at least {end}, the end of {before!r}, "
                     f"got {slot.offset}"
                 )
-            end, before = slot.offset + slot.numel, slot.name
+            end, before = slot.end, slot.name
         if end > self.num_shards * size:
             raise ValueError(
                 f"{before!r}: expected to end within the {self.num_shards * size} elements of buffer {buffer} "
                 f"({self.num_shards} shards of {size}), got end {end}"
             )
+        for slot in self.occupied(buffer):
+            slot.check_cuts(size)
 
     @cached_property
     def _by_name(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in self.slots}
+
+    @cached_property
+    def _order(self) -> tuple[tuple[int, ...], ...]:
+        """For each buffer, the numbers of its slots by offset."""
+        held: list[list[int]] = [[] for _ in self.shard_sizes]
+        for number, slot in enumerate(self.slots):
+            if slot.numel:
+                held[slot.buffer].append(number)
+        return tuple(tuple(sorted(numbers, key=lambda i: self.slots[i].offset)) for numbers in held)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -168,6 +164,20 @@ class Layout:
         """For each buffer, its part of what a rank holds."""
         return tuple(slice(a, b) for a, b in zip(self._starts, self._starts[1:], strict=False))
 
+    def occupied(self, buffer: int) -> tuple[Slot, ...]:
+        """The slots of a buffer that have elements, by offset."""
+        return tuple(self.slots[number] for number in self._order[buffer])
+
+    def parts(self, rank: int, buffer: int) -> Iterator[Part]:
+        """What the shard of ``rank`` holds of a buffer, by offset; all between is padding."""
+        size, numbers = self.shard_sizes[buffer], self._order[buffer]
+        start = rank * size
+        for k in range(bisect_right(numbers, start, key=lambda i: self.slots[i].end), len(numbers)):
+            slot = self.slots[numbers[k]]
+            if slot.offset >= start + size:
+                return
+            yield Part(numbers[k], max(slot.offset - start, 0), min(slot.end - start, size))
+
     def merged(self, count: int) -> Layout:
         """The same buffers in ``num_shards / count`` shards: every ``count`` consecutive ones become one."""
         if count == 1:
@@ -194,37 +204,26 @@ class Layout:
         return {s.name: (self._rows_before(s, rank), self._rows_before(s, rank + 1)) for s in self.slots}
 
     def _rows_before(self, slot: Slot, rank: int) -> int:
-        if not slot.numel:
-            return 0
-        before = rank * self.shard_sizes[slot.buffer] - slot.offset
-        return min(max(before, 0), slot.numel) // slot.row_size
+        return slot.rows_before(rank * self.shard_sizes[slot.buffer]) if slot.numel else 0
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces; equal layouts give equal text."""
-        slots = [
-            {"block": s.block, "buffer": s.buffer, "name": s.name, "offset": s.offset, "shape": s.shape}
-            for s in self.slots
-        ]
+        slots = [{key: getattr(slot, key) for key in SLOT_FIELDS} for slot in self.slots]
         fields = {"num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> Layout:
-        """The layout ``to_json`` wrote; ValueError when the text is not a valid layout."""
+    def from_json(text: str | bytes) -> Layout:
+        """The layout ``to_json`` wrote. Raises ValueError when the text, of which nothing is trusted, is none."""
         try:
             fields = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"layout: expected JSON, got text that fails to parse ({error})") from None
-        _check_keys("layout", fields, _KEYS)
-        for key in ("shard_sizes", "slots"):
-            if not isinstance(fields[key], list):
-                raise ValueError(f"layout {key}: expected a list, got {type(fields[key]).__name__}")
-        for slot in fields["slots"]:
-            _check_keys("layout slot", slot, _SLOT_KEYS)
-            if not isinstance(slot["shape"], list):
-                raise ValueError(f"shape of {slot['name']!r}: expected a list, got {slot['shape']!r}")
-        slots = tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in fields["slots"])
-        return Layout(fields["num_shards"], tuple(fields["shard_sizes"]), slots)
+            raise ValueError(f"expected JSON, got a text that does not parse ({error})") from None
+        _check_fields("", fields, _FIELDS)
+        num_shards = _size("num_shards", fields["num_shards"], least=1)
+        sizes = (_size("shard_sizes", size, least=1) for size in _list("shard_sizes", fields["shard_sizes"]))
+        slots = (_slot(number, slot) for number, slot in enumerate(_list("slots", fields["slots"])))
+        return Layout(num_shards, tuple(sizes), tuple(slots))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -236,116 +235,63 @@ class Layout:
 
     def render(self, width: int = 80) -> str:
         """The buffers drawn to scale in about ``width`` columns a rank, then who owns which rows."""
-        return render(self, width)
+        sizes = " + ".join(map(str, self.shard_sizes)) or "0"
+        padding = 100 * self.overhead()
+        lines = [f"{self.num_shards} shards x {sizes} elements, {self.numel} real, {padding:.2f} % padding"]
+        ranks = drawing.drawn_ranks(self.num_shards)
+        for rank in ranks:
+            if rank is None:
+                lines.append("  ...")
+                continue
+            buffers = []
+            for buffer, size in enumerate(self.shard_sizes):
+                columns = max(1, min(size, size * width // self.shard_size))
+                buffers.append(drawing.shard_line(self.parts(rank, buffer), size, columns))
+            lines.append(f"rank {rank:<{len(str(self.num_shards - 1))}} |{'|'.join(buffers)}|")
+        for number, slot in enumerate(self.slots[: drawing.MAX_TENSORS]):
+            ranges = [None if rank is None else self.row_range(slot.name, rank) for rank in ranks]
+            lines.append(drawing.slot_line(number, slot, ranges))
+        return "\n".join([*lines, *drawing.more_tensors(len(self.slots))])
 
 
-def plan_layout(
-    shapes: Shapes, num_shards: int, *, granularity: Granularity = "row", rows: int = 1, max_buffers: int = 3
-) -> Layout:
-    """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
-
-    Args:
-        shapes: parameter name -> shape, or pairs of them, in model order.
-        num_shards: shards to cut each buffer into, >= 1; may exceed the number of rows.
-        granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
-            these for which parameter, "row" for those left out.
-        rows: rows of a "block".
-        max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
-
-    Raises:
-        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
-            or ``max_buffers`` below 1.
-    """
-    _check_num_shards(num_shards)
-    if not is_size(max_buffers) or max_buffers == 0:
-        raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
-    named = _named(shapes)
-    block_of = blocks_of([name for name, _ in named], granularity, rows)
-    tensors: list[Kind] = []
-    coarse: list[Kind] = []
-    # There may be a hundred thousand tensors, of few shapes.
-    known: dict[tuple[tuple[int, ...], int | None], tuple[int, Kind, Kind]] = {}
-    blocks = []
-    for name, shape in named:
-        key = shape, block_of(name)
-        if key not in known:
-            known[key] = _units(*key)
-        block, tensor, slices = known[key]
-        blocks.append(block)
-        if tensor.numel:
-            tensors.append(tensor)
-            coarse.append(slices)
-    sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
-    found = iter(places)
-    slots = [
-        Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
-        for (name, shape), block in zip(named, blocks, strict=True)
-    ]
-    return Layout(num_shards, sizes, tuple(slots))
-
-
-def _places(
-    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
-) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Shard sizes, and ``(buffer, offset)`` of each tensor."""
-    members: dict[Kind, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        members.setdefault(tensor, []).append(i)
-    kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
-    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers)
-    size = total_size(packings)
-    best = None
-    for candidate in [tensors] if coarse == tensors else [tensors, coarse]:
-        aligned = pack_aligned(candidate, num_shards, size)
-        if aligned is not None:
-            best, size = aligned, aligned[0]
-    if best is not None:
-        return (best[0],), [(0, offset) for offset in best[1]]
-    waiting = {kind: iter(indices) for kind, indices in members.items()}
-    places = [(0, 0)] * len(tensors)
-    for buffer, packing in enumerate(packings):
-        for run in packing.runs:
-            kind = kinds[run.kind]
-            for i in range(run.many):
-                places[next(waiting[kind])] = buffer, run.offset + i * kind.numel
-    return tuple(packing.shard_size for packing in packings), places
-
-
-def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, each checked; a list as shape will do."""
-    if not isinstance(shapes, Iterable):
-        raise ValueError(f"shapes: expected a mapping or pairs of a name and a shape, got {shapes!r}")
-    named: list[tuple[str, tuple[int, ...]]] = []
-    pairs: Iterable[Any] = shapes.items() if isinstance(shapes, Mapping) else shapes
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"shapes: expected pairs of a name and a shape, got {pair!r}")
-        name, shape = pair
-        shape = tuple(shape) if isinstance(shape, tuple | list) else shape
-        check_shape(name, shape)
-        named.append((name, shape))
-    return named
-
-
-def _units(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
-    """The block, at most all rows; the tensor in such blocks; and in blocks of slices of dimension 0.
-
-    Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
-    """
-    row_size, num_rows = rows_of(shape)
-    block = max(1, num_rows if block is None else min(block, num_rows))
-    tensor = Kind(row_size * num_rows, block * row_size)
-    if len(shape) <= 2 or not num_rows:
-        return block, tensor, tensor
-    return block, tensor, Kind(tensor.numel, min(block * (tensor.numel // shape[0]), tensor.numel))
-
-
-def _check_num_shards(num_shards: object) -> None:
+def check_num_shards(num_shards: object) -> None:
+    """ValueError unless it is an int of at least 1."""
     if not is_size(num_shards) or num_shards == 0:
         raise ValueError(f"num_shards: expected an int >= 1, got {num_shards!r}")
 
 
-def _check_keys(what: str, value: object, keys: tuple[str, ...]) -> None:
-    found = ", ".join(sorted(map(str, value))) if isinstance(value, dict) else repr(value)[:80]
-    if not isinstance(value, dict) or sorted(map(str, value)) != list(keys):
-        raise ValueError(f"{what}: expected an object with keys {', '.join(keys)}, got {found}")
+def _slot(number: int, value: object) -> Slot:
+    fields = _check_fields(f"slot {number}: ", value, SLOT_FIELDS)
+    name = fields["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"slot {number}: expected a name in quotes, got {_short(name)}")
+    shape = tuple(_size(f"shape of {name!r}", n) for n in _list(f"shape of {name!r}", fields["shape"]))
+    if math.prod(shape) > _MOST:
+        raise ValueError(f"{name!r}: expected at most 2**63 - 1 elements, got shape {_short(list(shape))}")
+    place = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
+    return Slot(name, shape, *place)
+
+
+def _check_fields(what: str, value: object, fields: Sequence[str]) -> dict[str, object]:
+    if isinstance(value, dict) and sorted(value) == list(fields):
+        return value
+    keys = ", ".join(map(_short, sorted(value)[:8])) or "none" if isinstance(value, dict) else ""
+    found = f"one with {keys}" if keys else _short(value)
+    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {found}")
+
+
+def _list(what: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what}: expected a list, got {_short(value)}")
+    return value
+
+
+def _size(what: str, value: object, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{what}: expected a whole number from {least} to 2**63 - 1, got {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
-"""A sharding policy: mesh, precision and units of a model, from a TOML file that ``jax_impl`` reads as well.
+"""A sharding policy: mesh, precision and units of a model, from a TOML file that both runtimes read.
 
-The file format is in ``torch_impl/README.md``. This module knows what a policy may say and which modules of a model it
-makes units, by their paths alone; ``policy_apply`` shards a model by it.
+The file format is in the README of this package. A policy knows what it may say and which modules of a model it makes
+units, by their paths alone; the ``ShardingPolicy`` of a runtime is this one with a method that shards a model by it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from bridge.sharding.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAIN_DTYPES = ("float32", "float64")
@@ -188,7 +184,7 @@ class ShardingPolicy:
             )
 
     @classmethod
-    def load(cls, path_or_name: str | os.PathLike[str]) -> ShardingPolicy:
+    def load(cls, path_or_name: str | os.PathLike[str]) -> Self:
         """Read a file, or an example that ships with the package by its name, such as "fsdp"."""
         shipped = {
             item.name.removesuffix(".toml"): item
@@ -210,7 +206,7 @@ class ShardingPolicy:
         return cls.parse(text, given)
 
     @classmethod
-    def parse(cls, text: str, source: str = "policy") -> ShardingPolicy:
+    def parse(cls, text: str, source: str = "policy") -> Self:
         """The policy that ``text``, the content of a file, describes."""
         try:
             content = tomllib.loads(text)
@@ -291,29 +287,6 @@ class ShardingPolicy:
             f"expected modules for {pattern!r} that no earlier pattern matches, got {', '.join(matched[:4])}, taken by "
             f"{takers}"
         )
-
-    def apply(
-        self, model: nn.Module, *, mesh: DeviceMesh | None = None, device_type: str | None = None
-    ) -> nn.Module:
-        """``fully_shard`` every unit of ``model`` by this policy, the root last; returns the model, changed in place.
-
-        mesh: data-parallel axes as in the policy, by number, size and, where it has them, names; None: made from
-            ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None: "cuda" under NCCL, else
-            "cpu").
-
-        Weights that a strategy shards are freed after forward in the root too, unlike ``fully_shard``'s default: the
-        JAX runtime gathers them again in backward, and a policy means the same collectives in both. A unit that
-        recomputes keeps its inputs, and computes its activations again in backward from the weights that backward
-        gathers anyway; its parameters keep their names.
-
-        Raises PolicyError, before anything is changed, when policy and model do not fit: patterns, the dtype of the
-        main weights, weights tied across units, the mesh; and whatever ``fully_shard`` raises.
-        """
-        # The schema needs no part of the runtime but this method does.
-        from torch_impl.apply_policy import apply_policy
-
-        apply_policy(self, model, mesh, device_type)
-        return model
 
 
 def _require(holds: object, key: str, expected: str, got: object) -> None:

@@ -1,10 +1,31 @@
-"""One parameter's place in the flat buffers, and what makes it legal."""
+"""One parameter's place in the flat buffers, what makes it legal, and how many of its rows stay together.
+
+The *granularity* of a parameter says how many rows no shard boundary separates::
+
+    "row"        1
+    "block"      the ``rows`` given beside it
+    "block(n)"   n, for example the 32 or 128 rows of a quantization block
+    "tensor"     all, for optimizers that need whole matrices
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bridge.sharding.rows import rows_of
+
+Granularity = str | Mapping[str, str]
+
+
+class Part(NamedTuple):
+    """Elements ``[start, stop)`` of one rank's shard of a buffer: rows of the layout's slot ``number``."""
+
+    number: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +78,21 @@ class Slot:
         """Elements that no shard boundary separates; 0 when the parameter has no elements."""
         return self.block * self.row_size
 
+    @property
+    def end(self) -> int:
+        """The first element of the buffer after the parameter."""
+        return self.offset + self.numel
+
+    def rows_before(self, element: int) -> int:
+        """How many of the parameter's rows lie before this element of its buffer."""
+        return min(max(element - self.offset, 0), self.numel) // self.row_size if self.numel else 0
+
     def check_cuts(self, shard_size: int) -> None:
         """ValueError when a boundary between shards of this size separates rows of a block."""
-        end = self.offset + self.numel
         first = (self.offset // shard_size + 1) * shard_size
         # All later boundaries are one shard further each, so the first two decide.
         for boundary in (first, first + shard_size):
-            if boundary < end and (boundary - self.offset) % self.unit:
+            if boundary < self.end and (boundary - self.offset) % self.unit:
                 raise ValueError(
                     f"{self.name!r}: expected shard boundaries at multiples of {self.unit} elements from its "
                     f"start (blocks of {self.block} rows), got one at {boundary - self.offset}"
@@ -86,3 +115,34 @@ def check_shape(name: object, shape: object) -> None:
         else:
             return
     raise ValueError(f"shape of {name!r}: expected a tuple of ints >= 0, got {shape!r}")
+
+
+def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int | None]:
+    """A function from a parameter's name to its rows of a block; None for whole tensors.
+
+    Raises ValueError for an unknown granularity, a mapping with other names than these, and ``rows`` below 1.
+    """
+    if not is_size(rows) or rows == 0:
+        raise ValueError(f"rows: expected an int >= 1, got {rows!r}")
+    if not isinstance(granularity, Mapping):
+        block = _block_of(granularity, rows)
+        return lambda _: block
+    known = set(names)
+    unknown = [name for name in granularity if name not in known]
+    if unknown:
+        raise ValueError(
+            f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
+        )
+    blocks = {name: _block_of(one, rows) for name, one in granularity.items()}
+    return lambda name: blocks.get(name, 1)
+
+
+def _block_of(granularity: object, rows: int) -> int | None:
+    if granularity in ("row", "block", "tensor"):
+        return {"row": 1, "block": rows, "tensor": None}[str(granularity)]
+    match = re.fullmatch(r"block\(([1-9][0-9]*)\)", granularity) if isinstance(granularity, str) else None
+    if match is None:
+        raise ValueError(
+            f"granularity: expected one of row, block, block(n) with n >= 1, tensor, got {granularity!r}"
+        )
+    return int(match[1])

@@ -48,6 +48,7 @@ class Strategy:
 
     @property
     def shard_parameters(self) -> bool:
+        """Whether a unit's parameters are gathered for each use, and freed after it."""
         return self.parameters > 0
 
 
@@ -96,12 +97,12 @@ class Placements:
     @property
     def strategy(self) -> Strategy:
         depths = [getattr(self, kind).count("shard") for kind in _WORDS]
-        known = [s.name for s in _STRATEGIES.values() if [s.parameters, s.gradients, s.optimizer] == depths]
+        known = [s.name for s in STRATEGIES.values() if [s.parameters, s.gradients, s.optimizer] == depths]
         name = known[0] if known and len(self.parameters) == 1 else f"placements{tuple(depths)}"
         return Strategy(name, *depths)
 
 
-_STRATEGIES = {
+STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("no_shard", 0, 0, 0),
@@ -117,9 +118,9 @@ _ON_TWO_AXES = ("hsdp", "hfsdp")
 
 def strategy_named(name: str) -> Strategy:
     """Look a strategy up; ValueError for an unknown name."""
-    if name not in _STRATEGIES:
-        raise ValueError(f"strategy: expected one of {', '.join(_STRATEGIES)}, got {name!r}")
-    return _STRATEGIES[name]
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
+    return STRATEGIES[name]
 
 
 def check_axes(strategy: Strategy, placements: Placements | None, ndim: int) -> None:
@@ -130,6 +131,6 @@ def check_axes(strategy: Strategy, placements: Placements | None, ndim: int) -> 
         )
     if strategy.name in _ON_TWO_AXES and ndim != 2:
         raise ValueError(
-            f"strategy {strategy.name!r}: expected a mesh of two axes (outer, inner), got {ndim}; make one with "
-            "init_device_mesh(device, (outer, inner))"
+            f"strategy {strategy.name!r}: expected a mesh of two axes (outer, inner), got {ndim}; give one, or "
+            "choose 'optim_grads_params'"
         )

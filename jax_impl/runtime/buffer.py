@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl.layout import Layout, row_boxes
+from bridge.sharding import Layout, row_boxes
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
 
@@ -56,7 +56,7 @@ def pack(layout: Layout, leaves: Sequence[jax.Array]) -> jax.Array:
     # are a buffer's is a mask, not a comparison of numbers, since there may be more of them than int32 counts.
     packed = jnp.zeros((layout.num_shards, layout.shard_size), dtype)
     for buffer, values in enumerate(buffers):
-        shard = layout.columns(buffer)
+        shard = layout.shard_slices[buffer]
         around = (shard.start, layout.shard_size - shard.stop)
         own = jnp.pad(jnp.ones(layout.shard_sizes[buffer], bool), around)
         packed = jnp.where(own, jnp.pad(values.reshape(layout.num_shards, -1), ((0, 0), around)), packed)
@@ -68,7 +68,7 @@ def unpack(layout: Layout, flat: jax.Array) -> tuple[jax.Array, ...]:
     buffers = [flat]
     if len(layout.shard_sizes) > 1:
         ranks = flat.reshape(layout.num_shards, layout.shard_size)
-        buffers = [ranks[:, layout.columns(buffer)].reshape(-1) for buffer in range(len(layout.shard_sizes))]
+        buffers = [ranks[:, shard].reshape(-1) for shard in layout.shard_slices]
     return tuple(
         lax.slice(buffers[slot.buffer], (slot.offset,), (slot.end,)).reshape(slot.shape)
         for slot in layout.slots
@@ -79,7 +79,7 @@ def shard_boxes(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...
     """``(name, offsets, sizes, where in the rank's shard)`` of everything that ``rank`` owns."""
     for name, (r0, r1) in layout.row_ranges(rank).items():
         slot = layout.slot(name)
-        start = layout.start_in_shard(slot, rank, r0)
+        start = layout.shard_start(name, rank)
         for box in row_boxes(slot.shape, r0, r1):
             size = int(np.prod(box.sizes, dtype=np.int64))
             yield name, box.offsets, box.sizes, slice(start, start + size)

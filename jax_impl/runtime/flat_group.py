@@ -1,9 +1,10 @@
 """A group of the shard_map engine: a unit's parameters of one trainability in one flat array, cut unevenly into rows.
 
-    at rest       [padded] of level ``state``, main dtype; of a stack [layers, padded]
-    source        what a step holds of it: level ``weights``. Whole weights, and shards coarser than at rest, are
+    at rest       [padded] of level ``optimizer``, main dtype; of a stack [layers, padded]
+    source        what a step holds of it: level ``parameters``. Whole weights, and shards coarser than at rest, are
                   gathered once a step, in the compute dtype; otherwise it is the array at rest
-    gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``state`` once a step
+    gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``optimizer`` once a
+                  step
 
 Levels are those of ``axes.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
 """
@@ -19,10 +20,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from bridge.sharding import Layout, Strategy
 from jax_impl.comm.collectives import Wire
-from jax_impl.layout import Layout
 from jax_impl.runtime.buffer import Piece, Read, pack, shard_boxes, unpack
-from jax_impl.strategy import Strategy
 
 Index = tuple[slice, ...]
 
@@ -56,15 +56,15 @@ class FlatGroup:
     @property
     def spec(self) -> PartitionSpec:
         """How the array at rest lies on the mesh."""
-        return self.wire.axes.spec(self.strategy.state, len(self._stack))
+        return self.wire.axes.spec(self.strategy.optimizer, len(self._stack))
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
         (array,) = arrays
         levels = self.strategy
-        if 0 < levels.weights == levels.state:
+        if 0 < levels.parameters == levels.optimizer:
             return (array,)
-        return (self._each_layer(lambda x: self.wire.gather(x, levels.state, levels.weights), array),)
+        return (self._each_layer(lambda x: self.wire.gather(x, levels.optimizer, levels.parameters), array),)
 
     def collectors(self) -> tuple[jax.Array, ...]:
         """Zeros whose cotangent is the gradient: what a step differentiates by."""
@@ -74,8 +74,8 @@ class FlatGroup:
         return (jnp.zeros((*self._stack, size), self.wire.grad),)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Sources of one layer -> whole compute weights, where the strategy regathers."""
-        return (self.wire.gather(sources[0], self.strategy.weights, 0),)
+        """Sources of one layer -> whole compute weights, where the strategy shards them."""
+        return (self.wire.gather(sources[0], self.strategy.parameters, 0),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Whole compute weights of one layer -> parameters, in the order of ``paths``."""
@@ -90,7 +90,9 @@ class FlatGroup:
         levels, wire = self.strategy, self.wire
 
         def reduce(x: jax.Array) -> jax.Array:
-            return wire.all_reduce(wire.reduce_scatter(x, levels.gradients, levels.state), levels.state)
+            return wire.all_reduce(
+                wire.reduce_scatter(x, levels.gradients, levels.optimizer), levels.optimizer
+            )
 
         return (self._each_layer(reduce, gradients[0]),)
 

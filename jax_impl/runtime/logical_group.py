@@ -3,8 +3,8 @@
 Each parameter is cut along its largest dimension that the number of its shards divides, and is whole on every device
 where there is none. Levels of sharding are those of ``axes.py``, all along that dimension::
 
-    state level 2 on 2 x 4 devices        (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
-    weights level 1                       4 x (1024, 1024)                     whole
+    optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
+    parameters level 1                    4 x (1024, 1024)                     whole
 
 There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
 """
@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bridge.sharding import Strategy
 from jax_impl.comm.collectives import Wire
 from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.runtime.precision import round_to
-from jax_impl.strategy import Strategy
 
 Index = tuple[slice, ...]
 
@@ -100,9 +100,9 @@ class LogicalGroup:
         return self.wire.main
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        if 0 < self.strategy.weights == self.strategy.state:
+        if 0 < self.strategy.parameters == self.strategy.optimizer:
             return tuple(arrays)
-        return self._lying(map(self.wire.cast, arrays), self.strategy.weights)
+        return self._lying(map(self.wire.cast, arrays), self.strategy.parameters)
 
     def collectors(self) -> tuple[jax.Array, ...]:
         if not self.trainable:
@@ -120,7 +120,7 @@ class LogicalGroup:
         return self._lying(rounded, self.strategy.gradients, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return self._lying(gradients, self.strategy.state)
+        return self._lying(gradients, self.strategy.optimizer)
 
     def logical(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(arrays)

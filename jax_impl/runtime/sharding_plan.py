@@ -24,13 +24,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bridge.sharding import Layout, Strategy
 from jax_impl.comm.axes import MeshAxes
 from jax_impl.comm.collectives import Wire
-from jax_impl.layout import Layout
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
-from jax_impl.strategy import Strategy
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -178,7 +177,7 @@ class ShardingPlan:
         return tuple(
             path
             for path, info in self.parameters.items()
-            if self.axes.shards(self.units[info.unit].strategy.state) > 1
+            if self.axes.shards(self.units[info.unit].strategy.optimizer) > 1
             and not any(self.arrays[info.key].spec)
         )
 

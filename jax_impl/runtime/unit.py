@@ -52,17 +52,17 @@ def sharded_call(
     def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         leaves = []
         for group, source in zip(groups, open_sealed(sources), strict=True):
-            if group.strategy.regathers or again:
+            if group.strategy.shard_parameters or again:
                 # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
                 source, after = fence((source, after))
-            if group.strategy.regathers:
+            if group.strategy.shard_parameters:
                 gathered = group.gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((gathered, after))
             leaves.append(group.leaves(source))
         return tuple(leaves), after
 
-    keeps_order = any(group.strategy.regathers for group in groups)
+    keeps_order = any(group.strategy.shard_parameters for group in groups)
 
     @jax.custom_vjp
     def call(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:

@@ -278,7 +278,7 @@ def kept(plan: jax_impl.ShardingPlan) -> Counter[Call]:
     found: Counter[Call] = Counter()
     for unit in plan.units.values():
         for group in unit.groups:
-            for axis in range(unit.strategy.weights, unit.strategy.state):
+            for axis in range(unit.strategy.parameters, unit.strategy.optimizer):
                 if not group.trainable:
                     size = group.layout.padded_size // plan.axes.shards(axis)
                     ranks = group_of_rank_0(plan.mesh, (plan.axes.names[axis],))

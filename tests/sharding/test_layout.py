@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bridge.sharding.layout as layout_module
+import bridge.sharding.layout
+from bridge.sharding import Layout, Slot, plan_layout, row_boxes, rows_of
 from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.layout import Layout, Slot, plan_layout, row_boxes, rows_of
 from bridge.sharding.packing import Kind, admissible, admissible_steps, earliest
 from bridge.sharding.partition import plan_buffers
 from tests.sharding.golden import layouts as golden
@@ -139,6 +139,8 @@ def test_a_layout_survives_json_and_its_fingerprint_tells_layouts_apart(plan):
     layout, shapes, _ = plan
     again = Layout.from_json(layout.to_json())
     assert again == layout
+    assert hash(again) == hash(layout)
+    assert Layout.from_json(json.dumps(json.loads(layout.to_json()), indent=2)) == layout
     assert again.to_json() == layout.to_json()
     assert again.fingerprint == layout.fingerprint
     assert layout.to_json() == json.dumps(json.loads(layout.to_json()), sort_keys=True, separators=(",", ":"))
@@ -233,6 +235,30 @@ def test_the_aligned_packing_pairs_two_tensors_and_fills_what_they_leave():
     assert pack_aligned(tensors, 5, sys.maxsize) == (12, [0, 12, 32, 28, 48])
 
 
+def test_a_hole_before_a_common_multiple_is_filled_from_behind():
+    tensors = [Kind(10, 2), Kind(13, 1), Kind(3, 3)]
+    assert pack_aligned(tensors, 2, 100) == (18, [0, 11, 24])
+    assert pack_aligned(tensors, 2, 18) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(2, 12), st.integers(1, 60)), min_size=1, max_size=3),
+    st.integers(0, 40),
+    st.integers(1, 60),
+)
+def test_many_equal_tensors_lie_as_legally_as_few(stacks, scalars, num_shards):
+    shapes = [(rows, size) for rows, size, count in stacks for _ in range(count)] + [()] * scalars
+    layout = plan_layout([(f"p{i}", shape) for i, shape in enumerate(shapes)], num_shards, max_buffers=1)
+    held = np.zeros(layout.padded_size, int)
+    for slot in layout.slots:
+        held[slot.offset : slot.end] += 1
+        cuts = np.arange(layout.shard_size, layout.padded_size, layout.shard_size) - slot.offset
+        assert not np.any(cuts[(cuts > 0) & (cuts < slot.numel)] % slot.row_size)
+    assert held.max() == 1
+    assert held.sum() == layout.numel
+
+
 def test_the_aligned_packing_is_taken_where_it_wins():
     shapes = golden.LCM_WINS
     layout = plan_layout(shapes, 5)
@@ -295,8 +321,8 @@ def test_the_golden_plans_load_as_valid_layouts():
 @pytest.mark.parametrize("place", ["module", "readme"])
 def test_the_documented_picture_is_what_the_layout_prints(place):
     plan = plan_layout(golden.WORKED_EXAMPLE, 4)
-    readme = Path(layout_module.__file__).with_name("README.md").read_text()
-    text = layout_module.__doc__ or "" if place == "module" else readme
+    readme = Path(bridge.sharding.layout.__file__).with_name("README.md").read_text()
+    text = bridge.sharding.layout.__doc__ or "" if place == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
     printed = repr(plan).splitlines()
     start = documented.index(printed[0])
@@ -379,6 +405,10 @@ def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
             {"slots": [(2, 0, 0), (1, 0, 20), (1, 1, 0)]},
             r"'a': .* multiples of 10 .* \(blocks of 2 rows\), got one",
         ),
+        (
+            {"slots": [(1, 0, 0), (1, 0, 20), (1, 0, 23)]},
+            "buffer 1: expected parameters in it, got none",
+        ),
         ({"num_shards": 0}, "num_shards: expected an int >= 1, got 0"),
     ],
 )
@@ -398,8 +428,11 @@ def test_a_layout_that_breaks_a_guarantee_cannot_be_made(change, message):
 
 def test_a_boundary_of_any_later_shard_that_cuts_a_row_is_found():
     """A tensor over many shards: the first boundary may be right by its offset and all later ones wrong."""
-    with pytest.raises(ValueError, match="'w': expected shard boundaries at multiples of 4"):
-        Layout(5, (6,), (Slot("w", (6, 4), 1, 0, 2),))
+    for rows, offset, shards, size, cut in ((6, 2, 5, 6, 10), (3, 2, 2, 8, 6), (5, 6, 4, 10, 14)):
+        message = f"'w': expected shard boundaries at multiples of 4 .*, got one at {cut}"
+        with pytest.raises(ValueError, match=message):
+            Layout(shards, (size,), (Slot("w", (rows, 4), 1, 0, offset),))
+    Layout(4, (12,), (Slot("w", (5, 4), 1, 0, 8),))
 
 
 @pytest.mark.parametrize(
@@ -410,6 +443,11 @@ def test_a_boundary_of_any_later_shard_that_cuts_a_row_is_found():
         (("a", (2, 3), 1, -1, 0), "place of 'a': expected ints >= 0, got buffer -1"),
         (("a", (2, 3), 1, 0, 1.0), "place of 'a': expected ints >= 0, got buffer 0, offset 1.0"),
         (("a", (0, 3), 1, 0, 4), "place of 'a', which has no elements: expected buffer 0, offset 0"),
+        (("a", (0, 3), 1, 1, 0), "place of 'a', which has no elements: expected buffer 0, offset 0"),
+        (("a", (0, 3), 2, 0, 0), "block of 'a': expected 1 to 1 rows, got 2"),
+        (("a", (2, 3), 1, True, 0), "place of 'a': expected ints >= 0, got buffer True"),
+        (("a", (2, -1), 1, 0, 0), r"shape of 'a': expected a tuple of ints >= 0, got \(2, -1\)"),
+        ((3, (2,), 1, 0, 0), "name of a tensor: expected a str, got 3"),
     ],
 )
 def test_a_slot_out_of_range_cannot_be_made(slot, message):
@@ -421,12 +459,15 @@ def test_a_slot_out_of_range_cannot_be_made(slot, message):
     ("text", "message"),
     [
         ("{", "expected JSON"),
-        ("[]", r"layout: expected an object with keys .*, got \[\]"),
-        ('{"num_shards":1}', "layout: expected an object with keys .*, got num_shards"),
-        ('{"num_shards":1,"shard_sizes":3,"slots":[]}', "layout shard_sizes: expected a list, got int"),
+        ("[]", r"expected an object with num_shards, shard_sizes, slots, got \[\]"),
+        (
+            '{"num_shards":1}',
+            "expected an object with num_shards, shard_sizes, slots, got one with 'num_shards'",
+        ),
+        ('{"num_shards":1,"shard_sizes":3,"slots":[]}', "shard_sizes: expected a list, got 3"),
         (
             '{"num_shards":1,"shard_sizes":[2],"slots":[{"name":"a","shape":[2]}]}',
-            "layout slot: expected an object with keys block, buffer, name, offset, shape",
+            "slot 0: expected an object with block, buffer, name, offset, shape, got one with 'name', 'shape'",
         ),
         (
             '{"num_shards":1,"shard_sizes":[4],"slots":[{"block":1,"buffer":0,"name":"a","offset":0,"shape":2}]}',
@@ -458,6 +499,47 @@ def test_a_hundred_thousand_tensors_over_sixteen_thousand_shards_are_planned():
 def test_twenty_thousand_distinct_rows_are_planned():
     plan = plan_layout({f"t{i}": (i % 50 + 1, i + 1) for i in range(20_000)}, 64)
     assert plan.overhead() < 0.01
+
+
+def test_tens_of_thousands_of_experts_are_planned_and_read_again():
+    shapes = {f"p{i}": ((2048, 7168), (2048, 7168), (7168, 2048))[i % 3] for i in range(30_000)}
+    plan = plan_layout(shapes, 16_384)
+    assert plan.overhead() < 0.001
+    assert Layout.from_json(plan.to_json()) == plan
+
+
+def test_json_is_written_as_specified():
+    assert plan_layout({"wé": (2, 3), "none": (0,)}, 2, granularity="block(9)").to_json() == (
+        '{"num_shards":2,"shard_sizes":[6],"slots":[{"block":2,"buffer":0,"name":"w\\u00e9","offset":0,"shape":[2,3]},'
+        '{"block":1,"buffer":0,"name":"none","offset":0,"shape":[0]}]}'
+    )
+
+
+def test_granularities_may_be_given_by_name():
+    grains = {"up": "tensor", "down": "block(4)", "wo": "block"}
+    layout = plan_layout(golden.WORKED_EXAMPLE, 4, granularity=grains, rows=3)
+    assert {s.name: s.block for s in layout.slots} == {"wq": 1, "wo": 3, "up": 9, "down": 4, "norm": 1}
+
+
+@settings(max_examples=300, deadline=None)
+@given(planned())
+def test_the_parts_of_all_shards_are_the_tensors_in_their_order(plan):
+    layout, shapes, _ = plan
+    for buffer in range(len(layout.shard_sizes)):
+        offsets = [slot.offset for slot in layout.occupied(buffer)]
+        assert offsets == sorted(offsets)
+    for rank in {0, layout.num_shards // 2, layout.num_shards - 1}:
+        held = dict.fromkeys(shapes, 0)
+        for buffer, size in enumerate(layout.shard_sizes):
+            ends = [0, *itertools.chain(*((p.start, p.stop) for p in layout.parts(rank, buffer))), size]
+            assert ends == sorted(ends)
+            for part in layout.parts(rank, buffer):
+                slot = layout.slots[part.number]
+                assert slot.buffer == buffer
+                assert 0 <= rank * size + part.start - slot.offset < slot.numel
+                held[slot.name] += part.stop - part.start
+        for name, (r0, r1) in layout.row_ranges(rank).items():
+            assert held[name] == (r1 - r0) * layout.slot(name).row_size
 
 
 def test_merged_shards_are_those_of_the_same_buffers_cut_more_coarsely() -> None:

@@ -1,8 +1,9 @@
-"""Two independent implementations of the layout rules must cut alike."""
+"""Two independent implementations of the layout rules must cut alike, and refuse alike what is no layout."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bridge.sharding.layout
-import jax_impl.layout
+import bridge.sharding
+import tests.sharding.second_planner.layout as second_planner
 from tests.bench.layout_groups import reference_groups
 from tests.bench.layout_rules import lcm_rule
+from tests.sharding.golden import layouts as golden_layouts
 
+GOLDEN = json.loads(golden_layouts.PATH.read_text())
 DIMENSION = st.one_of(st.integers(0, 8), st.sampled_from([11, 13, 16, 24, 31, 64, 97, 331, 883]))
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
 GROUP = st.lists(SHAPE, max_size=14).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
@@ -57,7 +60,7 @@ def unit_of(shape: tuple[int, ...], granularity: str, rows: int) -> int:
     return min(blocks * row, math.prod(shape))
 
 
-def assert_guarantees(layout: bridge.sharding.layout.Layout, arguments: dict[str, Any]) -> None:
+def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any]) -> None:
     """Every tensor once, whole and in bounds; no overlap; equal shards whose boundaries cut no unit; little padding."""
     shapes, grains = arguments["shapes"], arguments["granularity"]
     assert [(slot.name, slot.shape) for slot in layout.slots] == list(shapes.items())
@@ -81,49 +84,64 @@ def assert_guarantees(layout: bridge.sharding.layout.Layout, arguments: dict[str
 
 
 def assert_same(arguments: dict[str, Any]) -> None:
-    ours = bridge.sharding.layout.plan_layout(**arguments)
-    theirs = jax_impl.layout.plan_layout(**arguments)
+    ours = bridge.sharding.plan_layout(**arguments)
+    theirs = second_planner.plan_layout(**arguments)
     assert_guarantees(ours, arguments)
-    assert bridge.sharding.layout.Layout.from_json(theirs.to_json()) == ours
-    assert jax_impl.layout.Layout.from_json(ours.to_json()) == theirs
+    assert bridge.sharding.Layout.from_json(theirs.to_json()) == ours
+    assert second_planner.Layout.from_json(ours.to_json()) == theirs
     assert theirs.to_json() == ours.to_json()
     assert theirs.fingerprint == ours.fingerprint
     assert theirs.overhead() == ours.overhead()
     assert theirs.shard_size == ours.shard_size
     assert theirs.padded_size == ours.padded_size
+    assert tuple(map(theirs.columns, range(len(theirs.shard_sizes)))) == ours.shard_slices
     for rank in {0, ours.num_shards // 2, ours.num_shards - 1}:
         assert theirs.row_ranges(rank) == ours.row_ranges(rank)
+        for slot in theirs.slots:
+            r0, r1 = ours.row_range(slot.name, rank)
+            if r0 < r1:
+                assert theirs.start_in_shard(slot, rank, r0) == ours.shard_start(slot.name, rank)
     for name in arguments["shapes"]:
         assert tuple(theirs.row_bounds(name)) == ours.row_bounds(name)
 
 
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_the_second_planner_plans_the_golden_layouts(case):
+    golden = GOLDEN[case]
+    shapes = {name: tuple(dims) for name, dims in golden["shapes"]}
+    keywords = {key: golden[key] for key in ("granularity", "rows", "max_buffers")}
+    layout = second_planner.plan_layout(shapes, golden["num_shards"], **keywords)
+    assert json.loads(layout.to_json()) == golden["layout"]
+    assert layout.fingerprint == golden["fingerprint"]
+
+
 @settings(max_examples=2500, deadline=None)
 @given(requests(GROUP))
-def test_both_packages_plan_the_same_layout(arguments):
+def test_both_planners_plan_the_same_layout(arguments):
     assert_same(arguments)
 
 
 @settings(max_examples=250, deadline=None)
 @given(requests(MANY))
-def test_both_packages_plan_the_same_layout_of_many_kinds(arguments):
+def test_both_planners_plan_the_same_layout_of_many_kinds(arguments):
     assert_same(arguments)
 
 
 @pytest.mark.parametrize("name", reference_groups())
-def test_both_packages_plan_the_same_layout_of_real_groups(name):
+def test_both_planners_plan_the_same_layout_of_real_groups(name):
     shapes = reference_groups()[name]
     if len(shapes) > 2000:
         shapes = dict(itertools.islice(shapes.items(), 2000))
     for num_shards in (8, 64, 256, 1024, 4096, 16384):
-        ours = bridge.sharding.layout.plan_layout(shapes, num_shards)
-        assert jax_impl.layout.plan_layout(shapes, num_shards).to_json() == ours.to_json()
+        ours = bridge.sharding.plan_layout(shapes, num_shards)
+        assert second_planner.plan_layout(shapes, num_shards).to_json() == ours.to_json()
 
 
 @settings(max_examples=800, deadline=None)
 @given(GROUP, SHARDS)
 def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
     """Against an independent implementation of Megatron-FSDP's rule."""
-    layout = bridge.sharding.layout.plan_layout(shapes, num_shards)
+    layout = bridge.sharding.plan_layout(shapes, num_shards)
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
 
 
@@ -139,7 +157,7 @@ def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matric
     assert_same(
         {"shapes": shapes, "num_shards": num_shards, "granularity": "row", "rows": 1, "max_buffers": 3}
     )
-    layout = bridge.sharding.layout.plan_layout(shapes, num_shards)
+    layout = bridge.sharding.plan_layout(shapes, num_shards)
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
 
 
@@ -153,16 +171,16 @@ HUGE: list[dict[str, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("shapes", HUGE)
 @pytest.mark.parametrize("granularity", ["row", "tensor", "block(128)"])
-def test_both_packages_plan_the_same_layout_of_huge_tensors(shapes, granularity):
+def test_both_planners_plan_the_same_layout_of_huge_tensors(shapes, granularity):
     for num_shards in (3, 7, 10**6):
         arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity}
-        ours = bridge.sharding.layout.plan_layout(**arguments)
-        assert jax_impl.layout.plan_layout(**arguments).to_json() == ours.to_json()
+        ours = bridge.sharding.plan_layout(**arguments)
+        assert second_planner.plan_layout(**arguments).to_json() == ours.to_json()
         if granularity == "tensor":
             assert all(slot.block == max(1, slot.num_rows) for slot in ours.slots)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
+@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -195,14 +213,46 @@ def test_both_packages_plan_the_same_layout_of_huge_tensors(shapes, granularity)
     ],
     ids=str,
 )
-def test_both_packages_refuse_bad_input(module, arguments):
+def test_both_planners_refuse_bad_input(module, arguments):
     with pytest.raises(ValueError, match="expected"):
         module.plan_layout(**{"shapes": {"w": (4, 3)}, "num_shards": 2, **arguments})
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
-def test_both_packages_refuse_what_is_no_layout(module):
-    for text in (None, 5, "[" * 100_000, "{}", '{"num_shards":1,"shard_sizes":[2],"slots":[3]}'):
+SLOT = {"block": 1, "buffer": 0, "name": "w", "offset": 0, "shape": [4]}
+
+
+@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_shards": "2"},
+        {"num_shards": True},
+        {"shard_sizes": 2},
+        {"num_shards": 4, "shard_sizes": [True]},
+        {"shard_sizes": [2.0]},
+        {"shard_sizes": [0]},
+        {"slots": 7},
+        {"slots": [7]},
+        {"slots": [{**SLOT, "shape": 4}]},
+        {"slots": [{**SLOT, "shape": [4.0]}]},
+        {"slots": [{**SLOT, "block": 1.0}]},
+        {"slots": [{**SLOT, "offset": "0"}]},
+        {"slots": [{key: value for key, value in SLOT.items() if key != "shape"}]},
+        {"slots": [{**SLOT, "extra": 1}]},
+        {"extra": 1},
+    ],
+    ids=str,
+)
+def test_both_planners_refuse_json_of_the_wrong_form(module, change):
+    value = json.loads(module.plan_layout({"w": (4,)}, 2).to_json())
+    assert module.Layout.from_json(json.dumps(value)).num_shards == 2
+    with pytest.raises(ValueError, match=r"expected .*got"):
+        module.Layout.from_json(json.dumps({**value, **change}))
+
+
+@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+def test_both_planners_refuse_what_is_no_layout(module):
+    for text in (None, 5, "[" * 100_000, "{", "{}", '{"num_shards":1,"shard_sizes":[2],"slots":[3]}'):
         with pytest.raises(ValueError, match="expected"):
             module.Layout.from_json(text)
     slot = module.Slot("w", (2,), 1, 0, 0)
@@ -211,7 +261,33 @@ def test_both_packages_refuse_what_is_no_layout(module):
             module.Layout(1, shard_sizes, slots)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding.layout, jax_impl.layout])
+@settings(max_examples=1000, deadline=None)
+@given(requests(GROUP).filter(lambda arguments: arguments["shapes"]), st.data())
+def test_both_planners_accept_the_same_edited_layouts(arguments, data):
+    value = json.loads(bridge.sharding.plan_layout(**arguments).to_json())
+    for _ in range(data.draw(st.integers(1, 2))):
+        slot = data.draw(st.sampled_from(value["slots"]))
+        field = data.draw(st.sampled_from(["block", "buffer", "offset", "name", "shard", "num_shards"]))
+        if field == "name":
+            slot["name"] = data.draw(st.sampled_from(["p0", "p1", "another"]))
+        elif field == "shard" and value["shard_sizes"]:
+            buffer = data.draw(st.integers(0, len(value["shard_sizes"]) - 1))
+            value["shard_sizes"][buffer] += data.draw(st.integers(-3, 3))
+        elif field == "num_shards":
+            value["num_shards"] = max(1, value["num_shards"] + data.draw(st.integers(-1, 1)))
+        elif field != "shard":
+            slot[field] += data.draw(st.integers(-3, 3))
+    found = []
+    for module in (bridge.sharding, second_planner):
+        try:
+            found.append(json.loads(module.Layout.from_json(json.dumps(value)).to_json()))
+        except ValueError:
+            found.append(None)
+    assert found[0] == found[1]
+    assert found[0] in (None, value)
+
+
+@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
 def test_more_buffers_than_units_are_not_searched_for(module):
     shapes = {"a": (7, 5), "b": (5, 7)}
     assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
@@ -219,10 +295,10 @@ def test_more_buffers_than_units_are_not_searched_for(module):
 
 @settings(max_examples=500, deadline=None)
 @given(SHAPE, st.data())
-def test_both_packages_cut_row_ranges_into_the_same_boxes(shape, data):
-    _, num_rows = bridge.sharding.layout.rows_of(shape)
+def test_both_planners_cut_row_ranges_into_the_same_boxes(shape, data):
+    _, num_rows = bridge.sharding.rows_of(shape)
     r0 = data.draw(st.integers(0, num_rows))
     r1 = data.draw(st.integers(r0, num_rows))
-    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.sharding.layout.row_boxes(shape, r0, r1)]
-    theirs = [(tuple(b.offsets), tuple(b.sizes)) for b in jax_impl.layout.row_boxes(shape, r0, r1)]
+    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.sharding.row_boxes(shape, r0, r1)]
+    theirs = [(tuple(b.offsets), tuple(b.sizes)) for b in second_planner.row_boxes(shape, r0, r1)]
     assert theirs == ours

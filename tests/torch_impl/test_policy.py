@@ -1,9 +1,7 @@
-"""Policies: what a file may say, which modules it makes units, and models that are sharded by one."""
+"""Models that are sharded by a policy; what a policy may say is tested in ``tests/sharding/test_policy.py``."""
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,114 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from bridge.sharding.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
-from bridge.sharding.strategy import Placements
-from tests.sharding.golden import policies as golden
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks
+from torch_impl import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 CONFIG = DecoderConfig(vocab_size=23, d_model=18, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=19)
 MICROBATCHES = 3
 ROOT = UnitPolicy("")
-
-
-@pytest.mark.parametrize("file", golden.GOOD)
-def test_good_files_are_read_as_the_vectors_say(file: str) -> None:
-    policy = ShardingPolicy.load(golden.FOLDER / file)
-    assert golden.canonical(policy) == golden.GOOD[file]
-    assert ShardingPolicy.parse(policy.to_toml()) == policy
-
-
-@pytest.mark.parametrize("file", golden.BAD)
-def test_bad_files_are_refused_with_what_the_vectors_say(file: str) -> None:
-    with pytest.raises(PolicyError) as caught:
-        ShardingPolicy.load(golden.FOLDER / file)
-    message = str(caught.value)
-    assert message.startswith(f"{golden.FOLDER / file}: ")
-    assert [part for part in golden.BAD[file] if part not in message] == [], message
-
-
-@pytest.mark.parametrize("case", golden.UNITS, ids=str)
-def test_units_are_those_of_the_vectors(case: golden.UnitsCase) -> None:
-    policy = ShardingPolicy.load(golden.FOLDER / case.file)
-    if case.error:
-        with pytest.raises(PolicyError) as caught:
-            policy.units_of(case.paths)
-        assert [part for part in case.error if part not in str(caught.value)] == [], str(caught.value)
-    else:
-        found = policy.units_of(case.paths)
-        assert [[path, unit.match] for path, unit in found.items()] == case.units
-
-
-def test_policies_built_in_code_are_checked_as_those_of_files() -> None:
-    for build, reason in (
-        (lambda: UnitPolicy("a..b"), r"^match: expected a dotted path .* got 'a\.\.b'"),
-        (lambda: UnitPolicy("", strategy="zero9"), "^strategy: expected one of no_shard, .* got 'zero9'"),
-        (lambda: UnitPolicy("", strategy=3), "^strategy: expected a name, got 3"),
-        (lambda: UnitPolicy("", placements="shard"), "^placements: expected Placements"),
-        (
-            lambda: UnitPolicy("", strategy="optim", placements=Placements("shard", "shard", "shard")),
-            "got both, strategy 'optim'",
-        ),
-        (lambda: UnitPolicy("", granularity="block"), r"^granularity: expected row, tensor or block\(n\)"),
-        (lambda: UnitPolicy("", recompute=1), "^recompute: expected true or false, got 1"),
-        (lambda: PrecisionPolicy(main="float16"), "^main: expected one of float32, float64, got 'float16'"),
-        (lambda: PrecisionPolicy(main=None), "^main: expected one of float32, float64, got None"),
-        (lambda: ShardingPolicy(()), r"^policy: \[\[unit\]\]: expected at least one"),
-        (lambda: ShardingPolicy((ROOT,), {"dp": 0}), r"^policy: \[mesh\] dp: expected a size >= 1"),
-        (lambda: ShardingPolicy((ROOT,), {"dp": True}), r"\[mesh\] dp: .* got True"),
-        (lambda: ShardingPolicy((ROOT,), "dp"), r"\[mesh\]: expected a table of axes, got 'dp'"),
-        (lambda: ShardingPolicy((ROOT,), precision="float32"), "precision: expected a PrecisionPolicy"),
-        (lambda: ShardingPolicy(("",)), r"units: expected UnitPolicy items, got \(''"),
-        (lambda: ShardingPolicy(ROOT), "units: expected UnitPolicy items"),
-        (lambda: ShardingPolicy((ROOT,), source="mine"), None),
-    ):
-        if reason is None:
-            build()
-        else:
-            with pytest.raises(PolicyError, match=reason):
-                build()
-
-
-def test_equal_policies_have_the_same_axes_in_the_same_order() -> None:
-    mesh = {"outer": 2, "inner": 4}
-    policy = ShardingPolicy([ROOT], mesh)
-    mesh["inner"] = 8
-    assert policy.mesh == {"outer": 2, "inner": 4}
-    assert policy == ShardingPolicy((ROOT,), {"outer": 2, "inner": 4}, source="elsewhere")
-    assert policy != ShardingPolicy((ROOT,), {"inner": 4, "outer": 2})
-    assert len({policy, copy.deepcopy(policy)}) == 1
-
-
-def test_all_takes_what_the_other_axis_leaves() -> None:
-    for mesh, devices, sizes in (
-        ({"dp": "all"}, 5, [5]),
-        ({"outer": "all", "inner": 2}, 6, [3, 2]),
-        ({"outer": 3, "inner": "all"}, 6, [3, 2]),
-        ({"outer": 2, "inner": 2}, 4, [2, 2]),
-    ):
-        found = ShardingPolicy((ROOT,), mesh).mesh_sizes(devices)
-        assert list(found.items()) == list(zip(mesh, sizes, strict=True))
-    for mesh, devices in (
-        ({"dp": "all"}, 0),
-        ({"dp": 4}, 8),
-        ({"outer": "all", "inner": 4}, 2),
-        ({"o": 3, "i": "all"}, 4),
-    ):
-        with pytest.raises(
-            PolicyError, match=rf"\[mesh\]: expected axes of {devices} devices in all, got \w+ = "
-        ):
-            ShardingPolicy((ROOT,), mesh, source="m.toml").mesh_sizes(devices)
-
-
-def test_what_cannot_be_read_is_an_error_that_names_the_examples(tmp_path: Path) -> None:
-    for given, reason in (("absent", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(PolicyError, match=f"expected a TOML file or one of fsdp, .*zero2, got: {reason}"):
-            ShardingPolicy.load(given)
-    (tmp_path / "bytes.toml").write_bytes(b"\xff")
-    with pytest.raises(PolicyError, match="expected a TOML file, got other bytes than UTF-8"):
-        ShardingPolicy.load(tmp_path / "bytes.toml")
 
 
 def decoder(config: DecoderConfig = CONFIG) -> Decoder:

@@ -49,7 +49,7 @@ class GroupGradient:
         host: Host,
     ) -> None:
         self.reduction = reduction
-        self._spec, self._unsharded, self._memory, self._host = spec, unsharded, memory, host
+        self._group_spec, self._unsharded, self._memory, self._host = spec, unsharded, memory, host
         self._whole: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._untouched: set[int] = set()
@@ -82,7 +82,7 @@ class GroupGradient:
         reduction, before which the unit's weights are freed.
         """
         # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
-        given = self._spec.tensor_parallel[index]
+        given = self._group_spec.tensor_parallel[index]
         if given is not None:
             grad = given.local_gradient(grad)
         if self._whole is None:
@@ -95,9 +95,9 @@ class GroupGradient:
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
-                if self._held_numel > _HELD * self._spec.levels.size(0):
+                if self._held_numel > _HELD * self._group_spec.levels.size(0):
                     # All have come: the buffer waits until the weights are freed, and the peak is lower.
-                    if len(self._held) == len(self._spec.names):
+                    if len(self._held) == len(self._group_spec.names):
                         self._host.reductions.make_room()
                     else:
                         self._make_buffer(keep)
@@ -105,7 +105,7 @@ class GroupGradient:
         self._put(index, grad)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
-        view, divisor = self._views[index], self._spec.divisor.value
+        view, divisor = self._views[index], self._group_spec.divisor.value
         # Memory of the buffer is arbitrary until the first write.
         if index in self._untouched:
             self._untouched.discard(index)
@@ -166,9 +166,9 @@ class GroupGradient:
         if not self._came and not idle:
             self._drop()
             return
-        values = self._complete(keep=False).to(self._spec.dtypes.reduce)
-        if self._spec.divides_first and not self._divided:
-            values = values / self._spec.divisor.value
+        values = self._complete(keep=False).to(self._group_spec.dtypes.reduce)
+        if self._group_spec.divides_first and not self._divided:
+            values = values / self._group_spec.divisor.value
         # Else the buffer is in use until the reduction is finished.
         if values is not self._whole:
             self._memory.release()
@@ -198,7 +198,9 @@ class GroupGradient:
     @property
     def _came(self) -> bool:
         """Whether any gradient has come, or sums of earlier microbatches are in the buffer."""
-        return bool(self._held) or (self._whole is not None and len(self._untouched) < len(self._spec.names))
+        return bool(self._held) or (
+            self._whole is not None and len(self._untouched) < len(self._group_spec.names)
+        )
 
     def _complete(self, keep: bool) -> torch.Tensor:
         """The buffer that was collected, with zeros where no gradient came."""
@@ -212,7 +214,7 @@ class GroupGradient:
     def _make_buffer(self, keep: bool) -> None:
         """Make the buffer, and put there the sums of earlier microbatches and what is held."""
         self._host.reductions.make_room()
-        spec = self._spec
+        spec = self._group_spec
         kept = self.reduction.kept_whole()
         flat = self.reduction.flat_of(kept)
         # Sums of several microbatches are accumulated in the dtype that the optimizer reads.

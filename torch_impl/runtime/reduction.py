@@ -118,7 +118,7 @@ class GroupReduction:
     """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters."""
 
     def __init__(self, spec: GradientSpec, memory: PooledGradient, host: Host) -> None:
-        self._spec, self._memory, self._host = spec, memory, host
+        self._group_spec, self._memory, self._host = spec, memory, host
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
@@ -141,7 +141,7 @@ class GroupReduction:
 
         ``last``: over all axes, not only those that gradients are sharded over.
         """
-        last = last or self._spec.strategy.gradients == self._spec.levels.axes
+        last = last or self._group_spec.strategy.gradients == self._group_spec.levels.axes
         steps, sums = self._steps(values, last)
         self._under_way = _UnderWay(self._host.streams.start(steps), sums, last)
         self._host.reductions.begun(self)
@@ -169,14 +169,14 @@ class GroupReduction:
         """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
         if not self._left_partial:
             return False
-        grads = [param.grad for param in self._spec.params if param.requires_grad]
+        grads = [param.grad for param in self._group_spec.params if param.requires_grad]
         cuts = [_cut_of(grad) for grad in grads if grad is not None]
         self._left_partial = any(partial_sums for _, partial_sums in cuts)
         return any(partial_sums and (last or axes == 0) for axes, partial_sums in cuts)
 
     def kept_whole(self) -> dict[int, torch.Tensor]:
         """The sums of earlier microbatches that are not reduced over any axis, by parameter."""
-        grads = [param.grad for param in self._spec.params]
+        grads = [param.grad for param in self._group_spec.params]
         return {
             index: local_of(grad)
             for index, grad in enumerate(grads)
@@ -189,7 +189,7 @@ class GroupReduction:
         filled = [(index, local) for index, local in kept.items() if local.numel()]
         if not filled:
             return None
-        spec, storage = self._spec, filled[0][1].untyped_storage()
+        spec, storage = self._group_spec, filled[0][1].untyped_storage()
         size, dtype = spec.levels.size(0), spec.dtypes.grad
         whole = spec.levels.layouts[0]
         for index, local in filled:
@@ -203,7 +203,7 @@ class GroupReduction:
 
     def leave_partial(self, sums: torch.Tensor, level: int) -> None:
         """Make ``sums``, a buffer of a level that is not reduced over the other axes, the gradients."""
-        spec = self._spec
+        spec = self._group_spec
         mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
         self._left_partial = True
         for name, param, given, view in zip(
@@ -228,10 +228,10 @@ class GroupReduction:
 
     def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
         """Add a gradient that is reduced as far as ``view`` or further, as its share of a sum to be made."""
-        levels, local = self._spec.levels, local_of(grad)
+        levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
         # A mean stands for the sum times the divisor, which the ranks that hold the same rows contribute together.
-        mean_of = self._spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
+        mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
             view.add_(local, alpha=share)
@@ -245,7 +245,7 @@ class GroupReduction:
 
     def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
         """What sums ``values``, of level 0, over the axes one by one, and where the sums will be."""
-        strategy, levels = self._spec.strategy, self._spec.levels
+        strategy, levels = self._group_spec.strategy, self._group_spec.levels
         steps: list[Step] = []
         # All memory is allocated here: see ``streams``.
         for axis in range(levels.axes if last else strategy.gradients):
@@ -264,21 +264,21 @@ class GroupReduction:
 
     def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
         """Add to ``values`` the sums of earlier microbatches that were not reduced over the outer axes."""
-        spec = self._spec
+        spec = self._group_spec
         level = spec.strategy.gradients
         for param, view in zip(spec.params, spec.levels.views(level, values), strict=True):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
                 view.add_(local_of(param.grad), alpha=1 / spec.divisor.value if spec.divides_first else 1)
 
     def _publish_partial(self, sums: torch.Tensor) -> None:
-        sums = sums.to(self._spec.dtypes.grad)
+        sums = sums.to(self._group_spec.dtypes.grad)
         # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced ones can be added.
-        if self._spec.divides_first:
-            sums *= self._spec.divisor.value
-        self.leave_partial(sums, self._spec.strategy.gradients)
+        if self._group_spec.divides_first:
+            sums *= self._group_spec.divisor.value
+        self.leave_partial(sums, self._group_spec.strategy.gradients)
 
     def _publish_reduced(self, sums: torch.Tensor) -> None:
-        spec = self._spec
+        spec = self._group_spec
         reduced = sums.to(spec.dtypes.grad)
         if not spec.divides_first and spec.divisor.value != 1:
             reduced /= spec.divisor.value

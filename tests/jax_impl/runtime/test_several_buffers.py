@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bridge.sharding import Layout, Slot
 from jax_impl import (
     count_collectives,
     data_parallel_mesh,
@@ -30,7 +31,6 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.diagnostics.collectives import Collective
-from jax_impl.layout import Layout, Slot
 from jax_impl.runtime.buffer import pack, shard_boxes, unpack
 from tests.jax_impl.diagnostics.test_collectives import EXPECTED, unordered_collectives
 from tests.support.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer

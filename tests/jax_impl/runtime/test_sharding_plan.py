@@ -158,11 +158,11 @@ def test_values_of_a_wrong_shape_are_refused_by_name():
     ("keywords", "message"),
     [
         ({"strategy": "zero3"}, "strategy: expected one of no_shard, optim, .*got 'zero3'"),
-        ({"strategy": "hsdp"}, r"'hsdp': expected a mesh of two axes, outer and inner, got \('dp',\)"),
+        ({"strategy": "hsdp"}, r"'hsdp': expected a mesh of two axes \(outer, inner\), got 1"),
         ({"units": ["blocks/*"]}, r"'blocks/\*' matches none"),
         ({"param_dtype": "int8"}, "param_dtype: expected None or one of"),
         ({"reduce_dtype": "float64"}, "reduce_dtype: float64 needs"),
-        ({"granularity": "column"}, "granularity among"),
+        ({"granularity": "column"}, "granularity: expected one of row, block"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_was_expected(keywords, message):

@@ -142,7 +142,7 @@ def cases() -> Iterator[Case]:
 
 def golden() -> list[dict[str, Any]]:
     """The content of ``layouts.json``, planned by ``torch_impl``."""
-    from bridge.sharding.layout import plan_layout
+    from bridge.sharding import plan_layout
 
     entries = []
     for case in cases():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bridge.sharding import Layout
 from jax_impl import (
     ShardingPlan,
     TrainState,
@@ -25,7 +26,6 @@ from jax_impl import (
     stack_layers,
     variable_leaves,
 )
-from jax_impl.layout import Layout
 from jax_impl.models import Decoder
 from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.runtime.flat_group import FlatGroup

@@ -296,19 +296,6 @@ def test_checkpoints_move_between_meshes(ranks: RankGroup, tmp_path: Any, saver:
     assert saved[0] != saved[1]
 
 
-def test_placements_that_cannot_work_are_refused_with_the_reason() -> None:
-    for parameters, gradients, optimizer, reason in (
-        ("gather", "partial", "shard", "expected 'replicate' or 'shard' for each mesh axis"),
-        (("shard", "replicate"), ("partial", "shard"), ("shard", "shard"), "innermost"),
-        (("shard",), ("partial",), ("shard",), "gradients sharded wherever parameters are"),
-        (("replicate",), ("shard",), ("replicate",), "optimizer sharded wherever gradients are"),
-        (("shard",), ("shard", "shard"), ("shard", "shard"), "one entry for each mesh axis in all three"),
-        ((), (), (), "expected 'replicate' or 'shard'"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            Placements(parameters, gradients, optimizer)
-
-
 def misfits() -> None:
     two, one = mesh_of(2, 2), init_device_mesh("cpu", (4,))
     for options, reason in (

@@ -1,6 +1,6 @@
 """From shapes to places: equal tensors counted as kinds, buffers chosen, and every tensor given its place.
 
-Rules 1, 8 and 9 of the specification ("Layouts" in ../torch_impl/README.md).
+Rules 1, 8 and 9 of the specification (``bridge/sharding/rules.md``).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jax_impl.aligned import pack_aligned
-from jax_impl.boxes import rows_of
-from jax_impl.packing import kind_of, offsets_of, pack
-from jax_impl.splitting import choose_buffers, contents_of
+from tests.sharding.second_planner.aligned import pack_aligned
+from tests.sharding.second_planner.boxes import rows_of
+from tests.sharding.second_planner.packing import kind_of, offsets_of, pack
+from tests.sharding.second_planner.splitting import choose_buffers, contents_of
 
 # (buffer, offset)
 Place = tuple[int, int]

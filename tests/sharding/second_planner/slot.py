@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from jax_impl.boxes import rows_of
-from jax_impl.granularity import Shape, is_int
+from tests.sharding.second_planner.boxes import rows_of
+from tests.sharding.second_planner.granularity import Shape, is_int
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 
 Tensors of the common multiple and more start at a multiple of it, or end at one (b, whose first element fills a hole);
 smaller ones fill what is left, and follow at the end.
-Rule 8 of the specification ("Layouts" in ../torch_impl/README.md).
+Rule 8 of the specification (``bridge/sharding/rules.md``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from jax_impl.packing import common_multiple, round_up
+from tests.sharding.second_planner.packing import common_multiple, round_up
 
 _MOST_STEPS = 1 << 23  # looks at a run of equal tensors for one gap
 

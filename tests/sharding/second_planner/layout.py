@@ -13,8 +13,7 @@ several rows, or the whole tensor). Which rank owns which rows follows from the 
 
     rank 0 owns w[0:2], rank 1 owns w[2:4], rank 2 owns w[4:5] and b[0:3]; one element is padding.
 
-How the places are found is specified in ../torch_impl/README.md ("Layouts"). Pure Python: no array library is imported
-here, so a layout can be planned, compared and stored anywhere.
+How the places are found is specified in ``bridge/sharding/rules.md``.
 """
 
 from __future__ import annotations
@@ -28,11 +27,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jax_impl.boxes import Box, row_boxes, rows_of
-from jax_impl.granularity import Granularity, Shape, blocks_by_name, checked_count, checked_shapes
-from jax_impl.layout_text import layout_text
-from jax_impl.places import plan_places
-from jax_impl.slot import Slot
+from tests.sharding.second_planner.boxes import Box, row_boxes, rows_of
+from tests.sharding.second_planner.granularity import (
+    Granularity,
+    Shape,
+    blocks_by_name,
+    checked_count,
+    checked_shapes,
+)
+from tests.sharding.second_planner.places import plan_places
+from tests.sharding.second_planner.slot import Slot
 
 __all__ = ["Box", "Layout", "Slot", "plan_layout", "row_boxes"]
 
@@ -130,10 +134,6 @@ class Layout:
             )
         return self._by_name[name]
 
-    def occupied(self, buffer: int) -> tuple[Slot, ...]:
-        """The buffer's slots by offset."""
-        return self._by_buffer[buffer]
-
     def columns(self, buffer: int) -> slice:
         """Where the buffer's shard lies in a rank's shard."""
         start = sum(self.shard_sizes[:buffer])
@@ -198,9 +198,6 @@ class Layout:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def __repr__(self) -> str:
-        return layout_text(self)
 
 
 def plan_layout(

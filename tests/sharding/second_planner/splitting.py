@@ -7,7 +7,7 @@
     one buffer    |....bbbbbbbbbbbbbb|bbbbbbb.aaaaaaaaaa|aaaaaaaaaa........|      18 a rank
     two buffers   |bbbbbbb|bbbbbbb|bbbbbbb|  |aaaaaaaaaa|aaaaaaaaaa|..........|   7 + 10 a rank
 
-Rules 6 and 7 of the specification ("Layouts" in ../torch_impl/README.md).
+Rules 6 and 7 of the specification (``bridge/sharding/rules.md``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from jax_impl.packing import AdmissibleSizes, Contents, Kind, common_multiple, round_up, solve
+from tests.sharding.second_planner.packing import (
+    AdmissibleSizes,
+    Contents,
+    Kind,
+    common_multiple,
+    round_up,
+    solve,
+)
 
 # For each buffer, the number of its tensors of each kind.
 Counts = tuple[int, ...]

@@ -1,0 +1,122 @@
+"""Planning a layout: every parameter of a group gets a place in one to three flat buffers, with little padding.
+
+``packing`` finds the shard size and the offsets of one buffer, ``partition`` chooses the buffers, and
+``aligned_packing`` is the plan that the answer must never be worse than. All of it is deterministic integer arithmetic
+without a framework, so two programs that plan the same shapes cut alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bridge.sharding.aligned_packing import pack_aligned
+from bridge.sharding.layout import Layout, check_num_shards
+from bridge.sharding.packing import Kind
+from bridge.sharding.partition import plan_buffers, total_size
+from bridge.sharding.rows import rows_of
+from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_size
+
+Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
+
+
+def plan_layout(
+    shapes: Shapes, num_shards: int, *, granularity: Granularity = "row", rows: int = 1, max_buffers: int = 3
+) -> Layout:
+    """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
+
+    Args:
+        shapes: parameter name -> shape, or pairs of them, in model order.
+        num_shards: shards to cut each buffer into, >= 1; may exceed the number of rows.
+        granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
+            these for which parameter, "row" for those left out.
+        rows: rows of a "block".
+        max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
+
+    Raises:
+        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
+            or ``max_buffers`` below 1.
+    """
+    check_num_shards(num_shards)
+    if not is_size(max_buffers) or max_buffers == 0:
+        raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
+    named = _named(shapes)
+    block_of = blocks_of([name for name, _ in named], granularity, rows)
+    tensors: list[Kind] = []
+    coarse: list[Kind] = []
+    # There may be a hundred thousand tensors, of few shapes.
+    known: dict[tuple[tuple[int, ...], int | None], tuple[int, Kind, Kind]] = {}
+    blocks = []
+    for name, shape in named:
+        key = shape, block_of(name)
+        if key not in known:
+            known[key] = _units(*key)
+        block, tensor, slices = known[key]
+        blocks.append(block)
+        if tensor.numel:
+            tensors.append(tensor)
+            coarse.append(slices)
+    sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
+    found = iter(places)
+    slots = [
+        Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
+        for (name, shape), block in zip(named, blocks, strict=True)
+    ]
+    return Layout(num_shards, sizes, tuple(slots))
+
+
+def _places(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Shard sizes, and ``(buffer, offset)`` of each tensor."""
+    members: dict[Kind, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        members.setdefault(tensor, []).append(i)
+    kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
+    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers)
+    size = total_size(packings)
+    best = None
+    for candidate in [tensors] if coarse == tensors else [tensors, coarse]:
+        aligned = pack_aligned(candidate, num_shards, size)
+        if aligned is not None:
+            best, size = aligned, aligned[0]
+    if best is not None:
+        return (best[0],), [(0, offset) for offset in best[1]]
+    waiting = {kind: iter(indices) for kind, indices in members.items()}
+    places = [(0, 0)] * len(tensors)
+    for buffer, packing in enumerate(packings):
+        for run in packing.runs:
+            kind = kinds[run.kind]
+            for i in range(run.many):
+                places[next(waiting[kind])] = buffer, run.offset + i * kind.numel
+    return tuple(packing.shard_size for packing in packings), places
+
+
+def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes, each checked; a list as shape will do."""
+    if not isinstance(shapes, Iterable):
+        raise ValueError(f"shapes: expected a mapping or pairs of a name and a shape, got {shapes!r}")
+    named: list[tuple[str, tuple[int, ...]]] = []
+    pairs: Iterable[Any] = shapes.items() if isinstance(shapes, Mapping) else shapes
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"shapes: expected pairs of a name and a shape, got {pair!r}")
+        name, shape = pair
+        shape = tuple(shape) if isinstance(shape, tuple | list) else shape
+        check_shape(name, shape)
+        named.append((name, shape))
+    return named
+
+
+def _units(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
+    """The block, at most all rows; the tensor in such blocks; and in blocks of slices of dimension 0.
+
+    Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
+    """
+    row_size, num_rows = rows_of(shape)
+    block = max(1, num_rows if block is None else min(block, num_rows))
+    tensor = Kind(row_size * num_rows, block * row_size)
+    if len(shape) <= 2 or not num_rows:
+        return block, tensor, tensor
+    return block, tensor, Kind(tensor.numel, min(block * (tensor.numel // shape[0]), tensor.numel))
