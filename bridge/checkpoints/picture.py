@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoints.summary import MAX_BARS, chunk_bars
-from bridge.commands.output import printable
 from bridge.formats.base import TensorInfo
 from bridge.layout_file import MAX_DRAWN_TENSORS, LayoutError, PlacedLayout, drawn_ranks
+from bridge.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

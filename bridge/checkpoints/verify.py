@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import google_crc32c
-import numpy as np
 
 from bridge.checkpoints.engine import default_workers
 from bridge.checkpoints.finite import count_not_finite
@@ -28,12 +27,12 @@ from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.summary import manifest_home
 from bridge.checkpoints.workers import ordered
 from bridge.formats import open_checkpoint
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestTensor,
-    array_checksum,
     manifest_path,
     object_checksum,
     read_manifest,
@@ -350,7 +349,7 @@ class _Check:
             found.nan += nan
             found.infinite += infinite
             if expected is not None:
-                crc = _extended(crc, array)
+                crc = array_checksum(array, crc=crc)
         if expected is not None:
             found.problems += _crc_problem(info, chunk, expected, crc)
         return found
@@ -377,10 +376,3 @@ def _crc_problem(info: TensorInfo, chunk: Box, expected: int, found: int) -> lis
             f"{found:08x}",
         )
     ]
-
-
-def _extended(crc: int, array: np.ndarray) -> int:
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    # The C extension takes read-only buffers.
-    flat.flags.writeable = False
-    return int(google_crc32c.extend(crc, flat))

@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import human_bytes, print_json, print_line, print_table
+from bridge.commands.output import print_json, print_line, print_table
 from bridge.formats.base import dtype_name
 from bridge.formats.stores.store import place_of
+from bridge.text import human_bytes
 
 
 def inspect(

@@ -44,8 +44,36 @@ def is_tree_path(keys: Sequence[object]) -> bool:
     )
 
 
+def is_unicode(text: str) -> bool:
+    """Whether files can hold this text: a lone surrogate, which JSON and Python can express, is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
+
+
+def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
+    """The name of a tree path in formats whose names join it by ".", and the path.
+
+    CheckpointError for an empty path, keys that are neither text nor list positions, text that is not Unicode,
+    and names above MAX_NAME characters.
+    """
+    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
+    if not is_tree_path(parts):
+        raise CheckpointError(f"expected a name or a path of {TREE_PATH_KEYS}, got {parts!r:.80}")
+    name = ".".join(map(str, parts))
+    if not is_unicode(name):
+        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"expected a name of at most {MAX_NAME} characters, got one of {len(name)}: {name[:80]!r}..."
+        )
+    return name, parts
 
 
 # PyTorch, ml_dtypes and NumPy use the same names for all of these.

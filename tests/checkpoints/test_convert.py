@@ -125,7 +125,7 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.dcp.writer.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 60)
     monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", 72)
     monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()

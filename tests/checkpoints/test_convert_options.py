@@ -18,9 +18,10 @@ from bridge.checkpoints.convert import ConvertOptions, convert, planned
 from bridge.checkpoints.selection import Selection
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.formats.files.journal import Journal
-from bridge.formats.files.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
+from bridge.formats.files.manifest import MANIFEST_FILE, object_checksum, read_manifest
 from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)

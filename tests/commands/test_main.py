@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 import bridge
 from bridge.commands.main import app
-from bridge.commands.output import byte_progress, human_bytes, plain_json, print_table
+from bridge.commands.output import byte_progress, print_table
+from bridge.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
 

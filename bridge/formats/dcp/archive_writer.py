@@ -33,8 +33,9 @@ from bridge.formats.dcp.archive import (
     UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent, plain_value
+from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent
 from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.plain import plain_value
 
 ALIGNMENT: Final = 64
 WIDE: Final = MAX32  # record sizes from here on are written with 64 bits

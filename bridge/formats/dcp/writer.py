@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -21,6 +22,7 @@ from bridge.formats.base import (
     TensorInfo,
     TreePath,
     dtype_name,
+    flat_name,
     grid_of_chunks,
 )
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
@@ -32,15 +34,14 @@ from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    array_checksum,
     file_checksum,
     object_checksum,
     render_manifest,
     rest_checksum,
 )
-from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
+from bridge.formats.regions import default_chunk_shape
 
-CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
 
 
@@ -194,18 +195,3 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
     def _refuse_repeated(self, name: str) -> None:
         if name in self._record.infos or name in self._objects:
             raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
-
-
-def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """The largest block of whole rows within 32 MiB; a row above that is cut along the next axis in turn."""
-    block = [max(n, 1) for n in shape]
-    nbytes = dtype.itemsize
-    for n in block:
-        nbytes *= n
-    for axis, n in enumerate(block):
-        if nbytes <= CHUNK_BYTES:
-            break
-        per_index = nbytes // n
-        block[axis] = max(1, CHUNK_BYTES // per_index)
-        nbytes = per_index * block[axis]
-    return tuple(block)

@@ -12,19 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.formats.arrays import raw_bytes
 from bridge.formats.base import (
-    MAX_NAME,
-    TREE_PATH_KEYS,
     Box,
     CheckpointError,
     Elements,
     TensorInfo,
-    TreePath,
     dtype_name,
-    is_tree_path,
 )
-from bridge.formats.dcp.archive import raw_bytes
-from bridge.formats.dcp.pickle import is_unicode
 from bridge.formats.files.atomic import AtomicDirectory, CommitOrAbort, is_temporary
 from bridge.formats.files.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
 from bridge.formats.files.manifest import ManifestTensor
@@ -271,22 +266,3 @@ class RecordedChunks:
     def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
         """The CRC-32C of the elements that are in the place of a chunk now, None if it is not whole."""
         raise NotImplementedError
-
-
-def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
-    """The name of a tree path in formats whose names join it by ".", and the path.
-
-    CheckpointError for an empty path, keys that are neither text nor list positions, text that is not Unicode,
-    and names above MAX_NAME characters.
-    """
-    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
-    if not is_tree_path(parts):
-        raise CheckpointError(f"expected a name or a path of {TREE_PATH_KEYS}, got {parts!r:.80}")
-    name = ".".join(map(str, parts))
-    if not is_unicode(name):
-        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
-    if len(name) > MAX_NAME:
-        raise CheckpointError(
-            f"expected a name of at most {MAX_NAME} characters, got one of {len(name)}: {name[:80]!r}..."
-        )
-    return name, parts

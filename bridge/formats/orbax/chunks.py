@@ -24,9 +24,8 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
+from bridge.formats.arrays import array_checksum, as_integers, raw_bytes
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.dcp.archive import as_integers, raw_bytes
-from bridge.formats.files.manifest import array_checksum
 from bridge.formats.files.working import ChunkRecord
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import OcdbtWriter

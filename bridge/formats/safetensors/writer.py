@@ -20,22 +20,30 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
-from bridge.formats.dcp.writer import default_chunk_shape
+from bridge.formats.arrays import array_checksum
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    Elements,
+    TensorInfo,
+    TreePath,
+    flat_name,
+    grid_of_chunks,
+)
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.files.data_file import DataFile, DataFiles
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    array_checksum,
     file_checksum,
     object_checksum,
     render_manifest,
     require_own,
     rest_checksum,
 )
-from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
+from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box, CheckpointReader, check_coverage
-from bridge.formats.dcp import writer as dcp_writer
 from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.dcp.writer import DcpWriter, default_chunk_shape
+from bridge.formats.dcp.writer import DcpWriter
+from bridge.formats.regions import default_chunk_shape
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import (
     array_of,
@@ -241,7 +241,7 @@ def test_any_shape_in_any_chunks_in_any_order_round_trips(
 def test_default_chunks_are_as_many_whole_rows_as_fit(shape: tuple[int, ...], dtype: str, limit: int) -> None:
     itemsize = DTYPES[dtype].itemsize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_writer, "CHUNK_BYTES", limit)
+        patch.setattr("bridge.formats.regions.CHUNK_BYTES", limit)
         block = default_chunk_shape(shape, DTYPES[dtype])
     nbytes = int(np.prod(block)) * itemsize
     assert nbytes <= limit
