@@ -21,11 +21,9 @@ from typing import Protocol, runtime_checkable
 
 import google_crc32c
 
-from bridge.checkpoints.engine import default_workers
 from bridge.checkpoints.finite import count_not_finite
-from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.summary import manifest_home
-from bridge.checkpoints.workers import ordered
+from bridge.checkpoints.workers import default_workers, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage

@@ -305,7 +305,7 @@ def test_a_chunk_is_noted_only_when_it_is_on_disk(
 ) -> None:
     """A power cut may lose what was written and not synced; the journal must not speak of it."""
     events: list[str] = []
-    monkeypatch.setattr("bridge.formats.files.data_file.SYNC_BYTES", 1)
+    monkeypatch.setattr("bridge.formats.files.record.SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
     monkeypatch.setattr(Journal, "record", lambda self, entries: events.extend("noted" for _ in entries))
     monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))

@@ -17,7 +17,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.formats import Attempt, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
-from bridge.formats.files import renaming
+from bridge.formats.files import atomic
 from bridge.formats.files.atomic import AtomicDirectory, sidecar_of, temporaries_of
 from bridge.formats.replaceable import require_replaceable
 from tests.support.bridge.bits import random_bits, same_bits
@@ -150,7 +150,7 @@ def test_a_directory_of_several_weights_is_not_a_checkpoint_to_replace(tmp_path:
 
 def test_files_that_come_to_the_old_checkpoint_meanwhile_are_kept(tmp_path: Path) -> None:
     make(tmp_path / "c", "dcp", OTHER)
-    writer = create_checkpoint(tmp_path / "c", "dcp", attempt=Attempt(replace=True))
+    writer = create_checkpoint(tmp_path / "c", "dcp", attempt=Attempt(replace=require_replaceable))
     (tmp_path / "c" / "notes.txt").write_text("precious")
     with pytest.raises(CheckpointError, match=r"found also notes\.txt"):
         writer.commit()
@@ -172,7 +172,7 @@ def test_a_directory_replaces_a_file_with_its_manifest(
     tmp_path: Path, source: Path, format: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(renaming, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     place = tmp_path / "c.safetensors"
     make(place, "safetensors", OTHER)
     convert(source, place, to=format, replace=True)
@@ -183,7 +183,9 @@ def test_a_directory_replaces_a_file_with_its_manifest(
 def test_a_file_does_not_replace_a_directory_and_says_so_at_once(tmp_path: Path, source: Path) -> None:
     make(tmp_path / "c.safetensors", "dcp", OTHER)
     with pytest.raises(IsADirectoryError, match="expected a file to replace at"):
-        create_checkpoint(tmp_path / "c.safetensors", "safetensors", attempt=Attempt(replace=True))
+        create_checkpoint(
+            tmp_path / "c.safetensors", "safetensors", attempt=Attempt(replace=require_replaceable)
+        )
     assert same_bits(read(tmp_path / "c.safetensors"), OTHER)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "source"]
 
@@ -202,7 +204,7 @@ def test_a_checkpoint_of_another_process_that_appears_meanwhile_is_kept(
     tmp_path: Path, source: Path, name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(renaming, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     appear = AtomicDirectory._appear
 
     def after_the_other(self: AtomicDirectory) -> None:

@@ -12,6 +12,7 @@ out of it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -23,9 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bridge.formats.files import renaming
-
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 
 
 def is_temporary(path: Path) -> bool:
@@ -153,7 +155,7 @@ class AtomicDirectory(CommitOrAbort):
         if self._payload is not None:
             self._appear_as_file(self.temporary / self._payload)
         elif self._replace and os.path.lexists(self.path):
-            renaming.exchange(self.temporary, self.path)
+            exchange(self.temporary, self.path)
         else:
             try:
                 os.rename(self.temporary, self.path)
@@ -174,9 +176,9 @@ class AtomicDirectory(CommitOrAbort):
             if replaced:
                 os.replace(payload, self.path)
             if self.sidecar is not None:
-                renaming.rename_new(self.temporary / self.sidecar, beside)
+                rename_new(self.temporary / self.sidecar, beside)
             if not replaced:
-                renaming.rename_new(payload, self.path)
+                rename_new(payload, self.path)
         except BaseException as error:
             if payload.exists():
                 beside.unlink(missing_ok=True)
@@ -200,6 +202,42 @@ class AtomicDirectory(CommitOrAbort):
             f"expected no file or directory at {self.path}, found one: remove it first, choose another name, or "
             "ask for it to be replaced"
         )
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Let the two change names at once where the system can; else the old one is missing for a moment."""
+    if _renameat2(new, old, _RENAME_EXCHANGE):
+        return
+    aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(old, aside)
+    try:
+        os.rename(new, old)
+    except BaseException:
+        os.rename(aside, old)
+        raise
+    os.rename(aside, new)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Give the file or directory the new name, at once. FileExistsError when something has that name."""
+    if _renameat2(source, target, _RENAME_NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    os.rename(source, target)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Whether system and file system know this kind of renaming, and it is done. OSError when it failed."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
 
 
 def sidecar_of(path: Path) -> Path:

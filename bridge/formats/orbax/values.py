@@ -21,7 +21,7 @@ import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import Fetch, MappedFiles
-from bridge.formats.orbax.ocdbt_nodes import NodeBudget
+from bridge.formats.orbax.ocdbt import NodeBudget
 
 _MAX_DEPTH = 16
 

@@ -256,7 +256,7 @@ def test_large_tensors_are_stored_in_rows_of_at_most_32_mib(tmp_path: Path) -> N
     info = writer.add_tensor("w", (6000, 4096), DTYPES["float32"])
     assert [c.sizes for c in info.chunks] == [(2048, 4096), (2048, 4096), (1904, 4096)]
     assert default_chunk_shape((2, 20 << 20), DTYPES["float32"]) == (1, 8 << 20)
-    with pytest.raises(CheckpointError, match="all 3 chunks to be written before commit, but 3 were not"):
+    with pytest.raises(CheckpointError, match="3 of 3 chunks were not written, the first at"):
         writer.commit()
 
 
@@ -316,9 +316,7 @@ def test_wrong_writes_are_refused_and_nothing_is_cast(tmp_path: Path) -> None:
     writer.write("w", first, block)
     with pytest.raises(CheckpointError, match="to be written once"):
         writer.write("w", first, block)
-    with pytest.raises(
-        CheckpointError, match=r"'w': expected all 2 chunks .* but 1 were not, the first at \(2, 0\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"'w': 1 of 2 chunks were not written, the first at \(2, 0\)"):
         writer.commit()
     assert second.offsets == (2, 0)
     assert list(tmp_path.iterdir()) == []

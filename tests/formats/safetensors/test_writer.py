@@ -23,6 +23,7 @@ from bridge.formats.arrays import array_checksum
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.files.manifest import manifest_path, object_checksum, read_manifest
 from bridge.formats.files.working import Attempt
+from bridge.formats.replaceable import require_replaceable
 from bridge.formats.safetensors.extras import decode_value, encode_value
 from bridge.formats.safetensors.header import DTYPE_NAMES, read_header
 from bridge.formats.safetensors.writer import SafetensorsWriter
@@ -282,7 +283,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, name: str) -> 
     save(path, {"w": random_bits((4,), F32, 1)})
     with pytest.raises(FileExistsError):
         SafetensorsWriter(path)
-    save(path, {"w": random_bits((5,), F32, 2)}, attempt=Attempt(replace=True))
+    save(path, {"w": random_bits((5,), F32, 2)}, attempt=Attempt(replace=require_replaceable))
     with open_checkpoint(path) as reader:
         assert reader.read("w").shape == (5,)
     manifest = read_manifest(path)
@@ -295,7 +296,7 @@ def test_an_interrupted_write_is_resumed_and_ends_the_same(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 256)
-    monkeypatch.setattr("bridge.formats.files.data_file.SYNC_BYTES", 600)
+    monkeypatch.setattr("bridge.formats.files.record.SYNC_BYTES", 600)
     arrays = {f"t{i}": random_bits((9, 16), F32, i) for i in range(5)}
     save(tmp_path / "whole" / name, arrays, shard_bytes=1200)
     attempt = Attempt(key=KEY, resume=True)
