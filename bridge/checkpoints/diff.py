@@ -223,7 +223,7 @@ def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A tensor of ``b`` and what it is to be compared with."""
+    """A tensor of ``b``, and the tensor of ``a`` to compare it with."""
 
     reader_a: CheckpointReader
     planned: PlannedTensor

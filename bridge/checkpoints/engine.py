@@ -41,7 +41,7 @@ class Region:
 def runs(
     tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str]
 ) -> Iterator[list[Region]]:
-    """What there is to copy, without the chunks that a resumed writer has.
+    """The regions to copy, without the chunks that a resumed writer has.
 
     A run is of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
     touched, and two workers would do so twice.
@@ -91,11 +91,11 @@ class Copier:
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
-                # A signal ended the waiting.
+                # A signal ended the waiting: the pool's exit below waits until the workers see the flag.
                 self._stop = True
                 raise
         if self._error is not None:
-            # Not that of the first worker: others fail when a writer refuses to go on.
+            # The error that came first. The others may only say that the writer refuses to go on.
             raise self._error
 
     def _copy(self) -> None:

@@ -45,7 +45,7 @@ _FILE_BLOCK = 8 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and where: the name of a file, a tensor or an object."""
+    """One fault, and the name of the file, tensor or object that has it."""
 
     where: str
     text: str
@@ -62,11 +62,11 @@ class NotFinite:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found. ``bytes`` are those of the tensors' elements.
+    """The findings. ``bytes`` are those of the tensors' elements.
 
     opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest.
-    manifest: whether there is one. protected: bytes that a checksum, of the manifest or of the format, speaks for; None
-    where the format does not say.
+    manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
+    the format does not say.
     """
 
     path: Path | str
@@ -123,7 +123,7 @@ def verify(
         return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")
+        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
     problems: list[Problem] = []
     home = manifest_home(place)
     try:
@@ -208,7 +208,7 @@ def _file_crc(path: Path) -> int:
 
 
 def _rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Of headers and the like in files whose data the chunks' checksums speak for."""
+    """Problems in bytes that belong to no chunk, such as headers: the chunks' checksums do not cover them."""
     listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
     if not listed or not isinstance(reader, _SaysWhereDataIs):
         return
@@ -257,7 +257,7 @@ def _object_problems(reader: CheckpointReader, manifest: Manifest | None) -> Ite
 
 @dataclass
 class _Found:
-    """What was found in one tensor, or in one region of it."""
+    """The findings in one tensor, or in one region of it."""
 
     name: str
     problems: list[Problem] = field(default_factory=list)
@@ -285,7 +285,7 @@ class _Check:
                     self._listed[name] = entry
 
     def protected(self) -> int | None:
-        """Bytes of elements that a checksum speaks for."""
+        """Bytes of elements that a checksum covers."""
         infos = self._reader.tensors
         if isinstance(self._reader, _SaysWhatIsChecked):
             checked = self._reader.checksummed
@@ -324,7 +324,7 @@ class _Check:
         try:
             array = self._reader.read(info.name, joint)
         except CheckpointError:
-            # Which of them is it?
+            # Again, chunk by chunk: the report names the damaged ones.
             for chunk, crc in crcs.items():
                 found.add(self._chunk(info, chunk, crc))
             return size, found

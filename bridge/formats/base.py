@@ -1,4 +1,4 @@
-"""What every checkpoint format has in common: boxes, tensor descriptions, and the reader and writer protocols.
+"""The common language of all checkpoint formats: boxes, tensor descriptions, and the reader and writer protocols.
 
 A checkpoint is a set of named tensors, each stored as chunks, plus named values that are not tensors ("objects").
 A chunk is a Box: an axis-aligned block of the global tensor.
@@ -34,7 +34,7 @@ MAX_NAME = 4096
 
 _MAX_DEPTH = 256
 TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**63 - 1"
-"""What errors say of `is_tree_path`."""
+"""How errors describe the paths that `is_tree_path` accepts."""
 
 
 def is_tree_path(keys: Sequence[object]) -> bool:
@@ -296,7 +296,7 @@ class CheckpointReader(Protocol):
     def objects(self) -> Mapping[str, object]:
         """Values that are not tensors, by name: None, bool, int, float, str, list, tuple, dict.
 
-        Looking one up may read it, and raises CheckpointError when it is none of these.
+        Looking one up may read it, and raises CheckpointError when the value has another type.
         """
 
     @property

@@ -218,18 +218,21 @@ def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, s
     home = tmp_path / "home"
     home.mkdir()
     (home / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="expected a checkpoint to replace at"):
+    with pytest.raises(CheckpointError, match="home is no checkpoint: expected one to replace"):
         convert(source, home, replace=True)
     assert (home / "letter.txt").read_text() == "dear"
-    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+    with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
         convert(source, source, to="dcp", replace=True)
     outer = tmp_path / "outer"
     convert(source, outer, to="dcp")
     convert(source, outer / "inner", to="dcp")
-    with pytest.raises(CheckpointError, match="expected a destination that does not hold the source"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds the source .*, and would be replaced: expected",
+    ):
         convert(outer / "inner", outer, to="dcp", replace=True)
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="found a symbolic link"):
+    with pytest.raises(CheckpointError, match="is a symbolic link: expected the directory or file itself"):
         convert(source, tmp_path / "link", to="dcp", replace=True)
     single = tmp_path / "one.safetensors"
     convert(source, single, to="safetensors")
@@ -263,7 +266,8 @@ def test_too_little_space_is_said_before_the_first_byte(
 
     monkeypatch.setattr("bridge.checkpoints.convert.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
-        CheckpointError, match=r"expected 2.. bytes of free space for .*out, found 100: free some"
+        CheckpointError,
+        match=r"too little free space for .*out: expected 2.. bytes, found 100; free some",
     ):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -52,7 +52,7 @@ def value_archive(value: object, offset: int, what: str) -> bytes:
 
 
 def tensor_archive(dtype: np.dtype, sizes: tuple[int, ...], offset: int, crc: int) -> tuple[bytes, bytes]:
-    """What stands before and after the data of a chunk in row-major order, whose CRC-32 is `crc`."""
+    """The bytes before and after the data of a chunk in row-major order; crc: the CRC-32 of the data."""
     nbytes = math.prod(sizes) * dtype.itemsize
     return _around({"data.pkl": _description(dtype_name(dtype), sizes)}, nbytes, crc, offset)
 

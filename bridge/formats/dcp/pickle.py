@@ -57,7 +57,7 @@ class Persistent:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a kind of pickle may contain: names of calls, instances and constants, persistent ids, and its size."""
+    """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size."""
 
     max_bytes: int
     calls: frozenset[str] = frozenset()
@@ -147,7 +147,7 @@ class _Interpreter:
         return self.data[start : self.position]
 
     def unsigned(self, size: int) -> int:
-        # As `raw`, without the call: this is most of what a pickle consists of.
+        # As `raw`, without the call: most of a pickle is such numbers.
         start = self.position
         self.position = stop = start + size
         if stop > len(self.data):

@@ -24,9 +24,9 @@ from typing import Final
 import numpy as np
 
 BLOCK: Final = max(4096, mmap.PAGESIZE)
-"""What direct writing wants offsets, lengths and memory to be multiples of, whatever the disk.
+"""Direct writing needs offsets, lengths and memory that are multiples of this number, on any disk.
 
-Whole pages of the cache, so that none of them holds what is written directly beside a head or a tail.
+It is a whole number of pages, so that no page of the cache holds both directly written bytes and a head or a tail.
 """
 
 _DIRECT_BYTES: Final = 1 << 20
@@ -86,7 +86,7 @@ class DataFile:
             offset += len(part)
 
     def read(self, offset: int, length: int) -> bytes:
-        """What is in a reserved place; less where the file is shorter."""
+        """The bytes of a reserved place; fewer where the file is shorter."""
         parts = []
         while length and (part := os.pread(self._descriptor, length, offset)):
             parts.append(part)
@@ -119,7 +119,7 @@ class DataFile:
             if self._direct is not None:
                 written = os.pwrite(self._direct, piece, offset)
         except OSError as error:
-            # Some file systems allow the opening, and then not the writing.
+            # Some file systems allow opening with O_DIRECT, and refuse writing.
             if error.errno != errno.EINVAL:
                 raise
         _pwrite(self._descriptor, piece[written:], offset + written)

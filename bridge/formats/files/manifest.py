@@ -84,7 +84,7 @@ def manifest_path(checkpoint: Path) -> Path:
 
 
 def require_own(path: Path) -> None:
-    """CheckpointError when there is a file at the place of a manifest that is none: it must not be written over."""
+    """CheckpointError when a file that is no manifest has the manifest's place: that file must not be overwritten."""
     if not os.path.lexists(path):
         return
     start = b""
@@ -93,8 +93,8 @@ def require_own(path: Path) -> None:
             start = file.read(256)
     if _MARK.encode() not in start:
         raise CheckpointError(
-            f"expected no file at {path}, where the manifest of the checkpoint goes, found one that is no manifest: "
-            "move it away, or choose another name for the checkpoint"
+            f"{path} is in the place of the checkpoint's manifest, and is no manifest: move that file away, or choose "
+            "another name for the checkpoint"
         )
 
 

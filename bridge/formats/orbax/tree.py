@@ -153,7 +153,7 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
 
 
 def _empty_kind(value: object) -> str | None:
-    """What stock Orbax calls a value that holds nothing; None for others."""
+    """The name that stock Orbax has for a value that holds nothing; None for other values."""
     if value is None:
         return "None"
     names: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}

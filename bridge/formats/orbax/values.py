@@ -76,7 +76,7 @@ def stored_sizes(
 ) -> Iterator[tuple[str, int]]:
     """The bytes of values that are not inline: at these places of an OCDBT store, or of files by their keys if None.
 
-    CheckpointError for a file that is no regular one inside of the item: tensorstore follows any link.
+    CheckpointError unless each is a regular file inside of the item: tensorstore follows any link.
     """
     home = item.resolve()
     for key in keys:

@@ -69,7 +69,7 @@ _HANDLERS = {
 
 
 class OrbaxPart(RecordedChunks):
-    """What one process writes of a checkpoint: tensors are declared by every process, each chunk is written by one.
+    """The share of one process in writing a checkpoint: every process declares all tensors, one writes each chunk.
 
     path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
     to write to, None where there is only one. Writing is thread-safe.

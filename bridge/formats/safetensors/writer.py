@@ -132,7 +132,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                     self._metadata[key] = value
                 case _:
                     self._objects[name] = tree_path, value
-            # This text every file has, and readers leave it out.
+            # Every file has this text, and readers leave it out.
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
 
@@ -250,7 +250,9 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if name == METADATA_KEY:
-            raise CheckpointError(f"{self.path}: expected a name other than {METADATA_KEY!r}, got it")
+            raise CheckpointError(
+                f"{self.path}: the name {METADATA_KEY!r} is reserved for the header: choose another"
+            )
         return name, tree_path
 
     def _require_undecided(self, name: str) -> None:

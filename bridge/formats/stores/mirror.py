@@ -5,7 +5,7 @@
     __0_0.distcp    80 GB       __0_0.distcp    as long, but sparse: ##....##........####......
                                                                      blocks of 8 MiB, fetched when a range needs them
 
-So readers map files, and tensorstore opens them, as if they were local. What was fetched stays until `close`.
+Readers map these files, and tensorstore opens them, as if they were local. Fetched blocks stay until `close`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Mirror:
                 found |= self._system.find(manifest, detail=True) if self._system.isfile(manifest) else {}
         files = {n: i for n, i in found.items() if i["type"] == "file" and not n.endswith("/")}
         if not files:
-            raise FileNotFoundError(f"expected a checkpoint at {self.url}, found nothing there")
+            raise FileNotFoundError(f"{self.url} does not exist: expected a checkpoint there")
         for name, info in files.items():
             if not isinstance(info.get("size"), int):
                 raise CheckpointError(
