@@ -215,7 +215,7 @@ def test_an_existing_destination_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "mine").write_text("x")
-    failing(tmp_path, FileExistsError, "expected no file or directory at .*target", mapping="decoder")
+    failing(tmp_path, FileExistsError, "target exists already", mapping="decoder")
     assert (tmp_path / "target" / "mine").read_text() == "x"
 
 

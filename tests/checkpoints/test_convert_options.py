@@ -92,7 +92,7 @@ def test_patterns_that_match_nothing_and_selections_that_leave_nothing_are_refus
     for selection, message in (
         (Selection(("modle.*",)), r"--select modle\.\*: expected a pattern that matches a name, got one"),
         (Selection((), ("x",)), "--drop x: expected a pattern"),
-        (Selection(("note",)), "expected at least one selected tensor, got none of 7"),
+        (Selection(("note",)), "none of 7 tensors is selected: expected at least one"),
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(source, tmp_path / "out", selection=selection)

@@ -134,7 +134,9 @@ def test_a_directory_of_steps_is_not_a_checkpoint_to_replace(
     for step in ("step_1", "step_2"):
         make(tmp_path / "runs" / step, "orbax", OTHER)
     before = tree(tmp_path / "runs")
-    with pytest.raises(CheckpointError, match=r"with its files directly in the directory, found step_1, step_2; give"):
+    with pytest.raises(
+        CheckpointError, match=r"with its files directly in the directory, found step_1, step_2; give"
+    ):
         convert(source, tmp_path / "runs", to=format, replace=True)
     assert tree(tmp_path / "runs") == before
 

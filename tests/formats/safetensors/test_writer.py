@@ -239,9 +239,11 @@ def test_misuse_is_refused_with_what_was_expected(tmp_path: Path) -> None:
             add()
     with pytest.raises(CheckpointError, match="two entries are named 'o'"):
         writer.add_tensor("o", (1,), F32)
-    for path in ((), "__metadata__", "\udc80", ("a", -1)):
+    for path in ((), "\udc80", ("a", -1)):
         with pytest.raises(CheckpointError, match="expected a name"):
             writer.add_tensor(path, (1,), F32)
+    with pytest.raises(CheckpointError, match="the name '__metadata__' is reserved for the header"):
+        writer.add_tensor("__metadata__", (1,), F32)
     with pytest.raises(ValueError, match="chunk shape of 1 sizes above 0"):
         writer.add_tensor("x", (1,), F32, (0,))
     with pytest.raises(KeyError):
@@ -277,7 +279,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, name: str) -> 
     writer.add_tensor("v", (4,), F32)
     writer.write("v", Box((0,), (4,)), random_bits((4,), F32, 1))
     assert not path.exists()
-    with pytest.raises(CheckpointError, match=r"tensor 'w': .*1 were not"):
+    with pytest.raises(CheckpointError, match="tensor 'w': 1 of 1 chunks were not written"):
         writer.commit()
     assert list(tmp_path.iterdir()) == []
     save(path, {"w": random_bits((4,), F32, 1)})
