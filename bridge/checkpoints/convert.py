@@ -165,6 +165,7 @@ def convert(
             raise CheckpointError(
                 f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
             )
+        # Sent files would become a part of the source.
         if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
             raise CheckpointError(f"{dst} is inside the source {src}: expected a destination outside")
         local = local_path(str(dst))
@@ -213,6 +214,7 @@ def _convert(
             create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
+            # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
             if conversion.files and digest_of(conversion.files) != conversion.digest:
                 raise CheckpointError(
                     f"{source} was changed while it was being converted: expected one checkpoint, found parts of two; "
@@ -283,6 +285,7 @@ def _write(
     progress: Progress | None,
 ) -> int:
     """Write everything; the bytes that were there already."""
+    # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
     for path, value in conversion.objects.values():
         writer.add_object(path, value)
     outputs = conversion.outputs.values()

@@ -101,6 +101,7 @@ class Copier:
     def _copy(self) -> None:
         while True:
             try:
+                # A generator cannot be advanced by two threads at once.
                 with self._lock:
                     run = None if self._stop else next(self._work, None)
                 if run is None:
@@ -116,6 +117,8 @@ class Copier:
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None
         for chunk in region.chunks:
+            # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
+            # read, and the region's other chunks are in that array as well.
             loans = [] if array is not None else lend(region.tensor, self._reader, chunk)
             if loans:
                 self._writer.write(region.stored_name, chunk, [loan.array for loan in loans])

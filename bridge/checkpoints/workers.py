@@ -68,6 +68,7 @@ def large_buffers_returned() -> Iterator[None]:
     if mallopt is None:
         yield
         return
+    # The threshold belongs to the process: the last of several conversions at once restores it.
     with _lock:
         _users += 1
         mallopt(_M_MMAP_THRESHOLD, _LARGE)

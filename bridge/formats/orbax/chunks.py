@@ -67,6 +67,7 @@ class ChunkStore:
         low = info.chunks[number].offsets
         key = layout.chunk_key(tuple(o // n for o, n in zip(low, layout.chunk, strict=True)))
         if not self._complete:
+            # Only now is it known that this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
         return self._store.places[key]
@@ -75,6 +76,7 @@ class ChunkStore:
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
     ) -> list[bytes | memoryview]:
         layout, box = self._layouts[info.name], info.chunks[number]
+        # zarr stores chunks in full, also at the upper ends of an array; the trailer's checksum is of the padded bytes.
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc = array_checksum(*parts)

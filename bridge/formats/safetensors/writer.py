@@ -72,6 +72,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
         single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
         if single is not None:
+            # The manifest goes beside the file, where any file of the user may lie already.
             require_own(sidecar_of(Path(path)))
         self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
@@ -204,8 +205,10 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         shards: list[list[TensorInfo]] = []
         current: list[TensorInfo] = []
         size = 0
+        # A path that names one file gets one file, whatever its size.
         limit = None if self._single else self._shard_bytes
         for info in self._record.infos.values():
+            # A tensor lies in one file: a larger one gets a shard of its own, and the shard begun before goes on.
             if limit is not None and info.nbytes > limit:
                 shards.append([info])
                 continue

@@ -111,6 +111,7 @@ class Mirror:
     def _claim(self, file: _File, number: int, last: int) -> int:
         """How many absent blocks from here on this thread is to load; 0 once this one is present."""
         with self._ready:
+            # Another thread is fetching this block: waiting costs less than a second request.
             while file.present.get(number) is False:
                 self._ready.wait()
             end = number
@@ -132,6 +133,7 @@ class Mirror:
                 )
             _write(path, start, data)
         except BaseException:
+            # Absent again, so that a waiting thread tries, and gets an error of its own if the store still fails.
             with self._ready:
                 for block in blocks:
                     del file.present[block]

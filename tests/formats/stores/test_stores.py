@@ -409,7 +409,7 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
     store.pipe_file("/bucket/out/file", b"precious")
     with pytest.raises(FileExistsError, match=r"expected nothing at counted://bucket/out, found something"):
         convert(local, "counted://bucket/out")
-    with pytest.raises(CheckpointError, match=r"in object stores nothing can be exchanged"):
+    with pytest.raises(CheckpointError, match="is in an object store, where nothing can be replaced at once"):
         convert(local, "counted://bucket/out", replace=True)
     put(store, local, "counted://bucket/source")
     with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
