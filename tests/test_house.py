@@ -30,6 +30,7 @@ FLOORS = {
     "bridge.sharding": 1,
     "bridge.formats": 1,
     "bridge.text": 1,
+    "bridge.version": 1,
 }
 FORMATS = {"bridge.formats.dcp", "bridge.formats.orbax", "bridge.formats.safetensors"}
 

@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TreePath, dtype_from_name
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TreePath, dtype_from_name
 from bridge.mapping.operations import as_dtype
-from bridge.mapping.relation import TensorView
 from bridge.mapping.translation import PlannedTensor
 
 _KINDS = {
@@ -25,9 +24,6 @@ _KINDS = {
 }
 
 _COUNTS = ("step", "count")
-
-_MAX_LOOKED_AT = 4096
-"""Chunks of a tensor that are looked through for each box of it; readers have better ways with more."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +72,6 @@ class Output:
     def overflowed(self) -> int:
         return sum(self._counts)
 
-    def lend(self, reader: CheckpointReader, box: Box) -> list[Loan]:
-        """The elements of `box` where they lie in the source, in parts, if they do so as they will be written.
-
-        No part, if they have to be read.
-        """
-        content = self.planned.content
-        if self.is_cast or not isinstance(content, TensorView) or len(content.blocks) != 1:
-            return []
-        block = content.blocks[0]
-        chunks = reader.tensors[block.source].chunks
-        if block.source_index != block.target_index or len(chunks) > _MAX_LOOKED_AT:
-            return []
-        pieces = [piece for chunk in chunks if (piece := chunk.intersect(box)) is not None]
-        pieces.sort(key=lambda piece: piece.offsets)
-        if not all(_is_run(piece, box) for piece in pieces):
-            return []
-        loans: list[Loan] = []
-        for piece in pieces:
-            loan = reader.lend(block.source, piece)
-            if loan is None:
-                return []
-            loans.append(loan)
-        return loans
-
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
         """The elements of `box` as they will be written."""
         array = self.planned.read(reader, box)
@@ -111,12 +83,6 @@ class Output:
             with self._lock:
                 self._counts.append(lost)
         return result
-
-
-def _is_run(piece: Box, box: Box) -> bool:
-    """Whether the elements of a piece follow each other in the row-major order of the box."""
-    cut = next((axis for axis, n in enumerate(piece.sizes) if n != 1), len(piece.sizes))
-    return piece.sizes[cut + 1 :] == box.sizes[cut + 1 :]
 
 
 def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:

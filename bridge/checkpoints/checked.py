@@ -20,15 +20,15 @@ from bridge.checkpoints.manifest_problems import (
     SaysWhatIsChecked,
     crc_problems,
     entry_problems,
-    extended,
     file_problems,
     object_problems,
     rest_problems,
     structure_problems,
 )
 from bridge.checkpoints.summary import manifest_home
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
-from bridge.formats.files.manifest import Manifest, array_checksum, manifest_path, read_manifest
+from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex, Fetch
 from bridge.formats.regions import split_box
 from bridge.formats.stores.reader import StoredReader
@@ -144,9 +144,9 @@ class CheckedReader:
         for piece in split_box(chunk, info.dtype.itemsize):
             loan = self._reader.lend(info.name, piece)
             if loan is None:
-                crc = extended(crc, self._reader.read(info.name, piece))
+                crc = array_checksum(self._reader.read(info.name, piece), crc=crc)
             else:
-                crc = extended(crc, loan.array)
+                crc = array_checksum(loan.array, crc=crc)
                 loan.give_back()
         return crc
 

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import bridge
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
-from bridge.checkpoints.engine import Copier, default_workers, runs
-from bridge.checkpoints.memory import large_buffers_returned
+from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.selection import SelectedReader, Selection
+from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.journal import abandoned
@@ -38,11 +37,12 @@ from bridge.formats.stores.upload import Upload
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import make_plan
+from bridge.version import __version__
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What a conversion does beside reading and writing.
+    """The choices of a conversion.
 
     to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` goes by the
     destination's name first). mapping: a shipped family's
@@ -104,7 +104,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
     source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
@@ -147,7 +147,8 @@ def convert(
     to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
     which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
     killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
-    grows with it, about 64 MiB each. What goes to a URL is written to a temporary directory first and replaces nothing.
+    grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first, and replaces
+    nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -163,11 +164,11 @@ def convert(
     if is_url(dst):
         if replace:
             raise CheckpointError(
-                f"expected a new place at {dst}, as in object stores nothing can be exchanged for what is there, got "
-                "replace (--replace)"
+                f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
             )
+        # Sent files would become a part of the source.
         if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
-            raise CheckpointError(f"expected a destination outside the source {src}, got {dst}")
+            raise CheckpointError(f"{dst} is inside the source {src}: expected a destination outside")
         local = local_path(str(dst))
         if local is not None:
             _require_apart(place_of(src), local)
@@ -205,19 +206,20 @@ def _convert(
             "files": conversion.digest,
             "format": conversion.format,
             "plan": conversion.fingerprint,
-            "twinshard": bridge.__version__,
+            "twinshard": __version__,
         }
-        attempt = Attempt(replace=replace, key=key, resume=resume)
+        attempt = Attempt(require_replaceable if replace else None, key, resume)
         with (
             large_buffers_returned(),
             _naming(destination),
             create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
+            # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
             if conversion.files and digest_of(conversion.files) != conversion.digest:
                 raise CheckpointError(
-                    f"{source} was changed while it was being converted: expected one checkpoint, found parts of two: "
-                    "convert it again when nothing writes to it any more"
+                    f"{source} was changed while it was being converted: expected one checkpoint, found parts of two; "
+                    "convert it again when its writer has finished"
                 )
         return ConvertReport(
             source,
@@ -286,6 +288,7 @@ def _write(
     progress: Progress | None,
 ) -> int:
     """Write everything; the bytes that were there already."""
+    # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
     for path, value in conversion.objects.values():
         writer.add_object(path, value)
     outputs = conversion.outputs.values()
@@ -298,12 +301,11 @@ def _write(
 
 
 def _require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
-    """Refuse a destination that is there, or that has to do with the source, before anything is written."""
+    """Refuse a destination that exists already or overlaps with the source, before anything is written."""
     there = os.path.lexists(destination)
     if there and not replace_it:
         raise FileExistsError(
-            f"expected no file or directory at {destination}, found one: remove it first, choose another name, or "
-            "replace it (--replace)"
+            f"{destination} exists already: remove it first, choose another name, or replace it (--replace)"
         )
     _require_apart(source, destination)
     if there:
@@ -319,7 +321,7 @@ def _require_untouched(sources: Sequence[Path], destination: Path) -> None:
         file = Path(os.path.realpath(source))
         if place == file or place in file.parents:
             raise CheckpointError(
-                f"expected a destination apart from the source's files, got {destination}, which is or holds {source}"
+                f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
             )
 
 
@@ -329,11 +331,10 @@ def _require_apart(source: Path | str, destination: Path) -> None:
         return
     real_source, real_destination = Path(os.path.realpath(local_source)), Path(os.path.realpath(destination))
     if real_source == real_destination or real_source in real_destination.parents:
-        raise CheckpointError(f"expected a destination outside the source {source}, got {destination}")
+        raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
     if os.path.lexists(destination) and real_destination in real_source.parents:
         raise CheckpointError(
-            f"expected a destination that does not hold the source {source}, as it is to be replaced, got "
-            f"{destination}"
+            f"{destination} holds the source {source}, and would be replaced: expected a destination that does not"
         )
 
 
@@ -352,9 +353,9 @@ def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
 
 @contextmanager
 def _naming(destination: Path) -> Iterator[None]:
-    """Errors of the system name the destination, not a temporary file that is gone when they are read.
+    """Name the destination in errors of the system: the temporary file is gone when the user reads the message.
 
-    Those of the source keep the name that they have.
+    Errors about files of the source keep their name.
     """
     place = os.path.abspath(destination)
     try:
@@ -376,8 +377,8 @@ def _require_space(destination: Path, nbytes: int) -> None:
         left = [str(directory) for directory in abandoned(destination)]
         hint = f"; killed attempts left {', '.join(left)}: resume (--resume), or remove them" if left else ""
         raise CheckpointError(
-            f"expected {nbytes} bytes of free space for {destination}, found {free}: free some, choose another place, "
-            f"or convert less (--select, --weights-only){hint}"
+            f"too little free space for {destination}: expected {nbytes} bytes, found {free}; free some, choose "
+            f"another place, or convert less (--select, --weights-only){hint}"
         )
 
 

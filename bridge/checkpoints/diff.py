@@ -15,10 +15,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.selection import Selection, selected_pair
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, sum_of_squares
-from bridge.checkpoints.workers import ordered
+from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.regions import Progress, group_boxes, split_box
@@ -223,7 +222,7 @@ def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A tensor of ``b`` and what it is to be compared with."""
+    """A tensor of ``b``, and the tensor of ``a`` to compare it with."""
 
     reader_a: CheckpointReader
     planned: PlannedTensor

@@ -9,7 +9,6 @@ and what its reading needs beside it: memory does not depend on the size of the 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -18,19 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import Box, CheckpointReader, CheckpointWriter
+from bridge.formats.base import Box, CheckpointReader, CheckpointWriter, Loan
 from bridge.formats.regions import Progress, group_boxes
-
-MAX_DEFAULT_WORKERS = 4
+from bridge.mapping.relation import TensorView
 
 RUN_BYTES = 256 << 20
 """Regions of one tensor, in bytes, that go to one worker."""
 
-
-def default_workers() -> int:
-    """As many as there are cores for this process, at most 4: more are faster only where storage is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_DEFAULT_WORKERS)
+_MAX_LOOKED_AT = 4096
+"""Chunks of a source tensor that are looked through for each chunk written; readers have better ways with more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Region:
 def runs(
     tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str]
 ) -> Iterator[list[Region]]:
-    """What there is to copy, without the chunks that a resumed writer has.
+    """The regions to copy, without the chunks that a resumed writer has.
 
     A run is of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
     touched, and two workers would do so twice.
@@ -96,16 +91,17 @@ class Copier:
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
-                # A signal ended the waiting.
+                # A signal ended the waiting: the pool's exit below waits until the workers see the flag.
                 self._stop = True
                 raise
         if self._error is not None:
-            # Not that of the first worker: others fail when a writer refuses to go on.
+            # The error that came first. The others may only say that the writer refuses to go on.
             raise self._error
 
     def _copy(self) -> None:
         while True:
             try:
+                # A generator cannot be advanced by two threads at once.
                 with self._lock:
                     run = None if self._stop else next(self._work, None)
                 if run is None:
@@ -121,7 +117,9 @@ class Copier:
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None
         for chunk in region.chunks:
-            loans = [] if array is not None else region.tensor.lend(self._reader, chunk)
+            # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
+            # read, and the region's other chunks are in that array as well.
+            loans = [] if array is not None else lend(region.tensor, self._reader, chunk)
             if loans:
                 self._writer.write(region.stored_name, chunk, [loan.array for loan in loans])
                 for loan in loans:
@@ -135,3 +133,34 @@ class Copier:
             self._done += region.box.numel * region.tensor.dtype.itemsize
             if self._progress is not None:
                 self._progress(self._done, self._total, region.tensor.name)
+
+
+def lend(tensor: Output, reader: CheckpointReader, chunk: Box) -> list[Loan]:
+    """The elements of a chunk where they lie in the source, in parts, so that nothing is copied in memory.
+
+    No part, if the chunk has to be read: it is cast or calculated, or does not lie in the source as it will be written.
+    """
+    content = tensor.planned.content
+    if tensor.is_cast or not isinstance(content, TensorView) or len(content.blocks) != 1:
+        return []
+    block = content.blocks[0]
+    chunks = reader.tensors[block.source].chunks
+    if block.source_index != block.target_index or len(chunks) > _MAX_LOOKED_AT:
+        return []
+    pieces = [piece for stored in chunks if (piece := stored.intersect(chunk)) is not None]
+    pieces.sort(key=lambda piece: piece.offsets)
+    if not all(_is_run(piece, chunk) for piece in pieces):
+        return []
+    loans: list[Loan] = []
+    for piece in pieces:
+        loan = reader.lend(block.source, piece)
+        if loan is None:
+            return []
+        loans.append(loan)
+    return loans
+
+
+def _is_run(piece: Box, box: Box) -> bool:
+    """Whether the elements of a piece follow each other in the row-major order of the box."""
+    cut = next((axis for axis, n in enumerate(piece.sizes) if n != 1), len(piece.sizes))
+    return piece.sizes[cut + 1 :] == box.sizes[cut + 1 :]

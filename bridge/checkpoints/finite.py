@@ -1,4 +1,4 @@
-"""How many elements of an array are no numbers, or infinite."""
+"""How many elements of an array are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def count_not_finite(array: np.ndarray) -> tuple[int, int]:
 
 @lru_cache
 def _kinds(name: str) -> np.ndarray:
-    """What each bit pattern of a type of one byte is."""
+    """Whether each bit pattern of a type of one byte is a NaN, an infinity or neither."""
     with np.errstate(invalid="ignore"):
         values = np.arange(256, dtype=np.uint8).view(DTYPES[name]).astype(np.float64)
     return np.where(np.isnan(values), _NAN, np.where(np.isinf(values), _INFINITE, 0)).astype(np.uint8)

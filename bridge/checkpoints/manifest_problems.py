@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import google_crc32c
-import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
 from bridge.formats.files.manifest import (
@@ -157,11 +156,3 @@ def crc_problems(info: TensorInfo, chunk: Box, expected: int, found: int) -> lis
             f"{found:08x}",
         )
     ]
-
-
-def extended(crc: int, array: np.ndarray) -> int:
-    """A CRC-32C that goes on with the elements of ``array``, row-major."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    # The C extension takes read-only buffers.
-    flat.flags.writeable = False
-    return int(google_crc32c.extend(crc, flat))

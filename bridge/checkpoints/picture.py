@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoints.summary import MAX_BARS, chunk_bars
-from bridge.commands.output import printable
 from bridge.formats.base import TensorInfo
 from bridge.sharding import Layout
 from bridge.sharding.drawing import MAX_TENSORS, drawn_ranks
+from bridge.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint is meant: names selected or dropped, weights only.
+"""Which part of a checkpoint is taken: names selected or dropped, weights only.
 
 Names are those of `twinshard inspect`, patterns as in a shell: `*` is any text, `?` one character, `[ab]` one of these.
 """
@@ -30,7 +30,7 @@ STATE_ROOTS = frozenset(
 
 @dataclass(frozen=True)
 class Selection:
-    """What is wanted of a checkpoint: names that match `select` (all, if empty) and not `drop`.
+    """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
 
     weights_only: what is below `model`, `params` or the like, or, where no such key exists, all but optimizer and
     training state.
@@ -46,9 +46,9 @@ class Selection:
         return not (self.select or self.drop or self.weights_only)
 
     def of(self, paths: Mapping[str, TreePath], elsewhere: Iterable[str] = ()) -> frozenset[str]:
-        """The wanted ones of these names. CheckpointError for a pattern that matches none.
+        """Which of these names are selected. CheckpointError for a pattern that matches no name.
 
-        elsewhere: further names, of which those to be dropped may be.
+        elsewhere: further names that a pattern to drop may match.
         """
         for kind, patterns, known in (
             ("select", self.select, [*paths]),
@@ -94,7 +94,7 @@ class SelectedReader:
         }
         if not self.tensors and reader.tensors:
             raise CheckpointError(
-                f"{reader.path}: expected at least one selected tensor, got none of {len(reader.tensors)}"
+                f"{reader.path}: none of {len(reader.tensors)} tensors is selected: expected at least one"
             )
         self.object_paths: Mapping[str, TreePath] = {
             name: path for name, path in reader.object_paths.items() if name in wanted
@@ -147,7 +147,7 @@ class _Objects(Mapping[str, object]):
 def selected_pair(
     a: CheckpointReader, b: CheckpointReader, selection: Selection
 ) -> tuple[CheckpointReader, CheckpointReader]:
-    """Two checkpoints to be compared: what is selected of ``a``; ``b`` without what is to be dropped, and states."""
+    """Two checkpoints to compare: the selected part of ``a``, and ``b`` without dropped names and training state."""
     if selection.everything:
         return a, b
     names = (*b.tensors, *b.object_paths)

@@ -18,28 +18,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bridge.checkpoints.engine import default_workers
 from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
     Problem,
     SaysWhatIsChecked,
     crc_problems,
     entry_problems,
-    extended,
     file_problems,
     object_problems,
     rest_problems,
     structure_problems,
 )
-from bridge.checkpoints.memory import large_buffers_returned
 from bridge.checkpoints.summary import manifest_home
-from bridge.checkpoints.workers import ordered
+from bridge.checkpoints.workers import default_workers, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.files.manifest import (
     Manifest,
     ManifestTensor,
-    array_checksum,
     manifest_path,
     read_manifest,
 )
@@ -59,11 +56,11 @@ class NotFinite:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found. ``bytes`` are those of the tensors' elements.
+    """The findings. ``bytes`` are those of the tensors' elements.
 
     opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest.
-    manifest: whether there is one. protected: bytes that a checksum, of the manifest or of the format, speaks for; None
-    where the format does not say.
+    manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
+    the format does not say.
     """
 
     path: Path | str
@@ -108,7 +105,7 @@ def verify(
         return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")
+        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
     problems: list[Problem] = []
     home = manifest_home(place)
     try:
@@ -177,7 +174,7 @@ def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> It
 
 @dataclass
 class _Found:
-    """What was found in one tensor, or in one region of it."""
+    """The findings in one tensor, or in one region of it."""
 
     name: str
     problems: list[Problem] = field(default_factory=list)
@@ -205,7 +202,7 @@ class _Check:
                     self._listed[name] = entry
 
     def protected(self) -> int | None:
-        """Bytes of elements that a checksum speaks for."""
+        """Bytes of elements that a checksum covers."""
         infos = self._reader.tensors
         if isinstance(self._reader, SaysWhatIsChecked):
             checked = self._reader.checksummed
@@ -244,7 +241,7 @@ class _Check:
         try:
             array = self._reader.read(info.name, joint)
         except CheckpointError:
-            # Which of them is it?
+            # Again, chunk by chunk: the report names the damaged ones.
             for chunk, crc in crcs.items():
                 found.add(self._chunk(info, chunk, crc))
             return size, found
@@ -267,7 +264,7 @@ class _Check:
             found.nan += nan
             found.infinite += infinite
             if expected is not None:
-                crc = extended(crc, array)
+                crc = array_checksum(array, crc=crc)
         if expected is not None:
             found.problems += crc_problems(info, chunk, expected, crc)
         return found

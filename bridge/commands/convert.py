@@ -23,7 +23,8 @@ from bridge.commands.options import (
     some,
     user_errors,
 )
-from bridge.commands.output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.convert import Conversion, ConvertReport

@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import human_bytes, print_json, print_line, print_table
+from bridge.commands.output import print_json, print_line, print_table
 from bridge.formats.base import CheckpointError, dtype_name
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
+from bridge.text import human_bytes
 
 
 def inspect(

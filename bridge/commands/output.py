@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import json
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,28 +19,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from bridge.text import human_bytes, plain_json, printable
+
 PLAIN_SECONDS = 10.0
 """In a pipe, progress is a line at most this often."""
-
-
-def plain_json(value: object) -> Any:
-    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
-
-    Bytes are an object with the one key "$bytes", in base 64.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, Path | np.dtype):
-        return str(value)
-    return value
 
 
 def print_json(console: Console, value: object) -> None:
@@ -86,16 +62,6 @@ def print_table(
     print_line(console, "\n".join(lines))
 
 
-def human_bytes(count: int) -> str:
-    """``count`` in decimal units, three digits."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
-
-
 @contextmanager
 def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
@@ -133,10 +99,3 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
             )
 
     yield line
-
-
-def printable(text: str) -> str:
-    """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
-    if text.replace("\n", "").isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bridge.commands.output import human_bytes, print_json, print_line, print_table
+from bridge.commands.output import print_json, print_line, print_table
+from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.planning.comparison import Comparison

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from bridge.commands.options import SHOWN, JsonOption, progress_console, user_errors
-from bridge.commands.output import byte_progress, human_bytes, print_json, print_line, print_table
+from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.verify import VerifyReport

@@ -63,17 +63,17 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     """
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(f"expected a checkpoint at {place}, found nothing there")
+        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
     if is_unfinished(Path(os.path.abspath(place))):
         raise CheckpointError(
-            f"{place} is a checkpoint that was never finished (its writer stopped half-way): "
-            "use an earlier one and remove this directory"
+            f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
+            "earlier checkpoint"
         )
     if not place.is_dir():
         if holds_safetensors(place):
             return "safetensors"
         raise NotADirectoryError(
-            f"expected a checkpoint directory or a .safetensors file at {place}, found a file of another kind"
+            f"{place} is a file of another kind: expected a checkpoint directory or a .safetensors file"
         )
     if metadata_files(place):
         return "dcp"
@@ -124,7 +124,7 @@ def _open(path: str | os.PathLike[str], fetch: Fetch | None) -> CheckpointReader
 def create_checkpoint(
     path: str | os.PathLike[str], format: str, *, attempt: Attempt | None = None
 ) -> CheckpointWriter:
-    """Start a new checkpoint at `path`, which must not exist, unless `attempt` says what then.
+    """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 
     `format` is one of FORMATS, else ValueError.
     """

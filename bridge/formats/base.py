@@ -1,4 +1,4 @@
-"""What every checkpoint format has in common: boxes, tensor descriptions, and the reader and writer protocols.
+"""The common language of all checkpoint formats: boxes, tensor descriptions, and the reader and writer protocols.
 
 A checkpoint is a set of named tensors, each stored as chunks, plus named values that are not tensors ("objects").
 A chunk is a Box: an axis-aligned block of the global tensor.
@@ -34,7 +34,7 @@ MAX_NAME = 4096
 
 _MAX_DEPTH = 256
 TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**63 - 1"
-"""What errors say of `is_tree_path`."""
+"""How errors describe the paths that `is_tree_path` accepts."""
 
 
 def is_tree_path(keys: Sequence[object]) -> bool:
@@ -44,8 +44,36 @@ def is_tree_path(keys: Sequence[object]) -> bool:
     )
 
 
+def is_unicode(text: str) -> bool:
+    """Whether files can hold this text: a lone surrogate, which JSON and Python can express, is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
+
+
+def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
+    """The name of a tree path in formats whose names join it by ".", and the path.
+
+    CheckpointError for an empty path, keys that are neither text nor list positions, text that is not Unicode,
+    and names above MAX_NAME characters.
+    """
+    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
+    if not is_tree_path(parts):
+        raise CheckpointError(f"expected a name or a path of {TREE_PATH_KEYS}, got {parts!r:.80}")
+    name = ".".join(map(str, parts))
+    if not is_unicode(name):
+        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"expected a name of at most {MAX_NAME} characters, got one of {len(name)}: {name[:80]!r}..."
+        )
+    return name, parts
 
 
 # PyTorch, ml_dtypes and NumPy use the same names for all of these.
@@ -268,7 +296,7 @@ class CheckpointReader(Protocol):
     def objects(self) -> Mapping[str, object]:
         """Values that are not tensors, by name: None, bool, int, float, str, list, tuple, dict.
 
-        Looking one up may read it, and raises CheckpointError when it is none of these.
+        Looking one up may read it, and raises CheckpointError when the value has another type.
         """
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from bridge.formats.base import Box
 
@@ -11,6 +13,25 @@ Progress = Callable[[int, int, str], None]
 
 REGION_BYTES = 32 << 20
 """Elements of a tensor handled at a time, in bytes. With the source region behind it, twice that is in memory."""
+
+
+CHUNK_BYTES = 32 << 20
+"""Largest chunk that DCP and safetensors writers make by themselves."""
+
+
+def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
+    """The largest block of whole rows within 32 MiB; a row above that is cut along the next axis in turn."""
+    block = [max(n, 1) for n in shape]
+    nbytes = dtype.itemsize
+    for n in block:
+        nbytes *= n
+    for axis, n in enumerate(block):
+        if nbytes <= CHUNK_BYTES:
+            break
+        per_index = nbytes // n
+        block[axis] = max(1, CHUNK_BYTES // per_index)
+        nbytes = per_index * block[axis]
+    return tuple(block)
 
 
 def group_boxes(

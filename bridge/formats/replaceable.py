@@ -1,4 +1,4 @@
-"""Whether a place holds one whole checkpoint and nothing else: only that may be replaced, since it is then removed.
+"""Whether a path holds one checkpoint and nothing else. Only then may it be replaced: replacing removes all of it.
 
 runs/step_1/.metadata, __0_0.distcp              may be replaced
 runs/step_1/.metadata, __0_0.distcp, notes.txt   not: notes.txt would be lost
@@ -27,25 +27,25 @@ _ORBAX_FILES: Final = (
     *(*_ORBAX_ROOTS, COMMIT_FILE, "manifest.ocdbt", "_sharding", "_strings.json", "checkpoint"),
     *("d", "array_metadatas", "ocdbt.process_*", "descriptor", "metrics"),
 )
-# What an item or an array has in it, whatever its directory is called: trees, zarr 2 and 3, JSON, msgpack.
+# The directories of items and arrays have any name, but one of these is in them: trees, zarr 2 and 3, JSON, msgpack.
 _ORBAX_MEMBERS: Final = (*_ORBAX_ROOTS, ".zarray", "zarr.json", "metadata", "metrics", "checkpoint")
 _SHOWN = 5
 
 
 def require_replaceable(path: Path) -> None:
-    """CheckpointError unless a checkpoint is at `path`, which is a file or a directory, and nothing else with it.
+    """CheckpointError unless the file or directory at `path` is a checkpoint and nothing else.
 
-    By the names of files: a damaged checkpoint may be replaced, too.
+    Names of files decide: a damaged checkpoint may be replaced, too.
     """
     if path.is_symlink():
         raise CheckpointError(
-            f"expected a directory or file to replace at {path}, found a symbolic link: give "
-            f"{os.path.realpath(path)} instead"
+            f"{path} is a symbolic link: expected the directory or file itself to replace, give "
+            f"{os.path.realpath(path)}"
         )
     if not path.is_dir():
         if not path.name.endswith(SUFFIX):
             raise CheckpointError(
-                f"expected a checkpoint to replace at {path}, found a file that does not end in {SUFFIX}: remove it "
+                f"{path} is a file that does not end in {SUFFIX}: expected a checkpoint to replace; remove the file "
                 "yourself, or choose another name"
             )
         return
@@ -53,13 +53,13 @@ def require_replaceable(path: Path) -> None:
     if foreign:
         more = f", ... ({len(foreign)} in all)" if len(foreign) > _SHOWN else ""
         raise CheckpointError(
-            f"expected nothing but one checkpoint in {path}, as all of it is to be replaced, found also "
-            f"{', '.join(foreign[:_SHOWN])}{more}: move that elsewhere, or choose another name"
+            f"{path} holds more than one checkpoint, and replacing removes all of it: found also "
+            f"{', '.join(foreign[:_SHOWN])}{more}; move that elsewhere, or choose another name"
         )
 
 
 def _foreign(path: Path) -> list[str]:
-    """What does not belong to the checkpoint in this directory. CheckpointError when there is none."""
+    """Names in this directory that do not belong to its checkpoint. CheckpointError when it has no checkpoint."""
     if metadata_files(path):
         return _others(path, (*_DCP, *_OURS))
     if any((path / name).exists() for name in _ORBAX_ROOTS):
@@ -70,8 +70,8 @@ def _foreign(path: Path) -> list[str]:
         return sorted(set(names) - {*files.names, files.index, *_OURS})
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     raise CheckpointError(
-        f"expected a checkpoint to replace at {path}, with its files directly in it, found "
-        f"{shown or 'an empty directory'}: give the path of one checkpoint, or choose another name"
+        f"{path} is no checkpoint: expected one to replace, with its files directly in the directory, found "
+        f"{shown or 'an empty directory'}; give the path of one checkpoint, or choose another name"
     )
 
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge.commands.output import human_bytes
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
 from bridge.planning.models import decoder_config, resolve_models
 from bridge.sharding import ShardingPolicy
+from bridge.text import human_bytes
 
 TOLERANCE = 0.10
 """Of the peak, relative to the compiled one."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.commands.output import human_bytes
 from bridge.planning.activations import FormulaSegment
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
 from bridge.planning.traffic import KINDS, Traffic
+from bridge.text import human_bytes
 
 Row = tuple[str, ...]
 

@@ -105,7 +105,8 @@ def save_checkpoint(
     Raises:
         FileExistsError: something is at ``path``.
         ValueError: a state or train value that cannot be saved, by name.
-        CheckpointError: names that collide, a write that failed, or another process that failed or was not heard of.
+        CheckpointError: names that collide, or another process that failed or was not heard of.
+        OSError: the system refused a write.
     """
     processes = Processes(plan.mesh, "save", timeout)
     target = Path(os.path.abspath(path))

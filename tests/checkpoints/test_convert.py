@@ -125,7 +125,7 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.dcp.writer.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 60)
     monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", 72)
     monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
@@ -215,14 +215,14 @@ def test_an_existing_destination_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "mine").write_text("x")
-    failing(tmp_path, FileExistsError, "expected no file or directory at .*target", mapping="decoder")
+    failing(tmp_path, FileExistsError, "target exists already", mapping="decoder")
     assert (tmp_path / "target" / "mine").read_text() == "x"
 
 
 def test_a_destination_inside_the_source_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+    with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
         convert(tmp_path / "source", tmp_path / "source" / "new", mapping="decoder")
     assert sorted(tmp_path.rglob("*")) == before
 

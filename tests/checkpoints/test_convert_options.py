@@ -18,9 +18,10 @@ from bridge.checkpoints.convert import ConvertOptions, convert, planned
 from bridge.checkpoints.selection import Selection
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.formats.files.journal import Journal
-from bridge.formats.files.manifest import MANIFEST_FILE, array_checksum, object_checksum, read_manifest
+from bridge.formats.files.manifest import MANIFEST_FILE, object_checksum, read_manifest
 from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)
@@ -91,7 +92,7 @@ def test_patterns_that_match_nothing_and_selections_that_leave_nothing_are_refus
     for selection, message in (
         (Selection(("modle.*",)), r"--select modle\.\*: expected a pattern that matches a name, got one"),
         (Selection((), ("x",)), "--drop x: expected a pattern"),
-        (Selection(("note",)), "expected at least one selected tensor, got none of 7"),
+        (Selection(("note",)), "none of 7 tensors is selected: expected at least one"),
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(source, tmp_path / "out", selection=selection)
@@ -217,18 +218,21 @@ def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, s
     home = tmp_path / "home"
     home.mkdir()
     (home / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="expected a checkpoint to replace at"):
+    with pytest.raises(CheckpointError, match="home is no checkpoint: expected one to replace"):
         convert(source, home, replace=True)
     assert (home / "letter.txt").read_text() == "dear"
-    with pytest.raises(CheckpointError, match="expected a destination outside the source"):
+    with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
         convert(source, source, to="dcp", replace=True)
     outer = tmp_path / "outer"
     convert(source, outer, to="dcp")
     convert(source, outer / "inner", to="dcp")
-    with pytest.raises(CheckpointError, match="expected a destination that does not hold the source"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds the source .*, and would be replaced: expected",
+    ):
         convert(outer / "inner", outer, to="dcp", replace=True)
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="found a symbolic link"):
+    with pytest.raises(CheckpointError, match="is a symbolic link: expected the directory or file itself"):
         convert(source, tmp_path / "link", to="dcp", replace=True)
     single = tmp_path / "one.safetensors"
     convert(source, single, to="safetensors")
@@ -262,7 +266,8 @@ def test_too_little_space_is_said_before_the_first_byte(
 
     monkeypatch.setattr("bridge.checkpoints.convert.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
-        CheckpointError, match=r"expected 2.. bytes of free space for .*out, found 100: free some"
+        CheckpointError,
+        match=r"too little free space for .*out: expected 2.. bytes, found 100; free some",
     ):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -304,7 +309,7 @@ def test_a_chunk_is_noted_only_when_it_is_on_disk(
 ) -> None:
     """A power cut may lose what was written and not synced; the journal must not speak of it."""
     events: list[str] = []
-    monkeypatch.setattr("bridge.formats.files.data_file.SYNC_BYTES", 1)
+    monkeypatch.setattr("bridge.formats.files.record.SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
     monkeypatch.setattr(Journal, "record", lambda self, entries: events.extend("noted" for _ in entries))
     monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))

@@ -72,7 +72,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     case = found[format]["too small"]
     assert (case["status"], case["there"], case["crashed"]) == (2, ["ballast"], None)
     (line,) = case["said"]
-    assert f"bytes of free space for {mount}/out, found" in line
+    assert f"too little free space for {mount}/out: expected" in line
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -113,7 +113,7 @@ def test_places_that_cannot_be_written_to_are_named(
     cases = found[format]["refused"]
     for name, line in (
         ("protected", f"error: '{mount}/private/out': Permission denied"),
-        ("a file", f"error: expected a directory at {mount}/file, to hold {mount}/file/out, found a file"),
+        ("a file", f"error: {mount}/file is a file: expected a directory, to hold {mount}/file/out"),
         ("read-only", f"error: '{mount}/out': Read-only file system"),
     ):
         assert (cases[name]["status"], cases[name]["said"]) == (2, [line])
@@ -137,7 +137,7 @@ def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
         assert line.startswith("error: ")
         assert str(mount / TARGETS[format]) in line
         assert ".tmp-" not in line
-        assert line.endswith("No space left on device") or "bytes of free space for" in line
+        assert line.endswith("No space left on device") or "too little free space for" in line
     complete = [result["complete"] for result in results]
     assert not complete[0]
     assert complete[-1] == (case != "begun_full")

@@ -17,7 +17,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.formats import Attempt, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
-from bridge.formats.files import renaming
+from bridge.formats.files import atomic
 from bridge.formats.files.atomic import AtomicDirectory, sidecar_of, temporaries_of
 from bridge.formats.replaceable import require_replaceable
 from tests.support.bridge.bits import random_bits, same_bits
@@ -98,7 +98,7 @@ def test_what_stock_programs_write_may_be_replaced_and_nothing_beside_it(
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text("precious")
         before = tree(place)
-        with pytest.raises(CheckpointError, match=rf"found also {name.split('/')[0]}: move that elsewhere"):
+        with pytest.raises(CheckpointError, match=rf"found also {name.split('/')[0]}; move that elsewhere"):
             convert(source, place, to="dcp", replace=True)
         assert tree(place) == before
         (place / name).unlink()
@@ -112,7 +112,7 @@ def test_nothing_inside_an_item_is_lost(tmp_path: Path, source: Path) -> None:
     (item,) = (path.parent for path in (tmp_path / "c").rglob("_METADATA"))
     assert item != tmp_path / "c"
     (item / "notes.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match=rf"found also {item.name}/notes\.txt: move that elsewhere"):
+    with pytest.raises(CheckpointError, match=rf"found also {item.name}/notes\.txt; move that elsewhere"):
         convert(source, tmp_path / "c", to="dcp", replace=True)
     assert (item / "notes.txt").read_text() == "precious"
 
@@ -134,7 +134,9 @@ def test_a_directory_of_steps_is_not_a_checkpoint_to_replace(
     for step in ("step_1", "step_2"):
         make(tmp_path / "runs" / step, "orbax", OTHER)
     before = tree(tmp_path / "runs")
-    with pytest.raises(CheckpointError, match=r"with its files directly in it, found step_1, step_2: give"):
+    with pytest.raises(
+        CheckpointError, match=r"with its files directly in the directory, found step_1, step_2; give"
+    ):
         convert(source, tmp_path / "runs", to=format, replace=True)
     assert tree(tmp_path / "runs") == before
 
@@ -150,7 +152,7 @@ def test_a_directory_of_several_weights_is_not_a_checkpoint_to_replace(tmp_path:
 
 def test_files_that_come_to_the_old_checkpoint_meanwhile_are_kept(tmp_path: Path) -> None:
     make(tmp_path / "c", "dcp", OTHER)
-    writer = create_checkpoint(tmp_path / "c", "dcp", attempt=Attempt(replace=True))
+    writer = create_checkpoint(tmp_path / "c", "dcp", attempt=Attempt(replace=require_replaceable))
     (tmp_path / "c" / "notes.txt").write_text("precious")
     with pytest.raises(CheckpointError, match=r"found also notes\.txt"):
         writer.commit()
@@ -161,7 +163,7 @@ def test_files_that_come_to_the_old_checkpoint_meanwhile_are_kept(tmp_path: Path
 
 def test_a_file_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, source: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match=r"found a file that does not end in \.safetensors"):
+    with pytest.raises(CheckpointError, match=r"is a file that does not end in \.safetensors"):
         convert(source, tmp_path / "letter.txt", to="dcp", replace=True)
     assert (tmp_path / "letter.txt").read_text() == "dear"
 
@@ -172,7 +174,7 @@ def test_a_directory_replaces_a_file_with_its_manifest(
     tmp_path: Path, source: Path, format: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(renaming, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     place = tmp_path / "c.safetensors"
     make(place, "safetensors", OTHER)
     convert(source, place, to=format, replace=True)
@@ -182,8 +184,10 @@ def test_a_directory_replaces_a_file_with_its_manifest(
 
 def test_a_file_does_not_replace_a_directory_and_says_so_at_once(tmp_path: Path, source: Path) -> None:
     make(tmp_path / "c.safetensors", "dcp", OTHER)
-    with pytest.raises(IsADirectoryError, match="expected a file to replace at"):
-        create_checkpoint(tmp_path / "c.safetensors", "safetensors", attempt=Attempt(replace=True))
+    with pytest.raises(IsADirectoryError, match="is a directory, and one file cannot replace it"):
+        create_checkpoint(
+            tmp_path / "c.safetensors", "safetensors", attempt=Attempt(replace=require_replaceable)
+        )
     assert same_bits(read(tmp_path / "c.safetensors"), OTHER)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "source"]
 
@@ -202,7 +206,7 @@ def test_a_checkpoint_of_another_process_that_appears_meanwhile_is_kept(
     tmp_path: Path, source: Path, name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(renaming, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     appear = AtomicDirectory._appear
 
     def after_the_other(self: AtomicDirectory) -> None:
@@ -211,7 +215,7 @@ def test_a_checkpoint_of_another_process_that_appears_meanwhile_is_kept(
         appear(self)
 
     monkeypatch.setattr(AtomicDirectory, "_appear", after_the_other)
-    with pytest.raises(FileExistsError, match="expected no file or directory at"):
+    with pytest.raises(FileExistsError, match=r"exists already: remove it first"):
         convert(source, tmp_path / name, to="safetensors")
     assert same_bits(read(tmp_path / name), OTHER)
     report = verify(tmp_path / name)
@@ -241,7 +245,7 @@ def test_a_failed_replacement_of_a_file_keeps_its_manifest(
 def test_a_file_of_the_user_at_the_place_of_the_manifest_is_kept(tmp_path: Path, source: Path) -> None:
     mine = tmp_path / "k.safetensors.manifest.json"
     mine.write_text('{"mine": true}')
-    with pytest.raises(CheckpointError, match=r"expected no file at .*k\.safetensors\.manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is in the place of the checkpoint's manifest"):
         convert(source, tmp_path / "k.safetensors", to="safetensors")
     assert mine.read_text() == '{"mine": true}'
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "source"]
@@ -257,7 +261,7 @@ def test_a_file_of_the_source_is_never_the_destination(tmp_path: Path) -> None:
     hugging_face_shards(folder)
     before = tree(folder)
     shard = folder / "model-00001-of-00002.safetensors"
-    with pytest.raises(CheckpointError, match="expected a destination apart from the source's files"):
+    with pytest.raises(CheckpointError, match="a file of the source: expected a destination apart from them"):
         convert(folder / "model.safetensors.index.json", shard, to="safetensors", replace=True)
     assert tree(folder) == before
 
@@ -266,7 +270,7 @@ def test_a_checkpoint_that_an_item_links_to_is_not_replaced(tmp_path: Path) -> N
     make(tmp_path / "real", "orbax", ARRAY)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "default").symlink_to(tmp_path / "real")
-    with pytest.raises(CheckpointError, match="expected a destination apart from the source's files"):
+    with pytest.raises(CheckpointError, match="a file of the source: expected a destination apart from them"):
         convert(tmp_path / "root", tmp_path / "real", to="dcp", replace=True)
     assert same_bits(read(tmp_path / "real"), ARRAY)
 

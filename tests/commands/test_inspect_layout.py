@@ -255,7 +255,7 @@ def test_a_boundary_far_into_a_tensor_is_checked() -> None:
         ),
         (("empty", "--layout"), "found an empty directory"),
         (("folder", "--layout"), "error: "),
-        (("layout.json",), "found a file"),
+        (("layout.json",), "error: layout.json is a file of another kind"),
         (
             ("layout.json", "--layout", "--picture", "a.jpg"),
             "picture a.jpg: expected a name ending in .png, .svg, .pdf",

@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 
 import bridge
 from bridge.commands.main import app
-from bridge.commands.output import byte_progress, human_bytes, plain_json, print_table
+from bridge.commands.output import byte_progress, print_table
+from bridge.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
 
@@ -79,8 +80,8 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("convert", "none", "new"), "error: expected a checkpoint at none, found nothing there"),
-        (("convert", "dcp", "dcp"), "error: expected no file or directory at dcp, found one"),
+        (("convert", "none", "new"), "error: none does not exist: expected a checkpoint there"),
+        (("convert", "dcp", "dcp"), "error: dcp exists already: remove it first"),
         (
             ("convert", "dcp", "new", "--mapping", "other"),
             "or one of the families decoder, decoder_stacked, ",
@@ -91,8 +92,8 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
         ),
         (("convert", "damaged", "new", "--mapping", "decoder"), "error: "),
         (("inspect", "empty"), "found an empty directory"),
-        (("inspect", "file"), "found a file"),
-        (("diff", "dcp", "none"), "error: expected a checkpoint at none"),
+        (("inspect", "file"), "error: file is a file of another kind"),
+        (("diff", "dcp", "none"), "error: none does not exist: expected a checkpoint there"),
         (
             ("convert", "dcp", "new", "--to", "dcp", "--mapping", "decoder"),
             "leave the mapping out to keep the names",

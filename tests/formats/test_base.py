@@ -213,10 +213,10 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(
 
 
 def test_what_is_not_a_checkpoint_gets_an_error_that_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="found nothing there"):
+    with pytest.raises(FileNotFoundError, match="does not exist: expected a checkpoint there"):
         open_checkpoint(tmp_path / "missing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="found a file"):
+    with pytest.raises(NotADirectoryError, match="is a file of another kind"):
         open_checkpoint(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="an empty directory"):

@@ -429,7 +429,7 @@ def test_a_layer_that_lacks_a_tensor_is_named_also_when_it_is_the_last(missing: 
 
 
 def test_the_mapping_in_the_readme_is_one() -> None:
-    text = (Path(__file__).parents[2] / "bridge" / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "bridge" / "mapping" / "README.md").read_text()
     (example,) = [part for part in text.split("```toml\n")[1:] if part.startswith("[axes]")]
     rules = parse_mapping(example.partition("```")[0], "the README")
     arrays = {

@@ -32,11 +32,10 @@ from bridge.formats.dcp.pickle import (
     Name,
     Persistent,
     Vocabulary,
-    plain_value,
+    plain_from_pickle,
     read_pickle,
 )
-
-BLOCK = 8 << 20  # bytes looked at in one go when reading
+from bridge.formats.files.mapped import BLOCK, drop_pages
 
 END = struct.Struct("<4s4H2LH")
 END64_LOCATOR = struct.Struct("<4sLQL")
@@ -189,13 +188,6 @@ def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
         )
 
 
-def drop_pages(file: mmap.mmap, start: int, stop: int) -> None:
-    """Let go of the memory of a mapped range; the operating system still caches the file."""
-    first = start - start % mmap.PAGESIZE
-    if stop > first:
-        file.madvise(mmap.MADV_DONTNEED, first, stop - first)
-
-
 def _small_record(file: mmap.mmap, records: Mapping[str, Record], name: str, limit: int, what: str) -> bytes:
     record = records.get(name)
     if record is None or record.size > limit:
@@ -211,7 +203,7 @@ def read_value(file: mmap.mmap, offset: int, length: int, what: str) -> object:
     """The plain Python value in an archive. CheckpointError when it is damaged or not made of plain values."""
     records = find_records(file, offset, length, what)
     data = _small_record(file, records, "data.pkl", PLAIN_VALUES.max_bytes, what)
-    return plain_value(read_pickle(data, PLAIN_VALUES, what), what)
+    return plain_from_pickle(read_pickle(data, PLAIN_VALUES, what), what)
 
 
 def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredTensor:
@@ -284,13 +276,3 @@ def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
     if not isinstance(value, tuple) or len(value) > 64:
         return False
     return all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def raw_bytes(array: np.ndarray) -> np.ndarray:
-    """The elements in row-major order as one uint8 array; a copy only if they do not lie so already."""
-    return np.ascontiguousarray(as_integers(array)).reshape(-1).view(np.uint8)
-
-
-def as_integers(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: NumPy copies those fast, and ml_dtypes element by element."""
-    return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array

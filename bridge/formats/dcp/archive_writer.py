@@ -33,8 +33,9 @@ from bridge.formats.dcp.archive import (
     UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent, plain_value
+from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent
 from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.plain import plain_value
 
 ALIGNMENT: Final = 64
 WIDE: Final = MAX32  # record sizes from here on are written with 64 bits
@@ -51,7 +52,7 @@ def value_archive(value: object, offset: int, what: str) -> bytes:
 
 
 def tensor_archive(dtype: np.dtype, sizes: tuple[int, ...], offset: int, crc: int) -> tuple[bytes, bytes]:
-    """What stands before and after the data of a chunk in row-major order, whose CRC-32 is `crc`."""
+    """The bytes before and after the data of a chunk in row-major order; crc: the CRC-32 of the data."""
     nbytes = math.prod(sizes) * dtype.itemsize
     return _around({"data.pkl": _description(dtype_name(dtype), sizes)}, nbytes, crc, offset)
 

@@ -77,7 +77,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What a DCP checkpoint holds and where. `extents[name][i]` holds `tensors[name].chunks[i]`.
+    """The contents of a DCP checkpoint and their places. `extents[name][i]` holds `tensors[name].chunks[i]`.
 
     Further places of a chunk or an object, where several ranks stored it, are in `copies[name, i]` and
     `object_copies[name]`.
@@ -93,7 +93,7 @@ class DcpMetadata:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one metadata file says; its chunks need not cover a tensor."""
+    """The contents of one metadata file; its chunks need not cover a tensor."""
 
     what: str
     tensors: Mapping[str, _Claim]

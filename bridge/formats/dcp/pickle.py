@@ -6,7 +6,7 @@ opcodes; classes and functions become Name, Call, Instance and Persistent record
 
 A small file can describe a large tree by referring to one tuple many times, so that hashing, comparing or printing it
 never ends. Hence only str, small int, bool, None and Instance are dict keys, error messages print no values, and
-`plain_value` counts what it copies.
+`plain_value` counts what is copied.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import gc
 import re
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Never
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.plain import MAX_NODES, plain_value
 
 _MAX_NAME = 200
-_MAX_DEPTH = 32
-_MAX_NODES = 1 << 20
-_MAX_TEXT = 128 << 20
-_MAX_INT_BYTES = 255  # what LONG1 can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Persistent:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a kind of pickle may contain: names of calls, instances and constants, persistent ids, and its size."""
+    """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size."""
 
     max_bytes: int
     calls: frozenset[str] = frozenset()
@@ -86,7 +84,7 @@ def read_pickle(data: bytes, vocabulary: Vocabulary, what: str) -> object:
     """Interpret one pickle of protocol 2, 4 or 5.
 
     Returns None, bool, int, float, str, list, tuple, dict, Name, Call, Instance or Persistent, nested (possibly sharing
-    or containing itself: copy with `plain_value`, or look at fields one by one). CheckpointError, beginning with
+    or containing itself: copy with `plain_from_pickle`, or look at fields one by one). CheckpointError, beginning with
     `what`, for anything else.
     """
     if len(data) > vocabulary.max_bytes:
@@ -122,7 +120,7 @@ class _Interpreter:
             _refuse("expected a pickle of protocol 2, 4 or 5")
         self.position = 2
         # One byte can make a record of a hundred. Of what DCP writes at most every fifth byte does.
-        budget = _MAX_NODES + len(data) // 4
+        budget = MAX_NODES + len(data) // 4
         # None of the files that could not hold so many at all is counted, which costs a tenth of the time.
         making = _MAKING if sum(data.count(code) for code in _MAKING) > budget else frozenset()
         while (code := data[self.position]) != _STOP:
@@ -134,7 +132,7 @@ class _Interpreter:
                 budget -= 1
                 if budget < 0:
                     _refuse(
-                        f"more than {_MAX_NODES + len(data) // 4} containers and memo entries in {len(data)} bytes"
+                        f"more than {MAX_NODES + len(data) // 4} containers and memo entries in {len(data)} bytes"
                     )
             operation(self)
         if self.position != len(data) - 1 or len(self.stack) != 1 or self.marks:
@@ -149,7 +147,7 @@ class _Interpreter:
         return self.data[start : self.position]
 
     def unsigned(self, size: int) -> int:
-        # As `raw`, without the call: this is most of what a pickle consists of.
+        # As `raw`, without the call: most of a pickle is such numbers.
         start = self.position
         self.position = stop = start + size
         if stop > len(self.data):
@@ -308,86 +306,21 @@ _BYTES: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
 PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT, "_codecs.encode"}) | _BYTES)
 
 
-def plain_value(value: object, what: str, *, binary: bool = False) -> object:
-    """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
-
-    A pickle's description of bytes becomes them; bytes as such are taken only if `binary`. CheckpointError, beginning
-    with `what`, for anything else, for trees deeper than 32 or above a million nodes, for more than 128 MiB of text and
-    bytes, each counted wherever it is referred to, integers above 255 bytes and text that is not valid Unicode.
-    """
-    budget, letters = _MAX_NODES, _MAX_TEXT
-    decoded: dict[int, bytes | None] = {}
-
-    def counted(text: str | bytes) -> str | bytes:
-        nonlocal letters
-        letters -= len(text)
-        if letters < 0:
-            raise CheckpointError(f"{what}: expected at most {_MAX_TEXT} characters and bytes, got more")
-        return text
-
-    def copy(node: object, depth: int) -> object:
-        nonlocal budget
-        budget -= 1
-        if budget < 0 or depth > _MAX_DEPTH:
-            raise CheckpointError(
-                f"{what}: expected at most {_MAX_NODES} values, nested {_MAX_DEPTH} deep, got more"
-            )
-        kind = type(node)
-        if node is None or kind in (bool, float):
-            return node
-        if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
-            return node
-        if isinstance(node, str) and kind is str and is_unicode(node):
-            return counted(node)
-        if isinstance(node, Call):
-            # Once for all its places: a small file may refer to a long one a million times.
-            data = decoded[id(node)] = decoded.get(id(node)) or _bytes_of(node)
-            if data is not None:
-                return counted(data)
-        if binary and isinstance(node, bytes) and kind is bytes:
-            return counted(node)
-        if isinstance(node, list) and kind is list:
-            return [copy(item, depth + 1) for item in node]
-        if isinstance(node, tuple) and kind is tuple:
-            return tuple([copy(item, depth + 1) for item in node])
-        if isinstance(node, dict) and kind is dict:
-            for key in node:
-                if type(key) not in (str, int, bool, type(None)):
-                    raise CheckpointError(
-                        f"{what}: expected dict keys that are str or int, got {type(key).__name__}"
-                    )
-            return {copy(key, depth + 1): copy(item, depth + 1) for key, item in node.items()}
-        raise CheckpointError(
-            f"{what}: expected None, bool, int, float, str, or list, tuple, dict of these, got {_kind(node)}"
-        )
-
-    return copy(value, 0)
+def plain_from_pickle(value: object, what: str) -> object:
+    """What `read_pickle` returned, as a plain value; descriptions of bytes become bytes. See `plain_value`."""
+    return plain_value(value, what, foreign=_bytes_or_name)
 
 
-def _bytes_of(call: Call) -> bytes | None:
-    """The bytes that a pickle describes, None if it describes something else."""
-    if call.name in _BYTES and call.args == ():
-        return b""
-    match call:
+def _bytes_or_name(node: object) -> bytes | str:
+    match node:
+        case Call(name=name, args=()) if name in _BYTES:
+            return b""
         case Call(name="_codecs.encode", args=(str(text), "latin1")):
-            try:
+            with suppress(UnicodeEncodeError):
                 return text.encode("latin1")
-            except UnicodeEncodeError:
-                return None
-    return None
-
-
-def is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(node: object) -> str:
-    if isinstance(node, Call | Instance):
-        return node.name
-    if isinstance(node, Name):
-        return node.dotted
+            return node.name
+        case Call() | Instance():
+            return node.name
+        case Name():
+            return node.dotted
     return type(node).__name__

@@ -14,16 +14,9 @@ from typing import Final, Self
 
 import numpy as np
 
+from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp.archive import (
-    BLOCK,
-    Record,
-    as_integers,
-    drop_pages,
-    find_tensor,
-    read_value,
-    verify_record,
-)
+from bridge.formats.dcp.archive import Record, find_tensor, read_value, verify_record
 from bridge.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
@@ -34,12 +27,14 @@ from bridge.formats.dcp.metadata import (
 )
 from bridge.formats.files.manifest import object_checksum
 from bridge.formats.files.mapped import (
+    BLOCK,
     ChunkIndex,
     Fetch,
     MappedFiles,
     array_for,
     box_of,
     copy_mapped,
+    drop_pages,
     lend_mapped,
     regular_file,
     small_file,

@@ -15,32 +15,31 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.base import (
-    Box,
     CheckpointError,
-    Elements,
     TensorInfo,
     TreePath,
     dtype_name,
+    flat_name,
     grid_of_chunks,
 )
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files.atomic import CommitOrAbort
-from bridge.formats.files.data_file import DataFiles
+from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    array_checksum,
     file_checksum,
     object_checksum,
     render_manifest,
     rest_checksum,
 )
-from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
+from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.regions import default_chunk_shape
 
-CHUNK_BYTES = 32 << 20
 _DATA_FILE = "__0_0.distcp"
 
 
@@ -52,19 +51,19 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
     """
 
     format = "dcp"
+    _sink: _Archives
 
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt | None = None) -> None:
         self._directory = WorkingDirectory(path, attempt or Attempt())
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
-        self._files = DataFiles(self._record)
         try:
-            self._data = self._files.open(self._directory.temporary / _DATA_FILE)
+            self._data = self._record.open(self._directory.temporary / _DATA_FILE)
         except BaseException:
             self.abort()
             raise
+        self._sink = _Archives(self._data)
         self._lock = threading.Lock()
-        self._extents: dict[str, tuple[Extent, ...]] = {}
         self._objects: dict[str, Extent] = {}
         self._object_checksums: dict[str, int] = {}
         self._object_paths: dict[str, TreePath] = {}
@@ -96,29 +95,10 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
         info = TensorInfo(name, tree_path, shape, dtype, chunks)
         with self._lock:
-            self._refuse_repeated(name)
-            extents = []
-            for box in chunks:
-                extents.append(self._next(tensor_archive_length(dtype, box.sizes, self._data.end)))
-            self._extents[name] = tuple(extents)
+            self._refuse_repeated(name, self._objects)
+            self._sink.reserve(info)
             self._record.declare(info)
         return info
-
-    def write(self, name: str, box: Box, array: Elements) -> None:
-        """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
-
-        KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
-        """
-        self._require_open()
-        number, parts = self._record.begin(name, box, array)
-        extent, crc = self._extents[name][number], 0
-        for part in parts:
-            crc = zlib.crc32(part.data, crc)
-        dtype = self._record.infos[name].dtype
-        before, after = tensor_archive(dtype, box.sizes, extent.offset, crc)
-        self._data.write_parts(extent.offset, [before, *(part.data for part in parts), after])
-        self._record.end(name, number, array_checksum(*parts))
-        self._files.wrote(extent.length)
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Store None, bool, int, float, str, or a list, tuple or dict of these (keys str, int, bool, None).
@@ -128,10 +108,11 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         self._require_open()
         name, tree_path = flat_name(path)
         with self._lock:
-            self._refuse_repeated(name)
+            self._refuse_repeated(name, self._objects)
             archive = value_archive(value, self._data.end, f"{self.path}: object {name!r}")
-            self._objects[name] = extent = self._next(len(archive))
-            self._data.write(extent.offset, archive)
+            offset = self._data.reserve(len(archive))
+            self._data.write(offset, archive)
+            self._objects[name] = Extent(_DATA_FILE, offset, len(archive))
             self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
 
@@ -140,10 +121,11 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 
         CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
         """
-        self._require_open()
         try:
+            self._require_open()
             self._record.require_complete()
-            metadata = DcpMetadata(self._record.infos, self._extents, self._objects, self._object_paths)
+            extents = self._sink.extents
+            metadata = DcpMetadata(self._record.infos, extents, self._objects, self._object_paths)
             folder = self._directory.temporary
             (folder / ".metadata").write_bytes(format_metadata(metadata))
             files = {
@@ -154,7 +136,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
-            self._files.close()
+            self._record.close()
             self._directory.commit()
         except BaseException:
             self.abort()
@@ -166,46 +148,48 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
-        self._files.close()
+        self._record.close()
         self._directory.abort()
 
     @property
     def ended(self) -> bool:
         return self._directory.ended
 
-    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
-        extent, dtype = self._extents[name][number], self._record.infos[name].dtype
-        found = self._data.read(extent.offset, extent.length)
-        start = len(tensor_archive(dtype, box.sizes, extent.offset, 0)[0])
-        data = found[start : start + box.numel * dtype.itemsize]
-        before, after = tensor_archive(dtype, box.sizes, extent.offset, zlib.crc32(data))
-        whole = found.startswith(before) and found.endswith(after) and len(found) == extent.length
-        return array_checksum(np.frombuffer(data, np.uint8)) if whole else None
 
-    def _next(self, length: int) -> Extent:
-        return Extent(_DATA_FILE, self._data.reserve(length), length)
+class _Archives:
+    """The archives of all chunks, one after the other in the data file; see `Sink`."""
 
-    def _require_open(self) -> None:
-        if self.ended:
-            raise CheckpointError(
-                f"{self.path}: expected an unfinished checkpoint, but it was committed or aborted"
-            )
+    def __init__(self, data: DataFile) -> None:
+        self._data = data
+        self.extents: dict[str, tuple[Extent, ...]] = {}
 
-    def _refuse_repeated(self, name: str) -> None:
-        if name in self._record.infos or name in self._objects:
-            raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
+    def reserve(self, info: TensorInfo) -> None:
+        """Lay out the chunks of a tensor. Not for several threads at once."""
+        extents = []
+        for box in info.chunks:
+            length = tensor_archive_length(info.dtype, box.sizes, self._data.end)
+            extents.append(Extent(_DATA_FILE, self._data.reserve(length), length))
+        self.extents[info.name] = tuple(extents)
 
+    def place(self, info: TensorInfo, number: int) -> Place:
+        extent = self.extents[info.name][number]
+        return Place(self._data, extent.offset, extent.length)
 
-def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """The largest block of whole rows within 32 MiB; a row above that is cut along the next axis in turn."""
-    block = [max(n, 1) for n in shape]
-    nbytes = dtype.itemsize
-    for n in block:
-        nbytes *= n
-    for axis, n in enumerate(block):
-        if nbytes <= CHUNK_BYTES:
-            break
-        per_index = nbytes // n
-        block[axis] = max(1, CHUNK_BYTES // per_index)
-        nbytes = per_index * block[axis]
-    return tuple(block)
+    def encode(
+        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
+    ) -> list[bytes | memoryview]:
+        # torch.load compares CRC-32, not the CRC-32C of the record.
+        crc32 = 0
+        for part in parts:
+            crc32 = zlib.crc32(part.data, crc32)
+        offset = self.extents[info.name][number].offset
+        before, after = tensor_archive(info.dtype, info.chunks[number].sizes, offset, crc32)
+        return [before, *(part.data for part in parts), after]
+
+    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
+        extent, box = self.extents[info.name][number], info.chunks[number]
+        start = len(tensor_archive(info.dtype, box.sizes, extent.offset, 0)[0])
+        elements = data[start : start + box.numel * info.dtype.itemsize]
+        before, after = tensor_archive(info.dtype, box.sizes, extent.offset, zlib.crc32(elements))
+        whole = data.startswith(before) and data.endswith(after) and len(data) == extent.length
+        return np.frombuffer(elements, np.uint8) if whole else None

@@ -6,12 +6,12 @@ A process killed half-way leaves the `.tmp-` directory, which `bridge.formats.op
 `replace` an existing `runs/step_10` stays as it is until the commit, where the two directories change places at once;
 then the old one, which is now called `.tmp-`, is removed.
 
-A checkpoint may also be one file: then `<payload>` in the working directory, and what else is there for it, is moved
-out of it.
+A checkpoint may also be one file. Then the file `<payload>` is moved out of the working directory, with its manifest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -23,9 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bridge.formats.files import renaming
-
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 
 
 def is_temporary(path: Path) -> bool:
@@ -42,7 +43,7 @@ def temporaries_of(path: Path) -> list[Path]:
 
 
 class CommitOrAbort(ABC):
-    """What appears whole on `commit()`, and never after `abort()`.
+    """Something that appears whole on `commit()`, and never after `abort()`.
 
     As a context manager: commits on a clean exit unless it has ended already, aborts on an exception.
     """
@@ -76,10 +77,10 @@ class AtomicDirectory(CommitOrAbort):
     """Write into `temporary`, then `commit()` to make it `path`, or `abort()` to leave no trace.
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at
-    construction and again at commit, unless `replace`: then it is kept until the commit. `resumed`: the working
-    directory of an earlier attempt, to go on with. `keep`: whether abort leaves the working directory, to be resumed;
-    one that is resumed is kept.
-    `payload`: the name, in `temporary`, of the one file that is to be `path`; `sidecar`: of one to go beside it.
+    construction and again at commit, unless `replace`: then the old checkpoint stays until the commit. `resumed`: the
+    working directory of an earlier attempt, to go on with. `keep`: whether abort leaves the working directory, to be
+    resumed; a resumed directory is always kept. `payload`: the name, in `temporary`, of the one file that becomes
+    `path`; `sidecar`: the name of the file that goes beside it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class AtomicDirectory(CommitOrAbort):
         self._new_parents = [p for p in self.path.parents if not p.exists()]
         found = next(p for p in self.path.parents if p.exists())
         if not found.is_dir():
-            raise NotADirectoryError(f"expected a directory at {found}, to hold {self.path}, found a file")
+            raise NotADirectoryError(f"{found} is a file: expected a directory, to hold {self.path}")
         self.temporary = resumed or self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self._open = True
         try:
@@ -133,9 +134,9 @@ class AtomicDirectory(CommitOrAbort):
         for parent in self._new_parents:
             fsync_directory(parent.parent)
         if self._payload is None and self.temporary.is_file():
-            # A directory replaced a file, which it now is.
+            # The directory took the place of a checkpoint in one file: the manifest beside that file must go with it.
             remove(sidecar_of(self.path))
-        # With `payload`, or where a checkpoint was replaced, something is left of it.
+        # The working directory still exists where one file was moved out of it, or a replaced checkpoint moved into it.
         remove(self.temporary)
 
     def abort(self) -> None:
@@ -153,12 +154,12 @@ class AtomicDirectory(CommitOrAbort):
         if self._payload is not None:
             self._appear_as_file(self.temporary / self._payload)
         elif self._replace and os.path.lexists(self.path):
-            renaming.exchange(self.temporary, self.path)
+            exchange(self.temporary, self.path)
         else:
             try:
                 os.rename(self.temporary, self.path)
             except OSError as error:
-                # An empty directory may give way, nothing else.
+                # rename replaces an empty directory, and fails for everything else that has the name.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 raise self._exists() from None
@@ -167,16 +168,17 @@ class AtomicDirectory(CommitOrAbort):
         beside, aside = sidecar_of(self.path), self.temporary / "replaced"
         replaced = self._replace and os.path.lexists(self.path)
         had = os.path.lexists(beside)
-        # The sidecar of one must never be beside the other: for a moment one that is replaced has none.
+        # No reader may find the manifest of one checkpoint beside the data of the other. So the old manifest goes
+        # first, and for a moment the old checkpoint has none.
         if had:
             os.rename(beside, aside)
         try:
             if replaced:
                 os.replace(payload, self.path)
             if self.sidecar is not None:
-                renaming.rename_new(self.temporary / self.sidecar, beside)
+                rename_new(self.temporary / self.sidecar, beside)
             if not replaced:
-                renaming.rename_new(payload, self.path)
+                rename_new(payload, self.path)
         except BaseException as error:
             if payload.exists():
                 beside.unlink(missing_ok=True)
@@ -187,19 +189,54 @@ class AtomicDirectory(CommitOrAbort):
             raise
 
     def _refuse_existing(self) -> None:
-        # lexists: a dangling symlink is something, too.
+        # lexists: a dangling link has the name, too.
         if not self._replace and os.path.lexists(self.path):
             raise self._exists()
         if self._payload is not None and self.path.is_dir() and not self.path.is_symlink():
             raise IsADirectoryError(
-                f"expected a file to replace at {self.path}, found a directory: remove it first, or choose another name"
+                f"{self.path} is a directory, and one file cannot replace it: remove it first, or choose another name"
             )
 
     def _exists(self) -> FileExistsError:
         return FileExistsError(
-            f"expected no file or directory at {self.path}, found one: remove it first, choose another name, or "
-            "ask for it to be replaced"
+            f"{self.path} exists already: remove it first, choose another name, or ask for it to be replaced"
         )
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Exchange two names, at once where the system can; elsewhere the old name is missing for a moment."""
+    if _renameat2(new, old, _RENAME_EXCHANGE):
+        return
+    aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(old, aside)
+    try:
+        os.rename(new, old)
+    except BaseException:
+        os.rename(aside, old)
+        raise
+    os.rename(aside, new)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Give the file or directory the new name, at once. FileExistsError when something has that name."""
+    if _renameat2(source, target, _RENAME_NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    os.rename(source, target)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Rename with these flags; False where system or file system do not know them. OSError when the renaming failed."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
 
 
 def sidecar_of(path: Path) -> Path:

@@ -23,17 +23,10 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.files.atomic import fsync_directory
-from bridge.formats.files.working import ChunkRecord
-
-SYNC_BYTES = 256 << 20
-"""Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
-
-
 BLOCK: Final = max(4096, mmap.PAGESIZE)
-"""What direct writing wants offsets, lengths and memory to be multiples of, whatever the disk.
+"""Direct writing needs offsets, lengths and memory that are multiples of this number, on any disk.
 
-Whole pages of the cache, so that none of them holds what is written directly beside a head or a tail.
+It is a whole number of pages, so that no page of the cache holds both directly written bytes and a head or a tail.
 """
 
 _DIRECT_BYTES: Final = 1 << 20
@@ -53,7 +46,10 @@ _BUFFERS = _Buffers()
 
 
 class DataFile:
-    """Places are reserved one after the other, then filled. An existing file is written over, not emptied."""
+    """Places are reserved one after the other, then filled. An existing file is written over, not emptied.
+
+    Each file takes two descriptors; see `allow_open_files`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,7 +86,7 @@ class DataFile:
             offset += len(part)
 
     def read(self, offset: int, length: int) -> bytes:
-        """What is in a reserved place; less where the file is shorter."""
+        """The bytes of a reserved place; fewer where the file is shorter."""
         parts = []
         while length and (part := os.pread(self._descriptor, length, offset)):
             parts.append(part)
@@ -123,20 +119,10 @@ class DataFile:
             if self._direct is not None:
                 written = os.pwrite(self._direct, piece, offset)
         except OSError as error:
-            # Some file systems allow the opening, and then not the writing.
+            # Some file systems allow opening with O_DIRECT, and refuse writing.
             if error.errno != errno.EINVAL:
                 raise
         _pwrite(self._descriptor, piece[written:], offset + written)
-
-
-def _allow_open_files(count: int) -> None:
-    """Let this process open so many files beside those that it has, as far as the system allows it to."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _open_direct(path: Path) -> int | None:
@@ -155,65 +141,11 @@ def _pwrite(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-class DataFiles:
-    """The data files of one checkpoint. Chunks that `record` counts as written are noted in its journal once synced."""
-
-    def __init__(self, record: ChunkRecord) -> None:
-        self._record = record
-        self._files: list[DataFile] = []
-        self._lock = threading.Lock()
-        self._syncing = threading.Lock()
-        self._lost: OSError | None = None
-        self._unsynced = 0
-        self._closed = False
-        self._entered = False
-
-    def open(self, path: Path) -> DataFile:
-        """One more file. Before any is written to."""
-        _allow_open_files(2 * (len(self._files) + 1))
-        self._files.append(DataFile(path))
-        return self._files[-1]
-
-    def wrote(self, length: int) -> None:
-        """Count so many bytes as written, all of their chunks in `record`; sync when there are many."""
-        with self._lock:
-            self._unsynced += length
-            if self._unsynced < SYNC_BYTES:
-                return
-            self._unsynced = 0
-        self.sync()
-
-    def sync(self) -> None:
-        """Bring to disk what is written, then note it in the journal.
-
-        OSError when the disk fails, and at every call from then on: the system says once that it lost something.
-        """
-        with self._syncing:
-            if self._lost is not None:
-                raise self._lost
-            written = self._record.take_written()
-            try:
-                for file in self._files:
-                    file.sync()
-                if not self._entered:
-                    self._sync_entries()
-            except OSError as error:
-                self._lost = error
-                raise
-            self._record.synced(written)
-
-    def _sync_entries(self) -> None:
-        """Bring to disk that the files, and the directories they are in, are there."""
-        top = self._record.path.parent
-        for directory in {d for file in self._files for d in file.path.parents if d.is_relative_to(top)}:
-            fsync_directory(directory)
-        self._entered = True
-
-    def close(self) -> None:
-        """Let go of the files. What stays when the attempt fails is brought to disk and noted before."""
-        if self._record.kept and not self._closed:
-            with suppress(OSError):
-                self.sync()
-        self._closed = True
-        for file in self._files:
-            file.close()
+def allow_open_files(count: int) -> None:
+    """Let this process open so many files beside those that it has, as far as the system allows it to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

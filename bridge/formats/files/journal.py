@@ -5,8 +5,8 @@
         ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
         ["model.w", 1, 328867073]
 
-A line is written once its chunk has been synced; a last line cut short is not counted. While its writer lives the
-file is locked, so that nobody else resumes or removes it.
+A line is written once its chunk has been synced; a last line cut short is not counted. The writer locks the journal
+while it lives, so that nobody else resumes or removes the directory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0
 
 Key = Mapping[str, str]
-"""What identifies a conversion: two that agree in every entry write the same."""
+"""Entries that identify a conversion: two conversions that agree in all of them write the same bytes."""
 
 Done = dict[str, dict[int, int]]
-"""For each tensor the CRC-32C of the chunks that are on disk, by their number."""
+"""For each tensor the CRC-32C of the chunks that are on disk, by the number of the chunk."""
 
 
 @dataclass
@@ -44,14 +44,14 @@ class Journal:
 
     @classmethod
     def create(cls, directory: Path, key: Key) -> Self:
-        """A new one in a working directory, locked. CheckpointError when another process holds the lock."""
+        """A new journal in a working directory, locked. CheckpointError when another process holds the lock."""
         descriptor = os.open(
             directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644
         )
         try:
             if not _lock(descriptor):
                 raise CheckpointError(
-                    f"{directory}: expected to be its only user, found it locked: try again"
+                    f"{directory} is locked by another process: expected to be its only user, try again"
                 )
             _write(descriptor, json.dumps(dict(key)).encode() + b"\n")
         except BaseException:
@@ -72,7 +72,7 @@ class Journal:
 def resume(path: Path, key: Key) -> Journal | None:
     """The journal of an unfinished checkpoint that was to become `path`, locked; None when there is none.
 
-    CheckpointError when there are some, but not of this key, or one is in use.
+    CheckpointError when unfinished checkpoints are there but none has this key, or when a writer still uses one.
     """
     differences = []
     for directory in temporaries_of(path):
@@ -98,8 +98,8 @@ def resume(path: Path, key: Key) -> Journal | None:
             if key.get(name) != found.get(name)
         ]
         raise CheckpointError(
-            f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that one as it "
-            "was begun, or start anew without resuming"
+            f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that conversion "
+            "with its own source and options, or start anew without resuming"
         )
     return None
 
@@ -111,7 +111,8 @@ def abandoned(path: Path) -> list[Path]:
         try:
             descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
         except (FileNotFoundError, NotADirectoryError):
-            # A replaced checkpoint that was not removed any more; or a directory made this moment.
+            # No journal: a writer was killed while it removed a replaced checkpoint, or a writer has made the directory
+            # this moment. Only the age tells the two apart.
             if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
                 found.append(directory)
             continue
@@ -144,7 +145,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
-    """Key and finished chunks of a journal, and the length of what is whole of it; no key if it is damaged."""
+    """Key and finished chunks of a journal, and the length of its whole lines; no key if the journal is damaged."""
     head, newline, body = data.partition(b"\n")
     length = len(head) + len(newline)
     try:

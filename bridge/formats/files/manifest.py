@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
 from bridge.formats.files.atomic import sidecar_of
@@ -85,7 +84,7 @@ def manifest_path(checkpoint: Path) -> Path:
 
 
 def require_own(path: Path) -> None:
-    """CheckpointError when there is a file at the place of a manifest that is none: it must not be written over."""
+    """CheckpointError when a file that is no manifest has the manifest's place: that file must not be overwritten."""
     if not os.path.lexists(path):
         return
     start = b""
@@ -94,20 +93,9 @@ def require_own(path: Path) -> None:
             start = file.read(256)
     if _MARK.encode() not in start:
         raise CheckpointError(
-            f"expected no file at {path}, where the manifest of the checkpoint goes, found one that is no manifest: "
-            "move it away, or choose another name for the checkpoint"
+            f"{path} is in the place of the checkpoint's manifest, and is no manifest: move that file away, or choose "
+            "another name for the checkpoint"
         )
-
-
-def array_checksum(*parts: np.ndarray) -> int:
-    """CRC-32C of the elements of arrays, each in row-major order; copies one only if they do not lie so already."""
-    crc = 0
-    for part in parts:
-        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        # The C extension takes read-only buffers.
-        flat.flags.writeable = False
-        crc = int(google_crc32c.extend(crc, flat)) if flat.size else crc
-    return crc
 
 
 def object_checksum(value: object) -> int:

@@ -19,10 +19,12 @@ from typing import TypeAlias
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo
-from bridge.formats.dcp.archive import BLOCK, drop_pages
 
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""
+
+BLOCK = 8 << 20
+"""Bytes of a mapped file that are looked at in one go, so that little of the file is in memory."""
 
 _MAX_OPEN_FILES = 64
 _SNAPSHOTS = "snapshots"
@@ -164,6 +166,13 @@ def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
         raise CheckpointError(
             f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"
         ) from error
+
+
+def drop_pages(file: mmap.mmap, start: int, stop: int) -> None:
+    """Let go of the memory of a mapped range; the operating system still caches the file."""
+    first = start - start % mmap.PAGESIZE
+    if stop > first:
+        file.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
 def lend_mapped(source: np.ndarray, file: mmap.mmap, start: int) -> Loan | None:

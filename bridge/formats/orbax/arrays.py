@@ -48,7 +48,7 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, IndexError, TypeError, MemoryError) as error:
-        # What the system says of a file in a working directory names something that is gone when it is read.
+        # Without the file's name: it is in a working directory, which is gone when the user reads the message.
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = said.splitlines()[0][:500] if said else type(error).__name__
         raise CheckpointError(f"{what}: {text}") from error
@@ -87,8 +87,9 @@ def store_spec(item: Path, *, ocdbt: bool, create: bool = False) -> Spec:
 class ArrayLayout:
     """How one array is stored.
 
-    stored_chunk: shape of what one chunk key holds. chunk: shape of what is decoded on its own, and so the reader's
-    chunk; they differ only for shards with several inner chunks. raw, checksum: see the module docstring.
+    stored_chunk: shape of the block that one key holds. chunk: shape of the block that is decoded on its own, which is
+    the reader's chunk; the two differ only for shards with several inner chunks. raw, checksum: see the head of the
+    module.
     """
 
     key: str

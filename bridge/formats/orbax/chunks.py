@@ -1,4 +1,4 @@
-"""Chunks of many arrays in one OCDBT store; several stores joined into one.
+"""How a chunk of an Orbax checkpoint is stored, and how the stores of several processes become one.
 
 A chunk's value, zarr3's `sharding_indexed` with one inner chunk, which is Orbax's own form with a checksum added:
 
@@ -17,17 +17,17 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.dcp.archive import as_integers, raw_bytes
-from bridge.formats.files.manifest import array_checksum
-from bridge.formats.files.working import ChunkRecord
+from bridge.formats.arrays import array_checksum, as_integers, raw_bytes
+from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.files.data_file import DataFile
+from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import OcdbtWriter
 
@@ -42,56 +42,56 @@ def process_store(item: Path, process: int) -> Path:
 
 
 class ChunkStore:
-    """An OCDBT store that chunks are written to, by any number of threads.
+    """The chunks of all arrays in one OCDBT store; see `Sink`.
 
-    complete: all chunks of the arrays will be written here, so that their places follow from the arrays alone; else
-    each gets a place when it is written.
+    open_file: opens the store's data file, which its caller syncs and closes. complete: all chunks of the arrays will
+    be written here, so that their places follow from the arrays alone; else each gets a place when it is written.
     """
 
-    def __init__(self, directory: Path, record: ChunkRecord, *, complete: bool) -> None:
-        self._store = OcdbtWriter(directory, record)
+    def __init__(self, directory: Path, open_file: Callable[[Path], DataFile], *, complete: bool) -> None:
+        self._store = OcdbtWriter(directory, open_file)
         self._complete = complete
+        self._layouts: dict[str, ArrayLayout] = {}
         self._lock = threading.Lock()
 
-    def declare(self, layout: ArrayLayout) -> None:
-        """An array, whose chunks are to come. Not for several threads at once."""
+    def declare(self, name: str, layout: ArrayLayout) -> None:
+        """The array of a tensor, whose chunks are to come. Not for several threads at once."""
+        self._layouts[name] = layout
         self._store.put(metadata_key(layout.key, zarr3=True), json.dumps(layout.metadata()).encode())
         if self._complete:
             for key in layout.stored_keys():
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
 
-    def write(self, layout: ArrayLayout, box: Box, parts: list[np.ndarray]) -> int:
-        """Store one chunk, given as bytes in parts; the CRC-32C of its elements. They may be changed afterwards."""
-        key = _key(layout, box)
+    def place(self, info: TensorInfo, number: int) -> Place:
+        layout = self._layouts[info.name]
+        low = info.chunks[number].offsets
+        key = layout.chunk_key(tuple(o // n for o, n in zip(low, layout.chunk, strict=True)))
         if not self._complete:
+            # Only now is it known that this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
-        crc = crc_stored = array_checksum(*parts)
+        return self._store.places[key]
+
+    def encode(
+        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
+    ) -> list[bytes | memoryview]:
+        layout, box = self._layouts[info.name], info.chunks[number]
+        # zarr stores chunks in full, also at the upper ends of an array; the trailer's checksum is of the padded bytes.
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
-            crc_stored = array_checksum(*parts)
-        self._store.write(key, [*(part.data for part in parts), _trailer(layout, crc_stored)])
-        return crc
+            crc = array_checksum(*parts)
+        return [*(part.data for part in parts), _trailer(layout, crc)]
 
-    def crc_on_disk(self, layout: ArrayLayout, box: Box) -> int | None:
-        """The CRC-32C of the elements that are in the place of a chunk now, None if it is not whole."""
-        found = self._store.read(_key(layout, box))
-        data = np.frombuffer(found[: layout.chunk_bytes], np.uint8)
-        if found[layout.chunk_bytes :] != _trailer(layout, array_checksum(data)):
+    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
+        layout, box = self._layouts[info.name], info.chunks[number]
+        stored = np.frombuffer(data[: layout.chunk_bytes], np.uint8)
+        if data[layout.chunk_bytes :] != _trailer(layout, array_checksum(stored)):
             return None
-        return array_checksum(data.view(layout.dtype).reshape(layout.chunk)[tuple(map(slice, box.sizes))])
+        return stored.view(layout.dtype).reshape(layout.chunk)[tuple(map(slice, box.sizes))]
 
-    def wrote(self, layout: ArrayLayout) -> None:
-        """Count one more chunk of an array as written; see `DataFiles.wrote`."""
-        self._store.wrote(layout.chunk_bytes)
-
-    def finish(self) -> None:
-        """Bring everything to disk; what was written until now can be read."""
-        self._store.finish()
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._store.close()
+    def finish(self, sync: Callable[[], None]) -> None:
+        """Write the index, so that everything written until now can be read. sync: brings the data file to disk."""
+        self._store.finish(sync)
 
 
 def join_stores(item: Path, processes: Iterable[int]) -> None:
@@ -117,10 +117,6 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
                     )
             store.experimental_copy_range_to(own.with_transaction(transaction)).result()
         transaction.commit_async().result()
-
-
-def _key(layout: ArrayLayout, box: Box) -> str:
-    return layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
 
 
 def _trailer(layout: ArrayLayout, crc: int) -> bytes:

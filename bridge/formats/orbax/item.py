@@ -28,11 +28,11 @@ def is_unfinished(path: Path) -> bool:
 def find_item(path: Path) -> Path:
     """The directory that holds `_METADATA`: `path` or the only one at most two levels below it.
 
-    CheckpointError when there is none, or several.
+    CheckpointError when no directory has it, or several do.
     """
     if is_unfinished(path):
         raise CheckpointError(
-            f"{path} is a checkpoint that was never finished (its writer stopped half-way): use an earlier one"
+            f"{path} is a checkpoint that was never finished (its writer stopped half-way): use an earlier checkpoint"
         )
     if (path / TREE_FILE).is_file():
         return path

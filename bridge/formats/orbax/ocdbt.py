@@ -1,13 +1,19 @@
-"""Makes OCDBT stores: a manifest, one B-tree node with all keys, and one data file with the values.
+"""OCDBT stores, written, and checked before they are read: a manifest, B-tree nodes with all keys, data files.
 
-    <store>/manifest.ocdbt        where the node is
+    <store>/manifest.ocdbt        where the root node is
     <store>/d/3f2a...             value | value | ... | node
 
-    node    magic, length, version, compression | height | data files | entries | CRC-32C
-    entry   key (without what it shares with the one before), length of the value, inline or at an offset of the file
+    node    magic, length, version, compression | body, perhaps zstd | CRC-32C
+    body    height | data files | number of entries | shared lengths | other lengths | ...
+    key     what it shares with the key before it, and the rest: "layers/0/w", (9) "v", (7) "1/w", ...
+    entry   key, length of the value, and the value itself or its offset in a data file
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/ ("Storage format"). tensorstore itself writes values through
-memory, a transaction at a time; here a value's place is known before its bytes, which go straight to the file.
+memory, a transaction at a time; `OcdbtWriter` knows a value's place before its bytes, which go straight to the file.
+
+tensorstore decodes the nodes of stores that are read. `NodeBudget` counts first what they claim to hold: a key that
+shares all but a byte with the one before takes a byte of the node and all of its length in memory, so that a node of
+263 kB held keys of 4 GB.
 """
 
 from __future__ import annotations
@@ -17,14 +23,18 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 import google_crc32c
+import numpy as np
 import tensorstore as ts
+import zstandard
 
-from bridge.formats.files.data_file import DataFiles
-from bridge.formats.files.working import ChunkRecord
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.data_file import DataFile
+from bridge.formats.files.record import Place
 
 MANIFEST = "manifest.ocdbt"
 MAX_INLINE = 1024
@@ -37,65 +47,65 @@ _CONFIG = {
     "compression": {"id": "zstd"},
 }
 
+_HEADER: Final = 4 + 8  # magic and length
+_CRC: Final = 4
+_LONGEST: Final = 5  # bytes of a number below 2**35
+
+_FREE_ENTRIES: Final = 1 << 18
+_ENTRIES_PER_BYTE: Final = 4
+_FREE_KEYS: Final = 64 << 20
+_KEYS_PER_BYTE: Final = 256
+_FREE_BODY: Final = 64 << 20
+_BODY_PER_BYTE: Final = 64
+_PART: Final = 1 << 20
+
 
 class OcdbtWriter:
     """A new store in a directory, or one begun by an earlier attempt, whose data file is taken over.
 
-    Declare every value with `reserve` or `put`, in the same order at every attempt; fill the reserved places, by any
-    number of threads; then `finish`.
+    open_file: opens the data file, which its caller syncs and closes. Declare every value with `reserve` or `put`, in
+    the same order at every attempt; fill the reserved `places`, by any number of threads; then `finish`.
     """
 
-    def __init__(self, directory: Path, record: ChunkRecord) -> None:
+    def __init__(self, directory: Path, open_file: Callable[[Path], DataFile]) -> None:
         self._directory = directory
         folder = directory / "d"
         folder.mkdir(parents=True, exist_ok=True)
         earlier = sorted(os.listdir(folder))
         self._name = earlier[0] if earlier else secrets.token_hex(16)
-        self._files = DataFiles(record)
-        self._file = self._files.open(folder / self._name)
+        self._file = open_file(folder / self._name)
         self._inline: dict[str, bytes] = {}
-        self._places: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, Place] = {}
 
     def put(self, key: str, value: bytes) -> None:
         """A small value, of at most MAX_INLINE bytes, kept in the node; a larger one goes to the data file."""
         if len(value) <= MAX_INLINE:
             self._inline[key] = value
         else:
-            self.reserve(key, len(value))
-            self.write(key, [value])
+            self._file.write(self.reserve(key, len(value)).offset, value)
 
-    def reserve(self, key: str, length: int) -> None:
+    def reserve(self, key: str, length: int) -> Place:
         """Room in the data file for a value of so many bytes."""
-        self._places[key] = self._file.reserve(length, _ALIGNMENT), length
+        self.places[key] = Place(self._file, self._file.reserve(length, _ALIGNMENT), length)
+        return self.places[key]
 
-    def write(self, key: str, parts: Iterable[bytes | memoryview], start: int = 0) -> None:
-        """Fill a reserved place, from its byte `start` on, with parts that follow each other."""
-        self._file.write_parts(self._places[key][0] + start, parts)
-
-    def read(self, key: str) -> bytes:
-        """What is in a reserved place; less where the file is shorter."""
-        return self._file.read(*self._places[key])
-
-    def wrote(self, length: int) -> None:
-        """Count so many bytes as written; see `DataFiles.wrote`."""
-        self._files.wrote(length)
-
-    def finish(self) -> None:
-        """Write node and manifest, and bring everything to disk: now the store can be opened."""
+    def finish(self, sync: Callable[[], None]) -> None:
+        """Write node and manifest: from here on the store can be opened. sync: brings the data file to disk."""
         end = self._file.end
         path = f"d/{self._name}"
-        node = _leaf_node(path, self._inline, self._places)
+        node = _leaf_node(path, self._inline, self.places)
         start = self._file.reserve(len(node))
         self._file.write(start, node)
-        self._files.sync()
+        # Before the manifest: it must not lead to a node or to values that the disk does not have.
+        sync()
         # Another `finish` after more values writes another node.
         self._file.end = end
         root = {
             "location": f"btreenode::{path}:{start}:{len(node)}",
             "statistics": {
-                "num_keys": len(self._inline) + len(self._places),
+                "num_keys": len(self._inline) + len(self.places),
                 "num_tree_bytes": len(node),
-                "num_indirect_value_bytes": sum(length for _, length in self._places.values()),
+                "num_indirect_value_bytes": sum(place.length for place in self.places.values()),
             },
         }
         version = {"generation_number": 1, "root_height": 0, "commit_time": time.time_ns(), "root": root}
@@ -105,18 +115,14 @@ class OcdbtWriter:
         )
         (self._directory / MANIFEST).write_bytes(manifest)
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._files.close()
 
-
-def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, tuple[int, int]]) -> bytes:
+def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, Place]) -> bytes:
     """The node with all keys, uncompressed."""
     keys = sorted([*inline, *places], key=str.encode)
     encoded = [key.encode() for key in keys]
     shared = [_common(a, b) for a, b in itertools.pairwise(encoded)]
     suffixes = [key[n:] for key, n in zip(encoded, [0, *shared], strict=True)]
-    lengths = [len(inline[key]) if key in inline else places[key][1] for key in keys]
+    lengths = [len(inline[key]) if key in inline else places[key].length for key in keys]
     stored = [key for key in keys if key in places]
     body = b"".join(
         (
@@ -129,7 +135,7 @@ def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, tuple[int,
             _varints(lengths),
             bytes(key in places for key in keys),
             bytes(len(stored)),  # number of the data file, of each value in it
-            _varints(places[key][0] for key in stored),
+            _varints(places[key].offset for key in stored),
             *(inline[key] for key in keys if key in inline),
         )
     )
@@ -162,3 +168,100 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+class NodeBudget:
+    """What all nodes of a store may hold, by their bytes on disk; some of it is free, for small stores."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._stored = self._entries = self._keys = 0
+
+    def take(self, node: bytes, prefix: int) -> None:
+        """Count a node whose keys continue `prefix` bytes of the nodes above.
+
+        CheckpointError when it cannot be counted, or there is more than belongs into that many bytes.
+        """
+        self._stored += len(node)
+        # Before the keys are looked at: so many numbers take memory, too.
+        most = _FREE_ENTRIES + _ENTRIES_PER_BYTE * self._stored - self._entries
+        entries, keys = entries_and_keys(node, most, self._what)
+        self._entries += entries
+        self._keys += keys + entries * prefix
+        limit = _FREE_KEYS + _KEYS_PER_BYTE * self._stored
+        if self._keys > limit:
+            raise CheckpointError(
+                f"{self._what}: expected at most {limit} bytes of keys in {self._stored} bytes of B-tree nodes, got "
+                f"{self._keys}"
+            )
+
+
+def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
+    """The number of entries of an encoded node, and the bytes of all their keys together.
+
+    CheckpointError, beginning with `what`, for a malformed node, and for one of more than `most` entries.
+    """
+    try:
+        numbers = _Numbers(np.frombuffer(node, np.uint8)[_HEADER:-_CRC])
+        numbers.next(1)  # version
+        compressed = numbers.next(1)
+        body = numbers.left.tobytes()
+        if compressed:
+            body = _decompressed(body)
+        numbers = _Numbers(np.frombuffer(body, np.uint8)[1:])
+        files = _counted(numbers, most, "files")
+        numbers.next(files - 1)  # what each name shares with the one before
+        names = numbers.next(files)
+        numbers.next(files)  # of these bytes, the folder's
+        numbers.skip(names)
+        entries = _counted(numbers, most, "entries")
+        return entries, numbers.next(entries - 1) + numbers.next(entries)
+    except (IndexError, ValueError, zstandard.ZstdError) as error:
+        raise CheckpointError(f"{what}: malformed or truncated B-tree node: {error}") from error
+
+
+def _counted(numbers: _Numbers, most: int, kind: str) -> int:
+    count = numbers.next(1)
+    if count > most:
+        raise ValueError(f"expected at most {most} {kind} more, got {count}")
+    return count
+
+
+def _decompressed(data: bytes) -> bytes:
+    most = _FREE_BODY + _BODY_PER_BYTE * len(data)
+    body = bytearray()
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        while part := reader.read(_PART):
+            body += part
+            if len(body) > most:
+                raise ValueError(f"expected at most {most} bytes in {len(data)} compressed ones, got more")
+    return bytes(body)
+
+
+class _Numbers:
+    """Numbers of seven bits a byte, the lowest first, of which only sums are of interest."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.left = data
+
+    def next(self, count: int) -> int:
+        """The sum of the next numbers; none for a `count` below one."""
+        if count < 1:
+            return 0
+        window = self.left[: _LONGEST * min(count, len(self.left))]
+        ends = np.flatnonzero(window < 0x80)[:count] + 1
+        if len(ends) < count:
+            raise ValueError(f"expected {count} numbers, found {len(ends)}")
+        starts = np.concatenate(([0], ends[:-1]))
+        places = np.arange(ends[-1]) - np.repeat(starts, ends - starts)
+        if places.max() >= _LONGEST:
+            raise ValueError("a number that is too large")
+        total = int(((window[: ends[-1]] & 0x7F) * np.exp2(7 * places)).sum())
+        self.left = self.left[ends[-1] :]
+        return total
+
+    def skip(self, count: int) -> None:
+        """Leave out so many bytes."""
+        if count > len(self.left):
+            raise ValueError("names of files that are longer than the node")
+        self.left = self.left[count:]

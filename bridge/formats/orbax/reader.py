@@ -26,10 +26,18 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp.archive import BLOCK, as_integers, drop_pages
-from bridge.formats.dcp.pickle import is_unicode
-from bridge.formats.files.mapped import Fetch, copy_mapped, files_below, lend_mapped, regular_file, small_file
+from bridge.formats.arrays import as_integers
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, is_unicode
+from bridge.formats.files.mapped import (
+    BLOCK,
+    Fetch,
+    copy_mapped,
+    drop_pages,
+    files_below,
+    lend_mapped,
+    regular_file,
+    small_file,
+)
 from bridge.formats.orbax.arrays import (
     MANIFEST,
     MAX_INNER_CHUNKS,

@@ -24,8 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
-from bridge.formats.dcp.pickle import is_unicode
+from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path, is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -154,7 +153,7 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
 
 
 def _empty_kind(value: object) -> str | None:
-    """What stock Orbax calls a value that holds nothing; None for others."""
+    """The name that stock Orbax has for a value that holds nothing; None for other values."""
     if value is None:
         return "None"
     names: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}

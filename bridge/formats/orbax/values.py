@@ -21,7 +21,7 @@ import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import Fetch, MappedFiles
-from bridge.formats.orbax.ocdbt_nodes import NodeBudget
+from bridge.formats.orbax.ocdbt import NodeBudget
 
 _MAX_DEPTH = 16
 
@@ -76,7 +76,7 @@ def stored_sizes(
 ) -> Iterator[tuple[str, int]]:
     """The bytes of values that are not inline: at these places of an OCDBT store, or of files by their keys if None.
 
-    CheckpointError for a file that is no regular one inside of the item: tensorstore follows any link.
+    CheckpointError unless each is a regular file inside of the item: tensorstore follows any link.
     """
     home = item.resolve()
     for key in keys:

@@ -35,9 +35,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.base import (
-    Box,
     CheckpointError,
-    Elements,
     TensorInfo,
     TreePath,
     dtype_name,
@@ -55,7 +53,8 @@ from bridge.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
-from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory
+from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.working import Attempt, WorkingDirectory
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
@@ -70,11 +69,13 @@ _HANDLERS = {
 
 
 class OrbaxPart(RecordedChunks):
-    """What one process writes of a checkpoint: tensors are declared by every process, each chunk is written by one.
+    """The share of one process in writing a checkpoint: every process declares all tensors, one writes each chunk.
 
     path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
     to write to, None where there is only one. Writing is thread-safe.
     """
+
+    _sink: ChunkStore
 
     def __init__(self, path: Path, item: Path, process: int | None, journal: Journal | None = None) -> None:
         self.path = path
@@ -82,12 +83,11 @@ class OrbaxPart(RecordedChunks):
         self._process = process
         self._record = ChunkRecord(path, journal)
         directory = item if process is None else process_store(item, process)
-        self._store = ChunkStore(directory, self._record, complete=process is None)
+        self._sink = ChunkStore(directory, self._record.open, complete=process is None)
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}
-        self._state: Literal["open", "failed", "closed"] = "open"
-        self._failure: BaseException | None = None
+        self._ended = False
 
     def add_tensor(
         self,
@@ -126,32 +126,14 @@ class OrbaxPart(RecordedChunks):
             self._claims.add(leaf)
             self._layouts[name] = array
             self._record.declare(info)
-            self._store.declare(array)
+            self._sink.declare(name, array)
         return info
-
-    def write(self, name: str, box: Box, array: Elements) -> None:
-        """Store one chunk; see `CheckpointWriter.write`. The array may be changed afterwards."""
-        self._require_open()
-        number, parts = self._record.begin(name, box, array)
-        layout = self._layouts[name]
-        try:
-            with explain(f"{self.path}: tensor {name!r}: cannot write {box}"):
-                crc = self._store.write(layout, box, parts)
-                self._record.end(name, number, crc)
-                self._store.wrote(layout)
-        except BaseException as error:
-            self._failure = self._failure or error
-            self._state = "failed"
-            raise
-
-    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
-        return self._store.crc_on_disk(self._layouts[name], box)
 
     def finish(self) -> None:
         """Commit what this process wrote to disk."""
         self._require_open()
         with explain(f"{self.path}: cannot finish the array store"):
-            self._store.finish()
+            self._sink.finish(self._record.sync)
             if self._process is not None:
                 part = Manifest("orbax", self._record.manifest(), {}, {})
                 self._item.mkdir(exist_ok=True)
@@ -159,18 +141,13 @@ class OrbaxPart(RecordedChunks):
 
     def abort(self) -> None:
         """Forget what is not on disk yet. Does nothing after commit or abort."""
-        if self._state != "closed":
-            self._state = "closed"
-            self._store.close()
+        if not self._ended:
+            self._ended = True
+            self._record.close()
 
-    def _require_open(self) -> None:
-        if self._state != "open":
-            reason = (
-                f"a write failed: {self._failure}"
-                if self._state == "failed"
-                else "it was committed or aborted"
-            )
-            raise CheckpointError(f"{self.path}: expected an unfinished checkpoint, but {reason}")
+    @property
+    def ended(self) -> bool:
+        return self._ended
 
 
 class OrbaxWriter(OrbaxPart, CommitOrAbort):
@@ -233,7 +210,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             if not processes:
                 self._record.require_complete()
             with explain(f"{self.path}: cannot finish the array store"):
-                self._store.finish()
+                self._sink.finish(self._record.sync)
             if processes:
                 join_stores(self._item, processes)
             self._require_stored(processes)
@@ -243,17 +220,13 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         except BaseException:
             self.abort()
             raise
-        self._state = "closed"
-        self._store.close()
+        self._ended = True
+        self._record.close()
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
         super().abort()
         self._directory.abort()
-
-    @property
-    def ended(self) -> bool:
-        return self._state == "closed"
 
     def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""

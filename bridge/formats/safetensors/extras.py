@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bridge.formats.base import TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
-from bridge.formats.dcp.pickle import plain_value
+from bridge.formats.plain import plain_value
 
 EXTRAS_KEY: Final = "twinshard"
 

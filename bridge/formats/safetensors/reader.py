@@ -17,8 +17,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, check_coverage
-from bridge.formats.dcp.archive import as_integers
 from bridge.formats.files.mapped import (
     ChunkIndex,
     Fetch,

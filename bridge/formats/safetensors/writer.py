@@ -13,29 +13,34 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, TreePath, grid_of_chunks
-from bridge.formats.dcp.writer import default_chunk_shape
+from bridge.formats.base import (
+    CheckpointError,
+    TensorInfo,
+    TreePath,
+    flat_name,
+    grid_of_chunks,
+)
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
-from bridge.formats.files.data_file import DataFile, DataFiles
+from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    array_checksum,
     file_checksum,
     object_checksum,
     render_manifest,
     require_own,
     rest_checksum,
 )
-from bridge.formats.files.working import Attempt, ChunkRecord, RecordedChunks, WorkingDirectory, flat_name
+from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
+from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
@@ -43,14 +48,6 @@ from bridge.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_K
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the first element of a tensor or of a chunk is."""
-
-    file: DataFile
-    offset: int
 
 
 class SafetensorsWriter(RecordedChunks, CommitOrAbort):
@@ -75,6 +72,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
         single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
         if single is not None:
+            # The manifest goes beside the file, where any file of the user may lie already.
             require_own(sidecar_of(Path(path)))
         self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
@@ -84,8 +82,8 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         self._objects: dict[str, tuple[TreePath, object]] = {}
         self._metadata: dict[str, str] = {FORMAT_KEY: FORMAT_VALUE}
         self._object_checksums: dict[str, int] = {}
-        self._places: dict[str, _Place] | None = None
-        self._files = DataFiles(self._record)
+        self._places: dict[str, Place] | None = None
+        self._sink = _Rows(self._laid_out)
         self._names: list[str] = []
         self._lock = threading.Lock()
 
@@ -118,18 +116,6 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             self._record.declare(info)
         return info
 
-    def write(self, name: str, box: Box, array: Elements) -> None:
-        """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
-
-        KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before.
-        """
-        self._require_open()
-        number, parts = self._record.begin(name, box, array)
-        place = self._place(name, box)
-        place.file.write_parts(place.offset, [part.data for part in parts])
-        self._record.end(name, number, array_checksum(*parts))
-        self._files.wrote(box.numel * self._record.infos[name].dtype.itemsize)
-
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Keep None, bool, int, float, str, bytes, or a list, tuple or dict of these (keys str, int, bool, None).
 
@@ -147,7 +133,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                     self._metadata[key] = value
                 case _:
                     self._objects[name] = tree_path, value
-            # This text every file has, and readers leave it out.
+            # Every file has this text, and readers leave it out.
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
 
@@ -156,12 +142,12 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
 
         CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
         """
-        self._require_open()
         try:
+            self._require_open()
             self._record.require_complete()
             self._laid_out()
             self._write_manifest()
-            self._files.close()
+            self._record.close()
             self._directory.commit()
         except BaseException:
             self.abort()
@@ -169,34 +155,23 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
-        self._files.close()
+        self._record.close()
         self._directory.abort()
 
     @property
     def ended(self) -> bool:
         return self._directory.ended
 
-    def _place(self, name: str, box: Box) -> _Place:
-        """Where a chunk is: a run of whole rows, or of a part of one, has one place."""
-        info, place = self._record.infos[name], self._laid_out()[name]
-        first = sum(o * math.prod(info.shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
-        return _Place(place.file, place.offset + first * info.dtype.itemsize)
-
-    def _crc_on_disk(self, name: str, number: int, box: Box) -> int | None:
-        place, length = self._place(name, box), box.numel * self._record.infos[name].dtype.itemsize
-        found = place.file.read(place.offset, length)
-        return array_checksum(np.frombuffer(found, np.uint8)) if len(found) == length else None
-
-    def _laid_out(self) -> dict[str, _Place]:
+    def _laid_out(self) -> dict[str, Place]:
         """Every tensor's place; decided, and the headers written, at the first call."""
         with self._lock:
             if self._places is None:
                 self._places = self._lay_out()
             return self._places
 
-    def _lay_out(self) -> dict[str, _Place]:
+    def _lay_out(self) -> dict[str, Place]:
         shards = self._shards()
-        places: dict[str, _Place] = {}
+        places: dict[str, Place] = {}
         weight_map: dict[str, str] = {}
         total = 0
         for number, shard in enumerate(shards):
@@ -214,7 +189,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                 raise CheckpointError(f"{self.path}: {error}") from None
             stored, position = self._create(self._single or file), len(header)
             for info in shard:
-                places[info.name] = _Place(stored, position)
+                places[info.name] = Place(stored, position, info.nbytes)
                 weight_map[info.name] = file
                 position += info.nbytes
             os.truncate(stored.path, position)
@@ -230,8 +205,10 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         shards: list[list[TensorInfo]] = []
         current: list[TensorInfo] = []
         size = 0
+        # A path that names one file gets one file, whatever its size.
         limit = None if self._single else self._shard_bytes
         for info in self._record.infos.values():
+            # A tensor lies in one file: a larger one gets a shard of its own, and the shard begun before goes on.
             if limit is not None and info.nbytes > limit:
                 shards.append([info])
                 continue
@@ -247,16 +224,16 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
 
     def _create(self, name: str) -> DataFile:
         self._names.append(name)
-        return self._files.open(self._directory.temporary / name)
+        return self._record.open(self._directory.temporary / name)
 
     def _write_manifest(self) -> None:
         folder = self._directory.temporary
-        places = self._laid_out().items()
+        places = self._laid_out().values()
         files = {}
         for file in self._names:
             ranges = [
-                (place.offset, place.offset + self._record.infos[name].nbytes)
-                for name, place in places
+                (place.offset, place.offset + place.length)
+                for place in places
                 if place.file.path.name == file
             ]
             rest = rest_checksum(folder / file, ranges)
@@ -276,14 +253,10 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if name == METADATA_KEY:
-            raise CheckpointError(f"{self.path}: expected a name other than {METADATA_KEY!r}, got it")
-        return name, tree_path
-
-    def _require_open(self) -> None:
-        if self.ended:
             raise CheckpointError(
-                f"{self.path}: expected an unfinished checkpoint, but it was committed or aborted"
+                f"{self.path}: the name {METADATA_KEY!r} is reserved for the header: choose another"
             )
+        return name, tree_path
 
     def _require_undecided(self, name: str) -> None:
         if self._places is not None:
@@ -291,5 +264,29 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                 f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header is "
                 "in front of the data"
             )
-        if name in self._record.infos or name in self._object_checksums:
-            raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
+        self._refuse_repeated(name, self._object_checksums)
+
+
+class _Rows:
+    """Chunks that are runs of whole rows, or of a part of one, of tensors that lie in one piece; see `Sink`.
+
+    places: of all tensors, decided at the first call.
+    """
+
+    def __init__(self, places: Callable[[], Mapping[str, Place]]) -> None:
+        self._places = places
+
+    def place(self, info: TensorInfo, number: int) -> Place:
+        tensor, box = self._places()[info.name], info.chunks[number]
+        first = sum(o * math.prod(info.shape[axis + 1 :]) for axis, o in enumerate(box.offsets))
+        itemsize = info.dtype.itemsize
+        return Place(tensor.file, tensor.offset + first * itemsize, box.numel * itemsize)
+
+    def encode(
+        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
+    ) -> list[bytes | memoryview]:
+        return [part.data for part in parts]
+
+    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
+        whole = len(data) == info.chunks[number].numel * info.dtype.itemsize
+        return np.frombuffer(data, np.uint8) if whole else None

@@ -5,7 +5,7 @@
     __0_0.distcp    80 GB       __0_0.distcp    as long, but sparse: ##....##........####......
                                                                      blocks of 8 MiB, fetched when a range needs them
 
-So readers map files, and tensorstore opens them, as if they were local. What was fetched stays until `close`.
+Readers map these files, and tensorstore opens them, as if they were local. Fetched blocks stay until `close`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Mirror:
     def _claim(self, file: _File, number: int, last: int) -> int:
         """How many absent blocks from here on this thread is to load; 0 once this one is present."""
         with self._ready:
+            # Another thread is fetching this block: waiting costs less than a second request.
             while file.present.get(number) is False:
                 self._ready.wait()
             end = number
@@ -132,6 +133,7 @@ class Mirror:
                 )
             _write(path, start, data)
         except BaseException:
+            # Absent again, so that a waiting thread tries, and gets an error of its own if the store still fails.
             with self._ready:
                 for block in blocks:
                     del file.present[block]
@@ -154,7 +156,7 @@ class Mirror:
                 found |= self._system.find(manifest, detail=True) if self._system.isfile(manifest) else {}
         files = {n: i for n, i in found.items() if i["type"] == "file" and not n.endswith("/")}
         if not files:
-            raise FileNotFoundError(f"expected a checkpoint at {self.url}, found nothing there")
+            raise FileNotFoundError(f"{self.url} does not exist: expected a checkpoint there")
         for name, info in files.items():
             if not isinstance(info.get("size"), int):
                 raise CheckpointError(

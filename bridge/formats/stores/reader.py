@@ -15,7 +15,7 @@ from bridge.formats.stores.mirror import Mirror
 
 
 class StoredReader:
-    """What `open_local` opens of the mirror of `url`; see `CheckpointReader`. Errors name files in the store."""
+    """The checkpoint at `url`; see `CheckpointReader`. `open_local` opens its mirror. Errors name its files there."""
 
     def __init__(self, url: str, open_local: Callable[[Mirror], CheckpointReader]) -> None:
         self._mirror = Mirror(url)

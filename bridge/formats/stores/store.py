@@ -53,7 +53,7 @@ def open_store(url: str) -> tuple[FileSystem, str]:
 
     CheckpointError when fsspec does not know the protocol, or its package is not installed.
     """
-    # Not for those who have only local paths: it takes longer to import than to list a checkpoint.
+    # Here, so that local paths do not wait for it: importing fsspec takes longer than listing a checkpoint.
     import fsspec.core
 
     try:
@@ -65,7 +65,7 @@ def open_store(url: str) -> tuple[FileSystem, str]:
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Whatever a file system raises, as an OSError that begins with `what`; of its own kind where it is one."""
+    """Turn every error of a file system into an OSError that begins with `what`; FileNotFoundError stays one."""
     try:
         yield
     except (CheckpointError, KeyboardInterrupt, SystemExit):

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.formats.arrays import raw_bytes
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp import archive as dcp_archive
 from bridge.formats.dcp import archive_writer as dcp_archive_writer
-from bridge.formats.dcp.archive import find_tensor, raw_bytes, read_value, verify_record
+from bridge.formats.dcp.archive import find_tensor, read_value, verify_record
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of

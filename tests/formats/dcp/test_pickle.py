@@ -21,10 +21,11 @@ from bridge.formats.dcp.pickle import (
     Name,
     Persistent,
     Vocabulary,
-    plain_value,
+    plain_from_pickle,
     read_pickle,
 )
 from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.plain import plain_value
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -49,7 +50,7 @@ def typed(value: object) -> object:
 @given(values)
 def test_plain_values_pickled_by_python_are_read_back(value: object) -> None:
     data = pickle.dumps(value, protocol=2)
-    assert typed(plain_value(read_pickle(data, PLAIN_VALUES, "v"), "v")) == typed(value)
+    assert typed(plain_from_pickle(read_pickle(data, PLAIN_VALUES, "v"), "v")) == typed(value)
 
 
 @given(values, st.sampled_from([2, 4]))
@@ -127,7 +128,7 @@ def test_a_tuple_that_would_take_forever_to_hash_is_refused_as_a_key() -> None:
 def test_a_tuple_that_would_take_forever_to_copy_or_print_is_refused(depth: int) -> None:
     bomb = b"\x80\x02" + nest(b")", PAIR, depth) + b"."
     with pytest.raises(CheckpointError, match="expected at most") as caught:
-        plain_value(read_pickle(bomb, PLAIN_VALUES, "v"), "v")
+        plain_from_pickle(read_pickle(bomb, PLAIN_VALUES, "v"), "v")
     assert len(str(caught.value)) < 300
 
 
@@ -135,7 +136,7 @@ def test_a_list_that_contains_itself_is_refused() -> None:
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(CheckpointError, match="expected at most"):
-        plain_value(read_pickle(pickle.dumps(loop, protocol=2), PLAIN_VALUES, "v"), "v")
+        plain_from_pickle(read_pickle(pickle.dumps(loop, protocol=2), PLAIN_VALUES, "v"), "v")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_20000_mutants_of_a_value_raise_nothing_but_checkpoint_errors() -> None:
         for _ in range(rng.randint(1, 4)):
             mutant[rng.randrange(2, len(mutant))] = rng.randrange(256)
         try:
-            plain_value(read_pickle(bytes(mutant), PLAIN_VALUES, "v"), "v")
+            plain_from_pickle(read_pickle(bytes(mutant), PLAIN_VALUES, "v"), "v")
             accepted += 1
         except CheckpointError:
             pass

@@ -29,10 +29,11 @@ from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp import metadata as dcp_metadata
 from bridge.formats.dcp import reader as module
-from bridge.formats.dcp.pickle import PLAIN_VALUES, Instance, plain_value, read_pickle
+from bridge.formats.dcp.pickle import PLAIN_VALUES, Instance, plain_from_pickle, read_pickle
 from bridge.formats.dcp.pickle_writer import write_pickle
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files import mapped as mapped_files
+from bridge.formats.plain import plain_value
 from tests.formats.dcp.test_pickle import PAIR, Evil, nest
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
@@ -223,7 +224,7 @@ def test_bytes_anywhere_in_a_value_are_read_as_pickle_writes_them(value: object)
     for protocol in (2, 4):
         data = pickle.dumps(value, protocol)
         if protocol == 2:  # the one that torch.save uses
-            assert plain_value(read_pickle(data, PLAIN_VALUES, "v"), "v") == value
+            assert plain_from_pickle(read_pickle(data, PLAIN_VALUES, "v"), "v") == value
         assert plain_value(value, "v", binary=True) == value
     with pytest.raises(CheckpointError, match="got bytes"):
         plain_value([b""], "v")
@@ -236,7 +237,9 @@ def test_bytes_that_are_referred_to_again_and_again_are_made_once() -> None:
     call = b"c_codecs\nencode\n" + long + b"X\x06\0\0\0latin1\x86Rq\0"
 
     def listed(count: int) -> object:
-        return plain_value(read_pickle(b"\x80\x02](" + call + b"h\0" * count + b"e.", PLAIN_VALUES, "v"), "v")
+        return plain_from_pickle(
+            read_pickle(b"\x80\x02](" + call + b"h\0" * count + b"e.", PLAIN_VALUES, "v"), "v"
+        )
 
     value = listed(100)
     assert isinstance(value, list)
@@ -253,7 +256,7 @@ def test_text_that_is_referred_to_again_and_again_is_counted_each_time() -> None
             plain_value(read_pickle(data, PLAIN_VALUES, "v"), "v", binary=binary) == ["x" * (1 << 20)] * 101
         )
     with pytest.raises(CheckpointError, match="v: expected at most 134217728 characters and bytes, got more"):
-        plain_value(read_pickle(b"\x80\x02](" + text + b"h\0" * 200 + b"e.", PLAIN_VALUES, "v"), "v")
+        plain_from_pickle(read_pickle(b"\x80\x02](" + text + b"h\0" * 200 + b"e.", PLAIN_VALUES, "v"), "v")
     with pytest.raises(CheckpointError, match="v: expected at most 134217728 characters and bytes, got more"):
         plain_value([bytes(1 << 20)] * 200, "v", binary=True)
 

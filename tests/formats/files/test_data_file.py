@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.formats.base import DTYPES, Box, TensorInfo
+from bridge.formats.base import DTYPES, Box
 from bridge.formats.files import data_file
-from bridge.formats.files.data_file import BLOCK, DataFile, DataFiles
-from bridge.formats.files.journal import Journal
-from bridge.formats.files.journal import resume as resume_journal
-from bridge.formats.files.working import ChunkRecord
+from bridge.formats.files.data_file import BLOCK, DataFile
 from bridge.formats.safetensors.writer import SafetensorsWriter
 
 
@@ -128,64 +125,6 @@ def test_a_full_disk_is_an_error_that_names_the_file(
         file.write(64, b"x" * length)
     assert caught.value.errno == errno.ENOSPC
     file.close()
-
-
-@pytest.mark.parametrize("lost", ["by the disk", "directory"])
-def test_what_the_system_said_to_be_lost_is_never_noted(
-    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system says so once for each open file; a later sync of the same file succeeds."""
-    working = tmp_path / "c.tmp-0123abcd"
-    working.mkdir()
-    key = {"source": "a"}
-    record = ChunkRecord(tmp_path / "c", Journal.create(working, key))
-    boxes = tuple(Box((k,), (1,)) for k in range(3))
-    record.declare(TensorInfo("w", ("w",), (3,), DTYPES["float32"], boxes))
-    files = DataFiles(record)
-    files.open(working / "data")
-    operation = {"by the disk": "fdatasync", "directory": "fsync"}[lost]
-    answers = iter([OSError(errno.EIO, "Input/output error")])
-
-    def once(descriptor: int) -> None:
-        if (error := next(answers, None)) is not None:
-            raise error
-
-    monkeypatch.setattr(os, operation, once)
-    for number in range(3):
-        record.end("w", number, number)
-        with pytest.raises(OSError, match="Input/output"):
-            files.sync()
-    record._journal.kept = True  # type: ignore[union-attr]  # there is one, made above
-    files.close()
-    record._journal.close()  # type: ignore[union-attr]  # there is one, made above
-    resumed = resume_journal(tmp_path / "c", key)
-    assert resumed is not None
-    assert resumed.done == {}
-    resumed.close()
-
-
-def test_entries_of_directories_are_on_disk_before_chunks_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    working = tmp_path / "c.tmp-0123abcd"
-    (working / "d").mkdir(parents=True)
-    events: list[str] = []
-    fsync = os.fsync
-
-    def spy(descriptor: int) -> None:
-        events.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", spy)
-    monkeypatch.setattr(ChunkRecord, "synced", lambda *_: events.append("noted"))
-    files = DataFiles(ChunkRecord(tmp_path / "c"))
-    files.open(working / "d" / "data")
-    files.sync()
-    files.sync()
-    files.close()
-    root = os.path.realpath(tmp_path)
-    assert sorted(events[:3]) == [root, f"{root}/c.tmp-0123abcd", f"{root}/c.tmp-0123abcd/d"]
-    assert events[3:] == ["noted", "noted"]
 
 
 def test_more_shards_than_a_process_may_open_files_by_default(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ import zstandard
 from hypothesis import given, settings
 
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.files.working import ChunkRecord
+from bridge.formats.files.record import ChunkRecord, Place
 from bridge.formats.orbax import ocdbt
 from bridge.formats.orbax.arrays import ArrayLayout, new_context
-from bridge.formats.orbax.ocdbt import OcdbtWriter
-from bridge.formats.orbax.ocdbt_nodes import NodeBudget, entries_and_keys
+from bridge.formats.orbax.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys
 from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt
+from bridge.formats.orbax.values import Place as StoredPlace
+from bridge.formats.orbax.values import StoredValues, places_in_files, places_in_ocdbt
 
 
 def stored(path: Path, context: ts.Context | None = None, **config: Any) -> ts.KvStore:
@@ -36,11 +36,16 @@ def stored(path: Path, context: ts.Context | None = None, **config: Any) -> ts.K
 
 
 def write(path: Path, values: dict[str, bytes]) -> None:
-    writer = OcdbtWriter(path, ChunkRecord(path))
+    record = ChunkRecord(path)
+    writer = OcdbtWriter(path, record.open)
     for key, value in values.items():
         writer.put(key, value)
-    writer.finish()
-    writer.close()
+    writer.finish(record.sync)
+    record.close()
+
+
+def fill(place: Place, data: bytes) -> None:
+    place.file.write(place.offset, data)
 
 
 def all_of(store: ts.KvStore) -> dict[str, bytes]:
@@ -80,15 +85,15 @@ def test_tensorstore_can_go_on_with_a_store_made_here(tmp_path: Path) -> None:
 
 
 def test_values_written_in_parts_and_in_any_order(tmp_path: Path) -> None:
-    writer = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
-    for key, length in (("b", 3000), ("a", 10), ("c", 1)):
-        writer.reserve(key, length)
-    writer.write("c", [b"!"])
-    writer.write("b", [b"2" * 1500, b"2" * 500], 1000)
-    writer.write("a", [b"0123456789"])
-    writer.write("b", [b"1" * 1000])
-    writer.finish()
-    writer.close()
+    record = ChunkRecord(tmp_path)
+    writer = OcdbtWriter(tmp_path / "s", record.open)
+    places = {key: writer.reserve(key, length) for key, length in (("b", 3000), ("a", 10), ("c", 1))}
+    fill(places["c"], b"!")
+    places["b"].file.write_parts(places["b"].offset + 1000, [b"2" * 1500, b"2" * 500])
+    fill(places["a"], b"0123456789")
+    fill(places["b"], b"1" * 1000)
+    writer.finish(record.sync)
+    record.close()
     assert all_of(stored(tmp_path / "s")) == {"a": b"0123456789", "b": b"1" * 1000 + b"2" * 2000, "c": b"!"}
 
 
@@ -139,14 +144,14 @@ def test_values_outside_of_the_store_are_refused(tmp_path: Path) -> None:
     (item / "link").symlink_to(tmp_path / "secret")
     (item / "short").write_bytes(b"123")
     with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint, got a link"):
-        StoredValues(item, {"k": Place("link", 0, 3)})
+        StoredValues(item, {"k": StoredPlace("link", 0, 3)})
     with pytest.raises(
         CheckpointError, match=r"short is truncated: expected at least 4 bytes \(for 'k'\), got 3"
     ):
-        StoredValues(item, {"k": Place("short", 2, 2)})
+        StoredValues(item, {"k": StoredPlace("short", 2, 2)})
     with pytest.raises(CheckpointError, match="cannot be read"):
-        StoredValues(item, {"k": Place("none", 0, 1)})
-    assert places_in_files(item, ["short"]) == {"short": Place("short", 0, 3)}
+        StoredValues(item, {"k": StoredPlace("none", 0, 1)})
+    assert places_in_files(item, ["short"]) == {"short": StoredPlace("short", 0, 3)}
 
 
 @pytest.mark.parametrize("folder", ["../", "a/../../", "/etc/"])
@@ -234,16 +239,16 @@ def test_a_small_tree_with_any_number_of_keys_is_refused(tmp_path: Path, spellin
 
 
 def test_a_resumed_store_writes_to_the_same_file(tmp_path: Path) -> None:
-    first = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
-    first.reserve("a", 2000)
-    first.write("a", [b"a" * 2000])
-    first.close()
-    second = OcdbtWriter(tmp_path / "s", ChunkRecord(tmp_path))
+    record = ChunkRecord(tmp_path)
+    first = OcdbtWriter(tmp_path / "s", record.open)
+    fill(first.reserve("a", 2000), b"a" * 2000)
+    record.close()
+    record = ChunkRecord(tmp_path)
+    second = OcdbtWriter(tmp_path / "s", record.open)
     second.reserve("a", 2000)
-    second.reserve("b", 2000)
-    second.write("b", [b"b" * 2000])
-    second.finish()
-    second.close()
+    fill(second.reserve("b", 2000), b"b" * 2000)
+    second.finish(record.sync)
+    record.close()
     assert len(list((tmp_path / "s" / "d").iterdir())) == 1
     assert all_of(stored(tmp_path / "s")) == {"a": b"a" * 2000, "b": b"b" * 2000}
 

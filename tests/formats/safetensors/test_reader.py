@@ -172,7 +172,10 @@ def test_which_files_are_meant(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"found model.bf16.safetensors.index.json, model.fp16"):
         open_checkpoint(tmp_path / "d")
     (tmp_path / "file.txt").write_text("")
-    with pytest.raises(NotADirectoryError, match=r"a \.safetensors file at .*found a file of another kind"):
+    with pytest.raises(
+        NotADirectoryError,
+        match=r"is a file of another kind: expected .* a \.safetensors file",
+    ):
         open_checkpoint(tmp_path / "file.txt")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoints import convert as conversion
-from bridge.formats.files import data_file
+from bridge.formats.files import data_file, record
 from tests.support.bridge import destinations
 from tests.support.bridge.destinations import command, digest, fill, names, vanishing
 
@@ -142,7 +142,7 @@ def main() -> None:
     mount, outside = map(Path, sys.argv[1:])
     options = f"size={DISK},nr_inodes={FILES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], check=True)
-    data_file.SYNC_BYTES = SIZE // 8
+    record.SYNC_BYTES = SIZE // 8
     # Past the cache; tests.support.bridge.destinations goes through it.
     data_file._DIRECT_BYTES = 2 * PAGE
     destinations.TENSORS, destinations.ROWS = TENSORS, ROWS

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from bridge.checkpoints import convert as conversion
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.files import data_file
+from bridge.formats.files import record
 
 FORMATS = ("dcp", "orbax", "safetensors")
 DISK = 12 << 20
@@ -161,7 +161,7 @@ def names(directory: Path) -> list[str]:
 def main() -> None:
     mount, outside = map(Path, sys.argv[1:])
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(mount)], check=True)
-    data_file.SYNC_BYTES = 1 << 20
+    record.SYNC_BYTES = 1 << 20
     source(outside / "old", 1)
     source(outside / "new", 2)
     found = {f: {**full_disk(mount, outside, f), "refused": refused(mount, outside, f)} for f in FORMATS}

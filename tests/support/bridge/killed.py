@@ -33,7 +33,7 @@ def main() -> None:
     source, destination, format, last, *flags = sys.argv[1:]
     from bridge.checkpoints import convert
     from bridge.formats import open_checkpoint
-    from bridge.formats.files import data_file, renaming
+    from bridge.formats.files import atomic, data_file, record
 
     # Everything that is imported late, before operations are counted.
     with open_checkpoint(source) as reader:
@@ -42,7 +42,7 @@ def main() -> None:
     import bridge.formats.orbax.writer
     import bridge.formats.safetensors.writer  # noqa: F401 (imported for its time only)
 
-    data_file.SYNC_BYTES = 1000
+    record.SYNC_BYTES = 1000
     data_file._DIRECT_BYTES = data_file.BLOCK
     count = itertools.count(1)
 
@@ -56,8 +56,8 @@ def main() -> None:
 
     for name in OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    renaming.exchange = counted(renaming.exchange)
-    renaming.rename_new = counted(renaming.rename_new)
+    atomic.exchange = counted(atomic.exchange)
+    atomic.rename_new = counted(atomic.rename_new)
     convert.convert(
         source,
         destination,

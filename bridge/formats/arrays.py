@@ -1,0 +1,29 @@
+"""Arrays as bytes: the elements in row-major order, copied fast, and their checksum."""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+
+
+def raw_bytes(array: np.ndarray) -> np.ndarray:
+    """The elements in row-major order as one uint8 array; a copy only if they do not lie so already."""
+    return np.ascontiguousarray(as_integers(array)).reshape(-1).view(np.uint8)
+
+
+def as_integers(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: NumPy copies those fast, and ml_dtypes element by element."""
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array
+
+
+def array_checksum(*parts: np.ndarray, crc: int = 0) -> int:
+    """CRC-32C of the elements of arrays, each in row-major order; copies one only if they do not lie so already.
+
+    crc: the checksum of the elements before these.
+    """
+    for part in parts:
+        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        # The C extension takes read-only buffers.
+        flat.flags.writeable = False
+        crc = int(google_crc32c.extend(crc, flat)) if flat.size else crc
+    return crc

@@ -1,0 +1,78 @@
+"""Plain values: what checkpoints hold besides tensors, checked and copied.
+
+None, bool, int, float, str, bytes, and list, tuple, dict of these. A small file may refer to one long text a million
+times, and would then describe terabytes: whatever is copied is counted at every place that refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bridge.formats.base import CheckpointError, is_unicode
+
+MAX_NODES = 1 << 20
+_MAX_DEPTH = 32
+_MAX_TEXT = 128 << 20
+_MAX_INT_BYTES = 255  # what a pickle's LONG1 can hold
+
+
+def _no_bytes(node: object) -> bytes | str:
+    return type(node).__name__
+
+
+def plain_value(
+    value: object, what: str, *, binary: bool = False, foreign: Callable[[object], bytes | str] = _no_bytes
+) -> object:
+    """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
+
+    binary: whether bytes are allowed. foreign: for an object of another type, the bytes that it describes, or the name
+    that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32 or above a
+    million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is not valid
+    Unicode.
+    """
+    budget, letters = MAX_NODES, _MAX_TEXT
+    described: dict[int, bytes | str] = {}
+
+    def counted(text: str | bytes) -> str | bytes:
+        nonlocal letters
+        letters -= len(text)
+        if letters < 0:
+            raise CheckpointError(f"{what}: expected at most {_MAX_TEXT} characters and bytes, got more")
+        return text
+
+    def copy(node: object, depth: int) -> object:
+        nonlocal budget
+        budget -= 1
+        if budget < 0 or depth > _MAX_DEPTH:
+            raise CheckpointError(
+                f"{what}: expected at most {MAX_NODES} values, nested {_MAX_DEPTH} deep, got more"
+            )
+        kind = type(node)
+        if node is None or kind in (bool, float):
+            return node
+        if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
+            return node
+        if isinstance(node, str) and kind is str and is_unicode(node):
+            return counted(node)
+        if binary and isinstance(node, bytes) and kind is bytes:
+            return counted(node)
+        if isinstance(node, list) and kind is list:
+            return [copy(item, depth + 1) for item in node]
+        if isinstance(node, tuple) and kind is tuple:
+            return tuple([copy(item, depth + 1) for item in node])
+        if isinstance(node, dict) and kind is dict:
+            for key in node:
+                if type(key) not in (str, int, bool, type(None)):
+                    raise CheckpointError(
+                        f"{what}: expected dict keys that are str or int, got {type(key).__name__}"
+                    )
+            return {copy(key, depth + 1): copy(item, depth + 1) for key, item in node.items()}
+        # Decoded once for all places that refer to the object: there may be a million of them.
+        found = described[id(node)] = described.get(id(node)) or foreign(node)
+        if isinstance(found, bytes):
+            return counted(found)
+        raise CheckpointError(
+            f"{what}: expected None, bool, int, float, str, or list, tuple, dict of these, got {found}"
+        )
+
+    return copy(value, 0)

@@ -1,0 +1,49 @@
+"""Values as text: sizes for people, JSON for machines, and names that cannot control a terminal."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def human_bytes(count: int) -> str:
+    """``count`` in decimal units, three digits."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def plain_json(value: object) -> Any:
+    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
+
+    Bytes are an object with the one key "$bytes", in base 64.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Path | np.dtype):
+        return str(value)
+    return value
+
+
+def printable(text: str) -> str:
+    """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
