@@ -71,6 +71,7 @@ def assert_equal_within(found, expected, tolerance):
             )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)

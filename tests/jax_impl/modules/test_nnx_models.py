@@ -240,6 +240,7 @@ class Scanned(nnx.Module):
         return self.head(run(x, self.layers))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
@@ -264,6 +265,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
     assert_close(state.variables, after)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", [("*/kernel", "first/norm/scale"), lambda path, value: "linear" in path])

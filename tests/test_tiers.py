@@ -1,0 +1,44 @@
+"""The fast tier leaves no pair of values out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.pairwise import covering, pairs
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 3), (4, 2, 3), (2, 2, 2, 2, 2), (5, 4, 2, 2, 2)])
+def test_rows_chosen_of_a_product_hold_every_pair_and_are_few(sizes: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*(range(size) for size in sizes)))
+    chosen = [rows[index] for index in covering(rows)]
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, rows))
+    largest = sorted(sizes)[-2:]
+    assert len(chosen) <= max(8, 1.3 * largest[0] * largest[-1])
+    assert chosen == [rows[index] for index in covering(rows)]
+
+
+def test_only_pairs_that_occur_are_asked_for() -> None:
+    rows = [("a", 1), ("b", 1), ("b", 2)]
+    assert covering(rows) == [0, 1, 2]
+    assert covering([]) == []
+
+
+def test_cases_beyond_the_covering_are_slow(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "import pytest\n"
+        "from tests.support.pairwise import mark_slow\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items):\n    mark_slow(items)\n"
+    )
+    pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.pairwise\n"
+        "@pytest.mark.parametrize('a', range(2))\n"
+        "@pytest.mark.parametrize('b', range(2))\n"
+        "@pytest.mark.parametrize('c', range(2))\n"
+        "def test_all(a, b, c): pass\n"
+    )
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=4, deselected=4)
+    pytester.runpytest_inprocess("-m", "slow or not slow").assert_outcomes(passed=8)
