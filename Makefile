@@ -11,9 +11,10 @@ relay: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest
 
-# Everything, also what takes minutes: the 1 GB conversions and environments that hold only one framework.
+# Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
+# conversions and environments that hold only one framework.
 test-all: .venv/.installed lint types
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile all
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Fast matrices: of the cases of a test marked ``pairwise``, so many that any two values that occur together still do.
 
-``make test`` runs those rows, ``make test-all`` all of them: the others are marked slow.
+Of a test marked ``each_value``, whose cases cost much, so many that each value occurs. ``make test`` runs those cases,
+``make test-all`` all of them: the others are marked slow.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from collections.abc import Hashable, Sequence
 import pytest
 
 
-def pairs(row: Sequence[Hashable]) -> set[Hashable]:
-    """Any two values of the row, with their places; the value of a row that has one only."""
-    places = list(enumerate(row))
-    return set(itertools.combinations(places, 2) if len(places) > 1 else places)
+def together(row: Sequence[Hashable], strength: int) -> set[Hashable]:
+    """Any ``strength`` values of the row, with their places; all values of a row that has no more."""
+    return set(itertools.combinations(enumerate(row), min(strength, len(row))))
 
 
-def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Indices of rows that together hold every pair of values that any of ``rows`` holds, greedily."""
-    left = [pairs(row) for row in rows]
+def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
+    """Indices of rows that hold all pairs (or single values, or triples) that any of ``rows`` holds, greedily."""
+    left = [together(row, strength) for row in rows]
     missing = set().union(*left)
     chosen = []
     while missing:
@@ -41,13 +41,14 @@ def axes(item: pytest.Item) -> list[Hashable]:
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow what the covering of each test marked ``pairwise`` can do without."""
-    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Mark slow what the covering of each test with one of the two marks can do without."""
+    matrices: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("pairwise") and not item.get_closest_marker("slow"):
-            matrices[item.nodeid.partition("[")[0]].append(item)
-    for cases in matrices.values():
-        fast = set(covering([axes(item) for item in cases]))
+        for mark, strength in (("each_value", 1), ("pairwise", 2)):
+            if item.get_closest_marker(mark) and not item.get_closest_marker("slow"):
+                matrices[item.nodeid.partition("[")[0], strength].append(item)
+    for (_, strength), cases in matrices.items():
+        fast = set(covering([axes(item) for item in cases], strength))
         for index, item in enumerate(cases):
             if index not in fast:
                 item.add_marker("slow")

@@ -106,6 +106,7 @@ class Attention(nnx.Module):
         return self.head(self.cells(x))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_model_of_library_layers_trains(engine, strategy):
@@ -137,6 +138,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):
@@ -265,7 +267,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
     assert_close(state.variables, after)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", [("*/kernel", "first/norm/scale"), lambda path, value: "linear" in path])
@@ -322,6 +324,7 @@ class Methods(nnx.Module):
         return self.embed.attend(jnp.tanh(self.linear(self.embed(tokens))))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_methods_of_units_can_be_called(engine, strategy):
