@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_impl.aligned import pack_aligned
 from jax_impl.layout import Layout, Slot, plan_layout, row_boxes
-from tests.support.examples import examples
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "sharding" / "golden" / "layouts.json").read_text())
 
@@ -52,7 +51,7 @@ def test_layouts_equal_the_golden_ones(case):
     assert layout.fingerprint == golden["fingerprint"]
 
 
-@examples(600)
+@settings(max_examples=600, deadline=None)
 @given(group, shards, grains, st.integers(1, 5), st.integers(1, 3))
 def test_tensors_do_not_overlap_and_no_boundary_cuts_a_unit(
     shapes, num_shards, granularity, rows, max_buffers
@@ -82,7 +81,7 @@ def test_tensors_do_not_overlap_and_no_boundary_cuts_a_unit(
         assert intervals[-1][1] <= num_shards * size
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(2, 12), st.integers(1, 60)), min_size=1, max_size=3),
     st.integers(0, 40),
@@ -106,7 +105,7 @@ def test_a_hole_before_a_common_multiple_is_filled_from_behind():
     assert pack_aligned([10, 13, 3], [2, 1, 3], 2, below=18) is None
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(group, shards, grain)
 def test_the_ranks_row_ranges_partition_every_parameter_as_their_shards_do(shapes, num_shards, granularity):
     layout = plan_layout(shapes, num_shards, granularity=granularity, rows=3)
@@ -123,7 +122,7 @@ def test_the_ranks_row_ranges_partition_every_parameter_as_their_shards_do(shape
         assert ranges == {s.name: layout.row_bounds(s.name)[rank : rank + 2] for s in layout.slots}
 
 
-@examples(200)
+@settings(max_examples=200, deadline=None)
 @given(group, shards)
 def test_every_element_has_one_place_among_whole_buffers_and_one_in_its_ranks_shard(shapes, num_shards):
     layout = plan_layout(shapes, num_shards)
@@ -146,7 +145,7 @@ def test_every_element_has_one_place_among_whole_buffers_and_one_in_its_ranks_sh
             assert np.array_equal(found, np.arange(first, first + (r1 - r0) * slot.row_size))
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(group, shards, grain, st.integers(1, 3))
 def test_padding_stays_below_a_common_multiple_of_all_units_a_shard(
     shapes, num_shards, granularity, max_buffers
@@ -161,7 +160,7 @@ def test_padding_stays_below_a_common_multiple_of_all_units_a_shard(
     assert 2000 * layout.padded_size <= 2001 * bound  # one buffer suffices; 0.05 % is given for fewer buffers
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(group, shards, grains)
 def test_json_gives_the_same_layout_back_and_is_canonical(shapes, num_shards, granularity):
     layout = plan_layout(shapes, num_shards, granularity=known(granularity, shapes), rows=2)
@@ -179,7 +178,7 @@ def test_json_is_written_as_specified():
     )
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.data())
 def test_row_boxes_cover_exactly_the_rows_in_row_order(shape, data):
     slot = Slot("", shape, 1, 0, 0)

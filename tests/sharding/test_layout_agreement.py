@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge.sharding.layout
 import jax_impl.layout
 from tests.bench.layout_groups import reference_groups
 from tests.bench.layout_rules import lcm_rule
-from tests.support.examples import examples
 
 DIMENSION = st.one_of(st.integers(0, 8), st.sampled_from([11, 13, 16, 24, 31, 64, 97, 331, 883]))
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
@@ -98,13 +97,13 @@ def assert_same(arguments: dict[str, Any]) -> None:
         assert tuple(theirs.row_bounds(name)) == ours.row_bounds(name)
 
 
-@examples(2500)
+@settings(max_examples=2500, deadline=None)
 @given(requests(GROUP))
 def test_both_packages_plan_the_same_layout(arguments):
     assert_same(arguments)
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(requests(MANY))
 def test_both_packages_plan_the_same_layout_of_many_kinds(arguments):
     assert_same(arguments)
@@ -120,7 +119,7 @@ def test_both_packages_plan_the_same_layout_of_real_groups(name):
         assert jax_impl.layout.plan_layout(shapes, num_shards).to_json() == ours.to_json()
 
 
-@examples(800)
+@settings(max_examples=800, deadline=None)
 @given(GROUP, SHARDS)
 def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
     """Against an independent implementation of Megatron-FSDP's rule."""
@@ -218,7 +217,7 @@ def test_more_buffers_than_units_are_not_searched_for(module):
     assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
 
 
-@examples(500)
+@settings(max_examples=500, deadline=None)
 @given(SHAPE, st.data())
 def test_both_packages_cut_row_ranges_into_the_same_boxes(shape, data):
     _, num_rows = bridge.sharding.layout.rows_of(shape)

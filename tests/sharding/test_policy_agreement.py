@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
@@ -16,7 +16,6 @@ import bridge.sharding.strategy
 import jax_impl.policy
 import jax_impl.strategy
 from tests.sharding.golden import policies as golden
-from tests.support.examples import examples
 
 SHIPPED = sorted(
     path.stem for path in (Path(bridge.__file__).parent / "sharding" / "policies").glob("*.toml")
@@ -130,13 +129,13 @@ def assert_moves(ours: Any, reader: Any, writer: Any) -> None:
     assert writer.ShardingPolicy.parse(theirs.to_toml()) == ours
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(policies(bridge.sharding.policy, bridge.sharding.strategy.Placements))
 def test_what_torch_writes_jax_reads(policy: Any) -> None:
     assert_moves(policy, jax_impl.policy, bridge.sharding.policy)
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(policies(jax_impl.policy, jax_impl.strategy.Placements))
 def test_what_jax_writes_torch_reads(policy: Any) -> None:
     assert_moves(policy, bridge.sharding.policy, jax_impl.policy)
@@ -149,7 +148,7 @@ def units_or_refusal(policy: Any, error: type[Exception], paths: list[str]) -> A
         return str(refused)
 
 
-@examples(500)
+@settings(max_examples=500, deadline=None)
 @given(
     st.lists(st.lists(SEGMENT, min_size=1, max_size=3).map(".".join), max_size=3, unique=True), st.lists(PATH)
 )
@@ -196,7 +195,7 @@ def toml_of(table: dict[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
 
 
-@examples(1500)
+@settings(max_examples=1500, deadline=None)
 @given(st.none() | TABLE, st.none() | TABLE, st.lists(TABLE, max_size=3))
 def test_any_file_is_read_or_refused_alike(mesh: Any, precision: Any, units: list[dict[str, Any]]) -> None:
     text = "" if mesh is None else "[mesh]\n" + toml_of(mesh)
