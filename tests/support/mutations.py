@@ -56,15 +56,15 @@ TORCH = [
     M(
         "mean over the wrong count",
         "torch_impl/runtime",
-        "reduced /= self.divisor",
-        "reduced /= self.divisor + 1",
+        "reduced /= ",
+        "reduced /= 1 + ",
         "parity/test_torch_strategies.py",
     ),
     M(
         "outer axis not reduced",
         "torch_impl/runtime",
-        "range(levels.mesh.ndim if last else strategy.gradients)",
-        "range(max(1, strategy.gradients))",
+        " if last else strategy.gradients)",
+        " if not last else strategy.gradients)",
         "torch_impl/runtime/test_two_axes.py",
     ),
     M(
@@ -77,8 +77,8 @@ TORCH = [
     M(
         "a later microbatch replaces the sums",
         "torch_impl/runtime",
-        "view.add_(grad, alpha=1 / self.divisor if self._scaled else 1)",
-        "view.copy_(grad)",
+        "view.add_(grad, alpha=",
+        "view.zero_().add_(grad, alpha=",
         "parity/test_torch_strategies.py",
     ),
     M(
@@ -285,8 +285,8 @@ SHARDING = [
     M(
         "a row range shifted",
         "bridge/sharding",
-        "return min(max(before, 0), slot.numel) // slot.row_size",
-        "return min(max(before + slot.row_size, 0), slot.numel) // slot.row_size",
+        "return slot.rows_before(rank * self.shard_sizes[slot.buffer])",
+        "return slot.rows_before(rank * self.shard_sizes[slot.buffer] + slot.row_size)",
         "sharding/test_layout.py",
     ),
     M(
@@ -446,7 +446,7 @@ CHECKPOINTS = [
     M(
         "files not compared with the manifest",
         "bridge/checkpoints",
-        "problems += _file_problems(home, manifest)",
+        "problems += file_problems(home, manifest)",
         "pass",
         "checkpoints/test_verify.py",
     ),
@@ -469,15 +469,15 @@ PLANNING = [
     M(
         "one moment",
         "bridge/planning",
-        "stored(depths.state, 2 * group.main_bytes)",
-        "stored(depths.state, group.main_bytes)",
+        ", 2 * group.main_bytes)",
+        ", group.main_bytes)",
         "planning/test_cost.py",
     ),
     M(
         "reduced once a step",
         "bridge/planning",
-        "times = microbatches if axis < depths.gradients else 1",
-        "times = 1",
+        "times = microbatches if axis <",
+        "times = 1 if axis <",
         "planning/test_cost.py planning/test_plan_torch.py",
     ),
     M(
