@@ -8,13 +8,14 @@ BIN := .venv/bin
 relay: .venv/.installed
 	$(BIN)/twinshard relay
 
+# Two processes, each with rank processes of its own: about 6 GB. A file's tests share compiled steps, so they stay together.
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
 # conversions and environments that hold only one framework.
 test-all: .venv/.installed lint types
-	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile all
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile all
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -154,7 +154,7 @@ def shard_mapped(apply: Any, mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=(rows, state, rows), out_specs=(rows, state)))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("compiled", [by_itself, donated, shard_mapped])
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)

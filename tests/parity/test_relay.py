@@ -193,6 +193,7 @@ def relay_of(folder: Path, legs: list[tuple[str, int, str]], model: str = GRAINS
     return folder / "relay.toml"
 
 
+@pytest.mark.slow
 def test_one_policy_file_with_two_mesh_axes_and_nested_units_in_both_frameworks(tmp_path: Path) -> None:
     (tmp_path / "levels.toml").write_text(LEVELS)
     file = relay_of(tmp_path, [("torch", 4, "levels.toml"), ("jax", 4, "levels.toml")])

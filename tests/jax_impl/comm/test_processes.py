@@ -306,6 +306,7 @@ def test_an_error_of_one_process_fails_the_load_on_all(groups: dict[str, jobs.Gr
     assert errors[1] == "OSError: broken on purpose"
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     with jobs.Group(2, 1) as group:
         (tmp_path / "d").mkdir()

@@ -5,6 +5,7 @@ Each is compared with the plain model on the whole batch, under both engines; ev
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -106,9 +107,18 @@ class Attention(nnx.Module):
         return self.head(self.cells(x))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "engine"),
+    [
+        pytest.param(
+            *case,
+            marks=()
+            if case in [("optim_grads_params", "shard_map"), ("optim", "pjit")]
+            else pytest.mark.slow,
+        )
+        for case in itertools.product(STRATEGIES, ENGINES)
+    ],
+)
 def test_a_model_of_library_layers_trains(engine, strategy):
     model, batch = Attention(nnx.Rngs(0)), rows(8, 5, 3)
     units = ["conv", "blocks/*/attend", "blocks/*/mlp", "cells", "head"]

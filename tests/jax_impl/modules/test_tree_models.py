@@ -162,6 +162,7 @@ def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     assert plan.units["layers"].module.layers == 12
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):

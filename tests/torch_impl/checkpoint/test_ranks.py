@@ -15,7 +15,7 @@ from tests.support.torch_impl import checkpoint_jobs as jobs
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_stored_chunks_are_the_row_boxes_of_the_layout_and_none_for_empty_shards(ranks, tmp_path, world):
     layout = plan_layout(jobs.ZOO, world)
     for strategy in SHARDED:
