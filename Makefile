@@ -8,12 +8,14 @@ BIN := .venv/bin
 relay: .venv/.installed
 	$(BIN)/twinshard relay
 
+# Two processes, each with rank processes of its own: about 6 GB. A file's tests share compiled steps, so they stay together.
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Everything, also what takes minutes: the 1 GB conversions and environments that hold only one framework.
+# Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
+# conversions and environments that hold only one framework.
 test-all: .venv/.installed lint types
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile all
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
 # PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.13, where they are not found.

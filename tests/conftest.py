@@ -28,7 +28,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import pytest
 
+import tests.support.examples  # noqa: F401  # profiles are registered before hypothesis is told which one to load
+from tests.support.pairwise import mark_slow
 from tests.support.ranks import RankGroup
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items)
 
 
 @pytest.fixture(scope="session")

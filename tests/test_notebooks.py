@@ -16,6 +16,7 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.slow  # `.ci/run` executes them, too
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_a_clean_kernel(path: Path) -> None:
     execute(path, relay="quick")

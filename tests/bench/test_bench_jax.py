@@ -149,7 +149,7 @@ def test_the_baseline_cuts_weights_and_moments_and_is_donated() -> None:
     assert all(leaf.is_deleted() for leaf in large)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_all_contestants_train_the_same(dtype: str) -> None:
     setting = dataclasses.replace(TINY, dtype=dtype, recompute=dtype == "bfloat16")
     found = times(setting, [BASELINE, SHARD_MAP, PJIT], rounds=2, repeat=1)
@@ -180,6 +180,7 @@ def test_unknown_contestants_are_refused() -> None:
         Setting(3)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_are_those_of_its_state_and_programs() -> None:
     model, mesh = model_of(TINY), data_parallel_mesh(4)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -229,6 +230,7 @@ def test_bytes_above_what_the_prototype_had_are_marked() -> None:
         assert limit_of(dataclasses.replace(setting, **other), one) is None
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_answers_with_sane_numbers(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ["--quick", "--platform", "cpu", "--devices", "2", "--dtype", "float32", "--layers", "scan"]

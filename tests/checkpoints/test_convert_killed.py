@@ -121,7 +121,7 @@ def test_a_conversion_killed_at_200_instants_is_resumed(
         check(*source, folder, format, rng.randint(1, operations[format]))
 
 
-@pytest.mark.parametrize("format", ["dcp", "orbax"])
+@pytest.mark.parametrize("format", ["dcp", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
         assert [path.name for path in folder.iterdir() if path.name != "c" and journaled(path)] == []
 
 
-@pytest.mark.parametrize("flags", [("--one",), ("--one", "--resume")])
+@pytest.mark.parametrize("flags", [pytest.param(("--one",), marks=pytest.mark.slow), ("--one", "--resume")])
 def test_a_replaced_file_and_its_manifest_always_belong_together(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], flags: tuple[str, ...]
 ) -> None:

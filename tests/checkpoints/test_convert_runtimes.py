@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from flax import nnx
@@ -68,6 +69,7 @@ def torch_resume(path: str, strategy: str) -> tuple[list[float], dict[str, Any]]
     return [torch_step(model, optimizer, step) for step in (2, 3)], train["data"]
 
 
+@pytest.mark.slow
 def test_an_uneven_save_of_three_torch_ranks_resumes_on_two_after_a_detour_through_orbax(
     tmp_path: Path, ranks: RankGroup
 ) -> None:

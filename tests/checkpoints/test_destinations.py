@@ -120,6 +120,7 @@ def test_places_that_cannot_be_written_to_are_named(
     assert cases["protected"]["there"] == cases["there"] == []
 
 
+@pytest.mark.slow  # a sweep over all moments at which a disk is full
 @pytest.mark.parametrize("format", TARGETS)
 @pytest.mark.parametrize("case", ["vanished", "begun_full", "no_more_files"])
 def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
@@ -143,6 +144,7 @@ def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
     assert complete[-1] == (case != "begun_full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TARGETS)
 def test_whenever_a_disk_was_full_resuming_writes_the_same_files(
     swept: tuple[Path, dict[str, Found]], format: str
@@ -162,6 +164,7 @@ def test_whenever_a_disk_was_full_resuming_writes_the_same_files(
     assert max(taken) >= SIZE * 3 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TARGETS)
 def test_a_process_whose_disk_fills_up_says_so_in_one_line(
     swept: tuple[Path, dict[str, Found]], format: str

@@ -9,11 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.checkpoints.ulp import Difference, Tolerance, compare
 from bridge.formats.base import DTYPES
+from tests.support.examples import examples
 
 FLOATS = [name for name in DTYPES if "float" in name]
 INTEGERS = [name for name in DTYPES if "int" in name]
@@ -41,7 +42,7 @@ def test_neighbours_in_the_order_of_all_values_are_one_apart(dtype: str) -> None
     assert distance(ordered[:1], ordered[-1:]).max_ulp == len(ordered) - 1
 
 
-@settings(deadline=None)
+@examples()
 @given(st.sampled_from(["float16", "float32", "float64"]), st.floats(0, 1), st.integers(1, 40))
 def test_steps_of_nextafter_are_counted_on_both_sides_of_zero(dtype: str, where: float, count: int) -> None:
     kind = DTYPES[dtype]

@@ -24,7 +24,14 @@ from tests.support.bridge import plain_torch
 from tests.support.ranks import RankGroup
 
 ROOT = Path(__file__).parents[2]
-KINDS = [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
+# Each is loaded by others of these; the usual run tries one.
+KINDS = [
+    ("fsdp2", 3),
+    *(
+        pytest.param(kind, world, marks=pytest.mark.slow)
+        for kind, world in [("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
+    ),
+]
 OPTIMIZERS = ("adamw", "chain", "masked")
 
 
@@ -78,7 +85,7 @@ def test_torch_goes_on_from_what_was_in_orbax_and_in_safetensors(
     assert losses[0] == pytest.approx(torch_losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("how", [pytest.param("save", marks=pytest.mark.slow), "async"])
 def test_bfloat16_weights_and_asynchronous_saves_come_back_too(
     own_ranks: RankGroup, tmp_path: Path, how: str
 ) -> None:
@@ -131,8 +138,8 @@ def run_jax(jobs: list[dict[str, Any]], processes: int = 1, devices: int = 8) ->
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(1, id="1 process"),
-        # Two minutes of imports and compilations on two cores.
+        # Half a minute, and two minutes, of imports and compilations.
+        pytest.param(1, id="1 process", marks=pytest.mark.slow),
         pytest.param(4, id="4 processes", marks=pytest.mark.slow),
     ],
 )

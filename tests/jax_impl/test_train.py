@@ -87,7 +87,9 @@ def test_units_may_be_nested_reused_unused_and_called_with_flags_and_trees(strat
     assert np.any(found["cell/inner/kernel"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES[:-1]), STRATEGIES[-1]]
+)
 def test_a_root_that_owns_nothing_and_more_devices_than_rows_work(strategy):
     model = decoder()
     units = ["embed", "layers/*", "norm", "lm_head"]

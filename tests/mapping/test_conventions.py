@@ -11,7 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
@@ -21,6 +21,7 @@ from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_ma
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.bridge.orbax_helpers import random_box
+from tests.support.examples import examples
 
 F32 = np.dtype(np.float32)
 M, HEADS, KV, D, F, V, LAYERS = 6, 4, 2, 8, 7, 11, 3
@@ -119,7 +120,7 @@ def test_every_pair_of_conventions_goes_there_and_back(first: str, second: str, 
     assert [name for name, array in a.arrays.items() if not same_bits(back.arrays[name], array)] == []
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_any_region_of_an_interleaved_stack_is_read_alone(data: st.DataObject) -> None:
     source = reader("dcp", hf_checkpoint(moments=False))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats.base import Box, CheckpointError
@@ -16,6 +16,7 @@ from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_ma
 from bridge.mapping.operations import Operation, rounded
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
+from tests.support.examples import examples
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -148,7 +149,7 @@ def test_parts_of_one_tensor_have_their_own_operations() -> None:
     assert same_bits(contents(make_plan(jax, "dcp", table(text)), jax)["model.qk.x"], weight)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_region_equals_that_of_the_whole(data: st.DataObject) -> None:
     reader = MemoryReader("dcp", checkpoint())

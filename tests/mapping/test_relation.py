@@ -7,7 +7,7 @@ import math
 import einops
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats.base import DTYPES, Box
@@ -17,6 +17,7 @@ from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.relation import Block, TensorView
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
+from tests.support.examples import examples
 
 
 def views(rule: Rule, source: str, reader: MemoryReader, sizes: dict[str, int]) -> dict[str, TensorView]:
@@ -51,7 +52,7 @@ def box_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(offsets, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_any_box_of_any_regrouping_equals_einops_on_the_whole_array(data: st.DataObject) -> None:
     axes = ["a", "b", "c", "d", "e"][: data.draw(st.integers(1, 5))]
@@ -72,7 +73,7 @@ def test_any_box_of_any_regrouping_equals_einops_on_the_whole_array(data: st.Dat
     assert same_bits(view.read(reader, box), np.array(expected[box.slices()], order="C"))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_fused_and_stacked_tensors_equal_numpy_both_ways(data: st.DataObject) -> None:
     layers, groups, r, d, m = (data.draw(st.integers(1, 4)) for _ in range(5))

@@ -122,6 +122,7 @@ def test_without_decay_torchs_fused_adam_gives_these_bits_too() -> None:
     np.testing.assert_array_equal(found[0][0], parameter.detach().numpy())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("b1", "b2", "eps", "decay"),
     [
@@ -160,6 +161,7 @@ SCHEDULES: dict[str, optax.Schedule] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_schedule_gives_the_bits_that_torch_gives_with_its_learning_rates(dtype: type, name: str) -> None:

@@ -59,6 +59,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 # Shards of odd lengths on 3 devices; 7 elements are nothing but tail in float32.
 @pytest.mark.parametrize("size", [20_480, 20_011, 7, 1])
@@ -153,6 +154,7 @@ def shard_mapped(apply: Any, mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=(rows, state, rows), out_specs=(rows, state)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("compiled", [by_itself, donated, shard_mapped])
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,7 @@ from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_ad
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+LAST_IS_USUAL = [*(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES[:-1]), STRATEGIES[-1]]
 ROWS, STEPS = 36, 3
 # A large eps keeps Adam from hiding a wrong gradient scale, and from magnifying rounding where gradients are tiny.
 ADAMW = {"learning_rate": 1e-2, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
@@ -71,6 +72,7 @@ def assert_equal_within(found, expected, tolerance):
             )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -79,14 +81,14 @@ def test_losses_gradients_and_weights_equal_those_of_the_unsharded_model(strateg
     assert_equal_within(found, reference(jnp.float32), 1e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", LAST_IS_USUAL)
 def test_in_float64_they_are_equal_to_twelve_digits(strategy):
     with jax.enable_x64(True):
         found = run(strategy, 3, 3, jnp.float64)
         assert_equal_within(found, reference(jnp.float64), 1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", LAST_IS_USUAL)
 def test_bfloat16_compute_stays_near_the_unsharded_float32_model(strategy):
     optimizer = main_weight_adamw(**ADAMW)
     plan, weights = fully_shard(

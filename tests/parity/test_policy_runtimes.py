@@ -331,6 +331,7 @@ def policy_of(name: str, folder: Path) -> str:
     return str(folder / f"{name}.toml")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_a_policy_means_the_same_layouts_bytes_and_collectives(
@@ -346,6 +347,7 @@ def test_a_policy_means_the_same_layouts_bytes_and_collectives(
             assert_same_traffic(step, our.steps[0], rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_frozen_weights_change_both_runtimes_alike(
@@ -429,7 +431,13 @@ def losses_in_jax(policy: str, source: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, "two_levels"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("hfsdp", "two_levels") else pytest.mark.slow)
+        for name in [*SHIPPED, "two_levels"]
+    ],
+)
 def test_training_by_one_policy_from_one_checkpoint_has_the_same_losses(
     ranks: RankGroup, tmp_path: Path, start: Start, name: str
 ) -> None:

@@ -143,6 +143,7 @@ def buffers_of_a_layer(leg: Leg, model: ModelConfig) -> int:
     return len(plan_layout(shapes, leg.ranks, granularity=leg.granularity or "row").shard_sizes)
 
 
+@pytest.mark.slow
 def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: Path) -> None:
     legs = [
         ("torch", 3, "optim_grads_params", "block(32)"),
@@ -195,6 +196,7 @@ def relay_of(folder: Path, legs: list[tuple[str, int, str]], model: str = GRAINS
     return folder / "relay.toml"
 
 
+@pytest.mark.slow
 def test_one_policy_file_with_two_mesh_axes_and_nested_units_in_both_frameworks(tmp_path: Path) -> None:
     (tmp_path / "levels.toml").write_text(LEVELS)
     file = relay_of(tmp_path, [("torch", 4, "levels.toml"), ("jax", 4, "levels.toml")])
@@ -220,6 +222,7 @@ EMBEDDING_APART = '[[unit]]\nmatch = "embed"\n[[unit]]\nmatch = ""\n'
 DOUBLE = '[precision]\nmain = "float64"\n[[unit]]\nmatch = ""\n'
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(
     ("policy", "ranks", "message"),
@@ -243,6 +246,7 @@ def test_a_rehearsal_finds_a_policy_that_does_not_fit(
     assert re.search(message, bad), bad
 
 
+@pytest.mark.slow
 def test_a_rehearsal_in_torch_runs_the_model(tmp_path: Path) -> None:
     # The output layer reads the embedding's weights, which outside of their unit are shards.
     (tmp_path / "apart.toml").write_text(EMBEDDING_APART)
@@ -308,7 +312,7 @@ def share_of_bfloat16_gradients(before: Path, after: Path) -> float:
     return float(np.mean(shares))
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_a_bfloat16_leg_computes_in_bfloat16_and_sums_gradients_in_float32(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:
@@ -342,7 +346,7 @@ def leg_processes(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_an_interrupted_relay_leaves_no_process_behind(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:
@@ -373,6 +377,7 @@ def ended(folder: Path, seconds: float = 60) -> bool:
     return not left
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
 def test_ranks_end_when_their_launcher_is_killed(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
@@ -404,7 +409,7 @@ run_leg(job(Path(sys.argv[2]) / "leg", leg, Path(sys.argv[3])), lambda step, los
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_a_leg_ends_when_the_relay_is_killed(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:
@@ -495,7 +500,7 @@ def job(folder: Path, leg: Leg, source: Path | None) -> Job:
     return Job(config.model, config.data, config.optimizer, leg, folder, source, folder / "checkpoint")
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_a_failing_leg_stops_the_run_with_its_own_error(tmp_path: Path, framework: str) -> None:
     leg = Leg(framework, 2, "optim", steps=1)
     with pytest.raises(LegError, match="nowhere") as caught:

@@ -63,6 +63,7 @@ def test_all_pairs_of_worlds_and_all_pairs_of_strategies_are_tried():
     assert len({(s, t) for _, s, _, t in CASES}) == 16
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("saver", "saved_as", "loader", "loaded_as"), CASES)
 def test_a_decoder_continues_on_other_ranks_under_another_strategy(
     ranks, originals, saver, saved_as, loader, loaded_as
@@ -76,6 +77,7 @@ def test_a_decoder_continues_on_other_ranks_under_another_strategy(
         assert all(v == 4 for name, v in result["final"].items() if name.endswith(".step"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", jobs.STRATEGIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_run_continues_bitwise_on_as_many_ranks_under_its_own_strategy(ranks, originals, world, strategy):

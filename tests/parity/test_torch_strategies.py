@@ -90,6 +90,7 @@ def reference_backward(
     return loss.detach()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
 from tests.planning.test_plan_torch import PART, cases, model_of, policy_text
+from tests.support.examples import examples
 from tests.support.parity.plan_runs import Spec
 
 PRIMITIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
@@ -122,7 +123,7 @@ def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, i
     yield from found.items()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=cases())
 def test_bytes_and_collectives_of_random_models_and_placements(
     case: tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int],

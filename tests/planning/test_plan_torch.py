@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bridge.planning import Plan, Workload, make_plan, parse_policy
 from bridge.planning.at_rest import at_rest
 from bridge.planning.model import Model, Parameter
+from tests.support.examples import examples
 from tests.support.parity.plan_runs import KINDS, Spec, train
 from tests.support.ranks import RankGroup
 
@@ -126,7 +127,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], str, list[list[Spec]], list
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_bytes_and_collectives_of_random_models_and_placements(
     ranks: RankGroup, case: tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int]

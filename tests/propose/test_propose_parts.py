@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats import create_checkpoint
@@ -14,9 +14,10 @@ from bridge.propose.axes import align
 from bridge.propose.names import families, similarity
 from bridge.propose.propose import propose
 from tests.support.bridge.memory_reader import MemoryReader
+from tests.support.examples import examples
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_an_alignment_is_a_rearrangement_of_the_elements(shape: list[int], rng: object) -> None:
     """Every alignment of a shape with a permuted, merged one has the right sizes, and the true one is among them."""

@@ -65,6 +65,7 @@ JAX = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("torch", TORCH)
 @pytest.mark.parametrize("jax", JAX)
 @pytest.mark.parametrize("direction", ["to_jax", "to_torch"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bridge.sharding.layout
@@ -21,6 +21,7 @@ from bridge.sharding.aligned_packing import pack_aligned
 from bridge.sharding.packing import Kind, admissible, admissible_steps, earliest
 from bridge.sharding.partition import plan_buffers
 from tests.sharding.golden import layouts as golden
+from tests.support.examples import examples
 
 DIMENSION = st.one_of(st.integers(0, 6), st.sampled_from([7, 11, 13, 16, 24, 31, 64, 97]))
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
@@ -45,7 +46,7 @@ def planned(draw: st.DrawFn) -> tuple[Layout, dict[str, tuple[int, ...]], dict[s
     return layout, shapes, units
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(planned())
 def test_no_boundary_cuts_a_unit_and_no_two_tensors_overlap(plan):
     layout, shapes, units = plan
@@ -65,7 +66,7 @@ def test_no_boundary_cuts_a_unit_and_no_two_tensors_overlap(plan):
         assert ends == sorted(ends)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(planned())
 def test_the_rows_of_all_ranks_tile_every_tensor_and_are_what_their_shards_hold(plan):
     layout, shapes, _ = plan
@@ -89,7 +90,7 @@ def test_the_rows_of_all_ranks_tile_every_tensor_and_are_what_their_shards_hold(
                 assert rows * slot.row_size == max(0, stop - start)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(planned())
 def test_places_in_memory_agree_between_whole_buffers_and_shards(plan):
     layout, shapes, _ = plan
@@ -113,7 +114,7 @@ def test_places_in_memory_agree_between_whole_buffers_and_shards(plan):
                 assert np.array_equal(held, np.arange(r0 * row, r1 * row))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(SHAPE.filter(lambda shape: math.prod(shape) <= 20_000), st.data())
 def test_row_boxes_tile_the_tensor_exactly_and_in_row_order(shape, data):
     row_size, num_rows = rows_of(shape)
@@ -133,7 +134,7 @@ def test_row_boxes_tile_the_tensor_exactly_and_in_row_order(shape, data):
     assert np.array_equal(np.concatenate([np.empty(0), *read]), elements.ravel())
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(planned())
 def test_a_layout_survives_json_and_its_fingerprint_tells_layouts_apart(plan):
     layout, shapes, _ = plan
@@ -147,7 +148,7 @@ def test_a_layout_survives_json_and_its_fingerprint_tells_layouts_apart(plan):
     assert plan_layout({**shapes, "another": (3,)}, layout.num_shards).fingerprint != layout.fingerprint
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(planned())
 def test_padding_keeps_its_guarantees(plan):
     layout, shapes, units = plan
@@ -168,7 +169,7 @@ def test_padding_keeps_its_guarantees(plan):
         assert layout.padded_size < bound
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(GROUP, SHARDS, GRAIN)
 def test_more_buffers_never_pad_more_than_the_tolerance(shapes, num_shards, grain):
     sizes = [plan_layout(shapes, num_shards, granularity=grain, max_buffers=k).shard_size for k in (1, 2, 3)]
@@ -177,7 +178,7 @@ def test_more_buffers_never_pad_more_than_the_tolerance(shapes, num_shards, grai
     assert len(plan_layout(shapes, num_shards, granularity=grain, max_buffers=2).shard_sizes) <= 2
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(1, 40),
@@ -196,7 +197,7 @@ def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere
     assert admissible(steps, wanted) == size
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 30), st.integers(0, 60))
 def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
     kind = Kind(max(numel, unit), unit)
@@ -209,7 +210,7 @@ def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
     assert earliest(start, kind, size) == next(p for p in itertools.count(start) if legal(p))
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=9),
     st.integers(1, 20),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -37,6 +37,7 @@ from bridge.formats.plain import plain_value
 from tests.formats.dcp.test_pickle import PAIR, Evil, nest
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
+from tests.support.examples import examples
 from tests.support.ranks import RankGroup
 
 
@@ -147,7 +148,7 @@ def test_tensors_stored_transposed_are_read_in_their_own_orientation(tmp_path: P
         assert reader.read("i").flags.c_contiguous
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_region_of_any_tensor_equals_the_slice(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -216,7 +217,7 @@ def test_a_value_that_is_not_plain_hides_nothing_else(tmp_path: Path) -> None:
             reader.objects["missing"]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.recursive(st.binary(max_size=9), lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=6)
 )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +38,7 @@ from tests.support.bridge.dcp_files import (
     stock_save,
     tensor_of,
 )
+from tests.support.examples import examples
 from tests.support.ranks import RankGroup
 
 
@@ -198,7 +199,7 @@ def test_stock_pytorch_loads_our_chunks_into_its_shards(ranks: RankGroup, tmp_pa
     assert second == [array[4:].tolist(), array[:, 3:].tolist()]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_shape_in_any_chunks_in_any_order_round_trips(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

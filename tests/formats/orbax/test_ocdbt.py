@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.files.record import ChunkRecord, Place
@@ -26,6 +26,7 @@ from bridge.formats.orbax.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.orbax.values import Place as StoredPlace
 from bridge.formats.orbax.values import StoredValues, places_in_files, places_in_ocdbt
+from tests.support.examples import examples
 
 
 def stored(path: Path, context: ts.Context | None = None, **config: Any) -> ts.KvStore:
@@ -58,7 +59,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(values=st.dictionaries(KEYS, VALUES, min_size=1, max_size=40))
 def test_tensorstore_reads_any_keys_and_values(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, bytes]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
@@ -26,6 +26,7 @@ from bridge.formats.safetensors.reader import SafetensorsReader
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of
 from tests.support.bridge.safetensors_files import entry, one_of_each, raw_file, stock_file, tiny_llama
+from tests.support.examples import examples
 
 F32 = np.dtype("float32")
 
@@ -76,7 +77,7 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name(tmp_path: Path, code: str) 
         open_checkpoint(path)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_region_of_any_tensor_equals_the_slice(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -360,7 +361,7 @@ def test_mutants_of_a_header_are_refused_or_read_as_the_stock_library_does(genui
     assert 2_000 < refused < 4_000
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.dictionaries(st.text(max_size=8), st.text(max_size=12), max_size=4), st.integers(0, 3))
 def test_any_text_that_the_stock_library_writes_is_read(texts: dict[str, str], count: int) -> None:
     from safetensors.numpy import save

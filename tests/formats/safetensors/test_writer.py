@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 from safetensors.torch import load_file
@@ -30,6 +30,7 @@ from bridge.formats.safetensors.writer import SafetensorsWriter
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of
 from tests.support.bridge.safetensors_files import one_of_each, tiny_llama
+from tests.support.examples import examples
 
 F32 = np.dtype("float32")
 KEY = {"source": "here"}
@@ -136,7 +137,7 @@ def test_every_tensor_begins_where_its_dtype_can_be_mapped(tmp_path: Path) -> No
         assert array.start % array.dtype.itemsize == 0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_any_shape_is_put_together_from_chunks_of_any_memory_order(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -180,7 +181,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(PLAIN)
 def test_any_plain_value_comes_back_exactly(value: object) -> None:
     again = decode_value(json.loads(json.dumps(encode_value(value, "v"))), "v")

@@ -42,22 +42,28 @@ LOADS = [
 ]
 
 
-def slow_but_one(name: str) -> Any:
-    return () if name == "hfsdp" else pytest.mark.slow
-
-
 def each_save() -> list[Any]:
-    return [pytest.param(name, marks=slow_but_one(name), id=name) for name in SAVES]
+    return [pytest.param(name, marks=() if name == "hfsdp" else pytest.mark.slow, id=name) for name in SAVES]
 
 
 def each_load() -> list[Any]:
-    return [pytest.param(*load, marks=slow_but_one(load[0]), id=f"{load[0]} in {load[1]}") for load in LOADS]
+    return [pytest.param(*load, id=f"{load[0]} in {load[1]}") for load in LOADS]
+
+
+class Groups(dict[str, jobs.Group]):
+    """By processes x devices, started when first asked for."""
+
+    def __missing__(self, name: str) -> jobs.Group:
+        self[name] = jobs.Group(*map(int, name.split("x")))
+        return self[name]
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[str, jobs.Group]]:
-    with jobs.Group(2, 2) as two, jobs.Group(4, 1) as four:
-        yield {"2x2": two, "4x1": four}
+    groups = Groups()
+    yield groups
+    for group in groups.values():
+        group.close()
 
 
 class Saved(dict[str, tuple[Path, list[Any]]]):
@@ -178,6 +184,7 @@ def leaves(tree: Any) -> dict[str, Any]:
     return {"/".join(key.key for key in keys): value for keys, value in jax.tree.leaves_with_path(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "group", "case"), each_load())
 def test_another_number_of_processes_goes_on_with_it_under_another_strategy(
     groups: dict[str, jobs.Group],
@@ -233,7 +240,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(w, marks=() if w in ("write", "rename") else pytest.mark.slow) for w in FAILURES],
+)
 def test_an_error_of_one_process_fails_the_save_on_all_and_leaves_nothing(
     groups: dict[str, jobs.Group], tmp_path: Path, where: str
 ) -> None:
@@ -257,6 +267,7 @@ def test_an_existing_destination_is_refused_by_all(groups: dict[str, jobs.Group]
     assert [file.name for file in tmp_path.rglob("*")] == ["c", "precious"]
 
 
+@pytest.mark.slow  # half a minute of waiting
 @pytest.mark.parametrize("absent", [0, 3])
 def test_a_process_that_does_not_come_fails_the_save_on_all_without_a_hang(
     groups: dict[str, jobs.Group], tmp_path: Path, absent: int
@@ -295,6 +306,7 @@ def test_an_error_of_one_process_fails_the_load_on_all(groups: dict[str, jobs.Gr
     assert errors[1] == "OSError: broken on purpose"
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     with jobs.Group(2, 1) as group:
         (tmp_path / "d").mkdir()

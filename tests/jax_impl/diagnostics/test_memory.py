@@ -21,6 +21,7 @@ LAYERED = DecoderConfig(
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_bytes_at_rest_equal_the_formula_on_every_device(strategy, devices):

@@ -122,6 +122,7 @@ class Scanned(linen.Module):
         return scan(Inner(name="layers"), x, None)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("net", "given", "units"),
     [

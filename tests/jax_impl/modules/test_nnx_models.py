@@ -5,6 +5,7 @@ Each is compared with the plain model on the whole batch, under both engines; ev
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -106,8 +107,18 @@ class Attention(nnx.Module):
         return self.head(self.cells(x))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "engine"),
+    [
+        pytest.param(
+            *case,
+            marks=()
+            if case in [("optim_grads_params", "shard_map"), ("optim", "pjit")]
+            else pytest.mark.slow,
+        )
+        for case in itertools.product(STRATEGIES, ENGINES)
+    ],
+)
 def test_a_model_of_library_layers_trains(engine, strategy):
     model, batch = Attention(nnx.Rngs(0)), rows(8, 5, 3)
     units = ["conv", "blocks/*/attend", "blocks/*/mlp", "cells", "head"]
@@ -137,6 +148,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):
@@ -240,6 +252,7 @@ class Scanned(nnx.Module):
         return self.head(run(x, self.layers))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
@@ -264,6 +277,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
     assert_close(state.variables, after)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", [("*/kernel", "first/norm/scale"), lambda path, value: "linear" in path])
@@ -320,6 +334,7 @@ class Methods(nnx.Module):
         return self.embed.attend(jnp.tanh(self.linear(self.embed(tokens))))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_methods_of_units_can_be_called(engine, strategy):

@@ -114,6 +114,7 @@ def assert_trains_as_alone(
     return plan
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_over_a_pytree_train(strategy, engine):
@@ -161,6 +162,7 @@ def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     assert plan.units["layers"].module.layers == 12
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
@@ -366,6 +368,7 @@ def linen_loss(net: linen.Module, apply: Any) -> Any:
     return lambda params, tokens: jnp.mean((apply(net, {"params": params}, tokens) - 0.3) ** 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 @pytest.mark.parametrize(
     "units",
@@ -402,6 +405,7 @@ class Nested(linen.Module):
         return Block(name="Block_1")(Pair(name="Block_0")(x))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("units", [["Block_*"], ["Block_*", "Block_0/Block_1"]])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_submodules_of_a_linen_unit_may_have_the_names_of_units_outside(units, recompute):

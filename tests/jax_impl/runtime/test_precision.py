@@ -78,6 +78,7 @@ def test_microbatch_gradients_accumulate_in_float32_under_bfloat16_compute(strat
     np.testing.assert_array_equal(gradients["weight"], np.float32([259 / 4, 1]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("precision", "bound"),
     [

@@ -15,7 +15,7 @@ from tests.support.torch_impl import checkpoint_jobs as jobs
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_stored_chunks_are_the_row_boxes_of_the_layout_and_none_for_empty_shards(ranks, tmp_path, world):
     layout = plan_layout(jobs.ZOO, world)
     for strategy in SHARDED:
@@ -50,6 +50,7 @@ def test_a_replicated_run_is_written_once_and_by_all_ranks_together(ranks, tmp_p
     assert max(together.values()) < 0.6 * alone
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", jobs.STRATEGIES)
 def test_saving_before_the_first_step_changes_nothing_and_loads_as_zero_moments(

@@ -81,7 +81,16 @@ def train(
         assert all(local_of(p)._version > v for p, v in zip(sharded, versions, strict=True))
 
 
-@pytest.mark.parametrize("case", range(len(OPTIMIZERS)), ids=lambda case: OPTIMIZERS[case][0].__name__)
+USUAL = (torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if kind in USUAL else pytest.mark.slow, id=f"{kind.__name__}{case}")
+        for case, (kind, *_) in enumerate(OPTIMIZERS)
+    ],
+)
 def test_optimizers_update_tensors_of_all_meshes_as_whole_ones(ranks: RankGroup, case: int) -> None:
     ranks.run(4, train, *OPTIMIZERS[case], MESHES)
 

@@ -94,6 +94,7 @@ def train_steps(strategy: str, grain: str, compute: str) -> None:
         assert_at_rest(model)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("strategy", STRATEGIES)

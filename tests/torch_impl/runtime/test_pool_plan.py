@@ -6,9 +6,10 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from torch_impl.runtime.pool import Slot
 from torch_impl.runtime.pool_plan import Lifetime, colour, plan_buffers
 
@@ -49,7 +50,7 @@ def bytes_at(spans: list[tuple[tuple[int, int], int]], time: int) -> int:
 
 
 @given(steps())
-@settings(deadline=None)
+@examples()
 def test_a_plan_needs_no_more_memory_in_a_pass_than_buffers_of_their_own(step: Any) -> None:
     lifetimes, turn, duration = step
     plan = plan_buffers(lifetimes, turn, duration)
@@ -79,7 +80,7 @@ class User:
 
 
 @given(steps())
-@settings(deadline=None)
+@examples()
 def test_slots_that_are_used_as_planned_have_memory_when_the_plan_says(step: Any) -> None:
     lifetimes, turn, duration = step
     plan = plan_buffers(lifetimes, turn, duration)

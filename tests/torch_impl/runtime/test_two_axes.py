@@ -84,9 +84,12 @@ def train(options: dict[str, Any], shape: tuple[int, int], microbatches: int, se
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("depths", COMBINATIONS)
-def test_every_combination_trains_like_one_process(ranks: RankGroup, depths: tuple[int, int, int]) -> None:
-    options = {"placements": spelled_out(*depths)}
+@pytest.mark.each_value
+@pytest.mark.parametrize(("parameters", "gradients", "optimizer"), COMBINATIONS)
+def test_every_combination_trains_like_one_process(
+    ranks: RankGroup, parameters: int, gradients: int, optimizer: int
+) -> None:
+    options = {"placements": spelled_out(parameters, gradients, optimizer)}
     for microbatches, set_to_none in ((1, True), (3, False)):
         ranks.run(WORLD, train, options, (2, 2), microbatches, set_to_none)
 

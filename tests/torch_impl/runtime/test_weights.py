@@ -312,6 +312,7 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
     check(reduced, kept, 8 * rows)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_at_rest_are_exactly_those_of_the_strategy(ranks: RankGroup, strategy: str, low: bool) -> None:

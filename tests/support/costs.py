@@ -1,0 +1,73 @@
+"""What each test costs in CPU time: ``python -m pytest -p tests.support.costs --costs costs.tsv``.
+
+Counted are the test's process and everything that it started and still runs, or that ended and was waited for: rank
+processes, legs of the relay, notebook kernels. A busy machine changes wall time two- to tenfold, CPU time little.
+
+Each line: CPU seconds of the test with its set-up, seconds of compiling in the test's own process, seconds of compiling
+that the persistent cache saved there, node id. The file is appended to, so that workers of pytest-xdist share it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+COMPILED = "/jax/core/compile/backend_compile_duration"
+SAVED = "/jax/compilation_cache/compile_time_saved_sec"
+
+seconds: Counter[str] = Counter()
+
+
+def tree_seconds() -> float:
+    """CPU seconds of this process, its ended children and its living descendants."""
+    children: dict[int, list[int]] = defaultdict(list)
+    ticks: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # the process ended meanwhile
+            continue
+        pid = int(stat.parent.name)
+        children[int(fields[1])].append(pid)
+        ticks[pid] = sum(map(int, fields[11:15]))
+    found, total = [os.getpid()], 0
+    while found:
+        pid = found.pop()
+        total += ticks.get(pid, 0)
+        found += children[pid]
+    return total / TICKS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, help="append the CPU seconds of each test to this file")
+
+
+def note(event: str, duration: float, **_: Any) -> None:
+    seconds[event] += duration
+
+
+listening = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    global listening
+    if "jax" in sys.modules and not listening:
+        from jax import monitoring
+
+        monitoring.register_event_duration_secs_listener(note)
+        listening = True
+    start, before = tree_seconds(), Counter(seconds)
+    outcome = yield
+    spent = tree_seconds() - start
+    compiled, saved = (seconds[name] - before[name] for name in (COMPILED, SAVED))
+    with item.config.getoption("--costs").open("a") as file:
+        file.write(f"{spent:.2f}\t{compiled:.2f}\t{saved:.2f}\t{item.nodeid}\n")
+    return outcome

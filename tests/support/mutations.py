@@ -1,0 +1,573 @@
+"""Faults that the tests must see: ``python -m tests.support.mutations [--jobs N] [--all] [words]``.
+
+Each mutation replaces one place of a scratch copy of the checkout, and runs the tests beside it until the first fails:
+those of the fast tier, or with ``--all`` the slow ones too. ``words`` choose mutations whose line contains one of them.
+Prints ``red`` (the tests saw the fault) or ``GREEN`` for each, and ends with 1 where one did not turn red.
+
+``where`` is a file or a room; the text to replace must be in exactly one place of it, so that files may move inside of
+a room. The mutations are those that the notes of earlier issues list, and others of their kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``tests``: paths below ``tests/``, the likeliest first."""
+
+    fault: str
+    where: str
+    old: str
+    new: str
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.fault}"
+
+
+M = Mutation
+TORCH = [
+    M(
+        "reduce-scatter skipped",
+        "torch_impl/runtime",
+        "partial(levels.reduce, axis, shard, values)",
+        "partial(lambda s, v, async_op: (s.copy_(v[: s.numel()]), None)[1], shard, values)",
+        "parity/test_torch_strategies.py",
+    ),
+    M(
+        "all-reduce skipped",
+        "torch_impl/runtime",
+        "return collectives.all_reduce(values, self.mesh.groups[axis]",
+        "return None  # (",
+        "parity/test_torch_strategies.py",
+    ),
+    M(
+        "mean over the wrong count",
+        "torch_impl/runtime",
+        "reduced /= ",
+        "reduced /= 1 + ",
+        "parity/test_torch_strategies.py",
+    ),
+    M(
+        "outer axis not reduced",
+        "torch_impl/runtime",
+        " if last else strategy.gradients)",
+        " if not last else strategy.gradients)",
+        "torch_impl/runtime/test_two_axes.py",
+    ),
+    M(
+        "missing gradients are what memory held",
+        "torch_impl/runtime",
+        "self._views[index].zero_()",
+        "self._views[index].fill_(7.0)",
+        "torch_impl/runtime/test_idle_units.py torch_impl/runtime/test_programs.py",
+    ),
+    M(
+        "a later microbatch replaces the sums",
+        "torch_impl/runtime",
+        "view.add_(grad, alpha=",
+        "view.zero_().add_(grad, alpha=",
+        "parity/test_torch_strategies.py",
+    ),
+    M(
+        "no refresh after a step",
+        "torch_impl/runtime",
+        "refresh = not in_backward",
+        "refresh = False",
+        "torch_impl/runtime/test_weights.py parity/test_torch_strategies.py",
+    ),
+    M(
+        "no prefetch",
+        "torch_impl/runtime",
+        "self.schedule.prefetch(following, refresh)",
+        "pass",
+        "torch_impl/runtime/test_schedule.py",
+    ),
+    M(
+        "waiting sums not reduced",
+        "torch_impl/runtime",
+        "unit.reduce_waiting()",
+        "pass",
+        "torch_impl/runtime/test_idle_units.py",
+    ),
+    M(
+        "nothing dropped after a backward that raised",
+        "torch_impl/runtime",
+        "unit.drop_raised()",
+        "pass",
+        "torch_impl/runtime/test_raised_backward.py",
+    ),
+    M(
+        "post-accumulate hooks not run",
+        "torch_impl/runtime",
+        "            _run_hooks(param)",
+        "            pass",
+        "torch_impl/test_surface.py torch_impl/test_surface_programs.py torch_impl/runtime",
+    ),
+    M(
+        "no fence between buffers' gathers on the CPU",
+        "torch_impl/comm",
+        "elif shards and shards[0].is_cpu:",
+        "elif False:",
+        "torch_impl/runtime/test_buffers.py",
+    ),
+    M(
+        "no wait after an interruption",
+        "torch_impl/comm",
+        "several.wait()\n        raise",
+        "raise",
+        "torch_impl/runtime/test_buffers.py",
+    ),
+    M(
+        "torch's open list stays open",
+        "torch_impl/comm",
+        "distributed_c10d._world.pg_coalesce_state.pop(group, None)",
+        "pass",
+        "torch_impl/runtime/test_buffers.py",
+    ),
+    M(
+        "moments swapped",
+        "torch_impl/optimizer",
+        "        firsts,\n        seconds,\n        [],",
+        "        seconds,\n        firsts,\n        [],",
+        "torch_impl/optimizer/test_main_weight_adamw.py",
+    ),
+    M(
+        "staged moments swapped",
+        "torch_impl/optimizer",
+        "[v[0] for v in values], [v[1] for v in values]",
+        "[v[1] for v in values], [v[0] for v in values]",
+        "torch_impl/optimizer/test_moment_dtypes.py",
+    ),
+    M(
+        "no weight decay",
+        "torch_impl/optimizer",
+        'weight_decay=group["weight_decay"],',
+        "weight_decay=0.0,",
+        "torch_impl/optimizer/test_main_weight_adamw.py",
+    ),
+    M(
+        "offloaded moments not sent back",
+        "torch_impl/optimizer",
+        "if value is not tensor:",
+        "if False:",
+        "torch_impl/optimizer/test_moment_dtypes.py torch_impl/optimizer/test_offload.py",
+    ),
+    M(
+        "norm without the power",
+        "torch_impl/dtensor",
+        "values = values**order",
+        "values = values",
+        "torch_impl/dtensor/test_tensor.py torch_impl/dtensor/test_axes.py",
+    ),
+    M(
+        "a rank's NaN lost",
+        "torch_impl/dtensor",
+        'return both[0].masked_fill(both[1] > 0, float("nan"))',
+        "return both[0]",
+        "torch_impl/dtensor/test_tensor.py torch_impl/dtensor/test_axes.py torch_impl/diagnostics",
+    ),
+    M(
+        "mean is a sum",
+        "torch_impl/dtensor",
+        "value = value / count if count != 1 else value",
+        "value = value",
+        "torch_impl/dtensor/test_tensor.py torch_impl/dtensor/test_axes.py",
+    ),
+    M(
+        "an item is the next one",
+        "torch_impl/dtensor",
+        "start, rows = first + within(r0) - r0,",
+        "start, rows = first + within(r0) - r0 - 1,",
+        "torch_impl/dtensor/test_views.py",
+    ),
+    M(
+        "each rank draws by its own seed",
+        "torch_impl/dtensor",
+        "state = _of_first_rank(own_state, tensor)",
+        "state = own_state",
+        "torch_impl/dtensor/test_random.py",
+    ),
+]
+JAX = [
+    M(
+        "reduce-scatter skipped",
+        "jax_impl/comm",
+        "self._over(axis, partial(lax.psum_scatter, tiled=True), reduced)",
+        "reduced[: reduced.shape[0] // self.axes.sizes[axis]]",
+        "jax_impl/runtime/test_strategy_matrix.py",
+    ),
+    M(
+        "all-reduce skipped",
+        "jax_impl/comm",
+        "self._over(axis, lax.psum, reduced)",
+        "reduced * 1",
+        "jax_impl/runtime/test_strategy_matrix.py",
+    ),
+    M(
+        "mean over the wrong count",
+        "jax_impl/runtime",
+        "(loss, finished), plan.num_devices * microbatches)",
+        "(loss, finished), plan.num_devices)",
+        "jax_impl/runtime/test_strategy_matrix.py",
+    ),
+    M(
+        "a gather beside the next collective",
+        "jax_impl/runtime",
+        "source, after = fence((gathered, after))",
+        "source = gathered",
+        "jax_impl/diagnostics/test_collectives.py",
+    ),
+    M(
+        "gathered weights kept to backward",
+        "jax_impl/runtime",
+        "output, vjp = fence((output, vjp))",
+        "pass",
+        "jax_impl/diagnostics/test_memory.py jax_impl/diagnostics/test_compiled_collectives.py",
+    ),
+    M(
+        "second forward merged with the first",
+        "jax_impl/runtime",
+        "cotangent, rest = fence((cotangent, rest))",
+        "pass",
+        "jax_impl/diagnostics jax_impl/runtime/test_strategy_matrix.py planning/test_plan_peak.py",
+    ),
+    M(
+        "microbatches interleaved",
+        "jax_impl/runtime",
+        "lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)",
+        "lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)",
+        "jax_impl/test_train.py",
+    ),
+    M(
+        "every layer is the first",
+        "jax_impl/runtime",
+        "yield paths[name], (layer, *offsets)",
+        "yield paths[name], (0, *offsets)",
+        "jax_impl/checkpoint jax_impl/runtime/test_sharding_plan.py",
+    ),
+    M(
+        "padding has values",
+        "jax_impl/runtime",
+        "values = np.zeros((*self._stack, self.layout.shard_size), dtype)",
+        "values = np.ones((*self._stack, self.layout.shard_size), dtype)",
+        "jax_impl/runtime/test_sharding_plan.py jax_impl/test_train.py",
+    ),
+    M(
+        "first moment by the second's beta",
+        "jax_impl/optimizer",
+        "_lerp(m, g, number(1 - constants.b1))",
+        "_lerp(m, g, number(1 - constants.b2))",
+        "jax_impl/optimizer/test_main_weight_adamw.py",
+    ),
+    M("no eps", "jax_impl/optimizer", "+ opaque(number(constants.eps))", "", "parity/test_jax_adamw.py"),
+    M(
+        "a product contracted",
+        "jax_impl/optimizer",
+        "v = new * g + opaque(old)",
+        "v = new * g + old",
+        "parity/test_jax_adamw.py",
+    ),
+]
+SHARDING = [
+    M(
+        "a row range shifted",
+        "bridge/sharding",
+        "return slot.rows_before(rank * self.shard_sizes[slot.buffer])",
+        "return slot.rows_before(rank * self.shard_sizes[slot.buffer] + slot.row_size)",
+        "sharding/test_layout.py",
+    ),
+    M(
+        "hfsdp does not cut over the outer axis",
+        "bridge/sharding",
+        'Strategy("hfsdp", 1, 1, 2)',
+        'Strategy("hfsdp", 1, 1, 1)',
+        "sharding torch_impl/test_policy.py",
+    ),
+]
+FORMATS = [
+    M(
+        "CRC of a .distcp record ignored",
+        "bridge/formats/dcp",
+        "if crc != record.crc:",
+        "if False:",
+        "formats/dcp/test_archive.py formats/dcp/test_reader.py",
+    ),
+    M(
+        "checksum of an Orbax chunk ignored",
+        "bridge/formats/orbax",
+        'if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:',
+        "if False:",
+        "formats/orbax/test_reader.py checkpoints/test_verify_flips.py",
+    ),
+    M(
+        "checksum of a shard index ignored",
+        "bridge/formats/orbax",
+        "if google_crc32c.value(file[position : position + 16]) != crc:",
+        "if False:",
+        "formats/orbax/test_reader.py checkpoints/test_verify_flips.py",
+    ),
+    M(
+        "places not aligned",
+        "bridge/formats/files",
+        "start = self.end + -self.end % alignment",
+        "start = self.end",
+        "formats/files formats/dcp/test_writer.py formats/safetensors/test_writer.py",
+    ),
+    M(
+        "a head written twice, directly",
+        "bridge/formats/files",
+        "first, last = -offset % BLOCK, len(view)",
+        "first, last = BLOCK, len(view)",
+        "formats/files",
+    ),
+    M(
+        "a joined chunk skipped",
+        "bridge/formats",
+        "members.append(box)",
+        "pass",
+        "checkpoints/test_convert.py",
+    ),
+    M(
+        "a piece too long",
+        "bridge/formats",
+        "sizes[axis] = min(step, sizes[axis] - low)",
+        "sizes[axis] = step",
+        "formats/test_base.py checkpoints/test_verify.py checkpoints/test_convert.py checkpoints",
+    ),
+    M(
+        "another conversion resumed",
+        "bridge/formats/files",
+        "if found == dict(key):",
+        "if found:",
+        "checkpoints/test_convert_killed.py",
+    ),
+    M(
+        "chunks skipped",
+        "bridge/checkpoints",
+        "        if run:\n            yield run",
+        "        if False:\n            yield run",
+        "checkpoints/test_convert.py",
+    ),
+    M(
+        "nothing taken over",
+        "bridge/checkpoints",
+        "if box not in stored)",
+        "if True)",
+        "checkpoints/test_convert_killed.py",
+    ),
+]
+MAPPING = [
+    M(
+        "transpose dropped",
+        "bridge/mapping/families/decoder.toml",
+        'mlp/down/kernel : f m"',
+        'mlp/down/kernel : m f"',
+        "mapping/test_translation.py",
+    ),
+    M(
+        "gate and up swapped",
+        "bridge/mapping/families/decoder.toml",
+        '["layers/{i}/mlp/gate/kernel : m gate", "layers/{i}/mlp/up/kernel : m up"]',
+        '["layers/{i}/mlp/up/kernel : m gate", "layers/{i}/mlp/gate/kernel : m up"]',
+        "mapping/test_translation.py",
+    ),
+    M(
+        "heads and head size swapped",
+        "bridge/mapping/families/decoder.toml",
+        'attention/key/kernel : m h d"',
+        'attention/key/kernel : m d h"',
+        "mapping/test_translation.py",
+    ),
+    M(
+        "moments swapped",
+        "bridge/mapping",
+        '{"exp_avg": "mu", "exp_avg_sq": "nu",',
+        '{"exp_avg": "nu", "exp_avg_sq": "mu",',
+        "mapping/test_translation.py mapping/test_optax.py",
+    ),
+    M(
+        "an offset forgotten",
+        "bridge/mapping",
+        "offset += step * (_extent(affine, ranges)[0] - low)",
+        "offset += step * _extent(affine, ranges)[0]",
+        "mapping/test_relation.py",
+    ),
+    M(
+        "second moments scaled like the first",
+        "bridge/mapping",
+        '"exp_avg": -1, "exp_avg_sq": -2',
+        '"exp_avg": -1, "exp_avg_sq": -1',
+        "mapping/test_operations.py",
+    ),
+    M("a shift not scaled", "bridge/mapping", "d - c / a * b", "d - b", "mapping/test_operations.py"),
+    M(
+        "two roundings",
+        "bridge/mapping",
+        "bits |= inexact",
+        "pass",
+        "mapping/test_operations.py checkpoints/test_convert_options.py",
+    ),
+]
+CHECKPOINTS = [
+    M(
+        "distance of signed numbers wraps",
+        "bridge/checkpoints",
+        "return np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)",
+        "return np.abs(a - b).view(unsigned)",
+        "checkpoints/test_diff_ulp.py",
+    ),
+    M(
+        "missing tensors are no difference",
+        "bridge/checkpoints",
+        "tuple(name for name in plan.tensors if name not in infos)",
+        "()",
+        "checkpoints/test_diff.py",
+    ),
+    M(
+        "differing objects are within",
+        "bridge/checkpoints",
+        "return not (self.total.beyond or differs)",
+        "return not self.total.beyond",
+        "checkpoints/test_diff.py",
+    ),
+    M(
+        "files not compared with the manifest",
+        "bridge/checkpoints",
+        "problems += file_problems(home, manifest)",
+        "pass",
+        "checkpoints/test_verify.py",
+    ),
+    M(
+        "values not compared with the manifest",
+        "bridge/checkpoints",
+        "if expected is not None and (crc := object_checksum(value)) != expected:",
+        "if (crc := 0) and expected is not None:",
+        "checkpoints/test_verify.py",
+    ),
+]
+PLANNING = [
+    M(
+        "an all-reduce sends once",
+        "bridge/planning",
+        'return 2 * share if self.kind == "all_reduce" else share',
+        "return share",
+        "planning/test_cost.py",
+    ),
+    M(
+        "one moment",
+        "bridge/planning",
+        ", 2 * group.main_bytes)",
+        ", group.main_bytes)",
+        "planning/test_cost.py",
+    ),
+    M(
+        "reduced once a step",
+        "bridge/planning",
+        "times = microbatches if axis <",
+        "times = 1 if axis <",
+        "planning/test_cost.py planning/test_plan_torch.py",
+    ),
+    M(
+        "gathers of inner units forgotten",
+        "bridge/planning",
+        "times = (2 + reruns) * microbatches if",
+        "times = 2 * microbatches if",
+        "planning/test_plan_jax.py",
+    ),
+    M(
+        "gradients of the step forgotten",
+        "bridge/planning",
+        "done=collected,",
+        "done=0,",
+        "planning/test_plan_peak.py planning/test_cost.py",
+    ),
+]
+MUTATIONS = [*TORCH, *JAX, *SHARDING, *FORMATS, *MAPPING, *CHECKPOINTS, *PLANNING]
+
+
+def place(mutation: Mutation, root: Path) -> Path:
+    """The file to change. ``LookupError`` where the text is not in exactly one place."""
+    where = root / mutation.where
+    files = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    found = [file for file in files for _ in range(file.read_text().count(mutation.old))]
+    if len(found) != 1:
+        raise LookupError(f"expected the text in one place, found it in {len(found)}")
+    return found[0]
+
+
+def verdict(mutation: Mutation, root: Path, every: bool) -> str:
+    """``red``, or why not, with the test that failed first."""
+    try:
+        file = place(mutation, root)
+    except LookupError as error:
+        return f"ABSENT ({error})"
+    before = file.read_text()
+    file.write_text(before.replace(mutation.old, mutation.new))
+    tests = [f"tests/{test}" for test in mutation.tests.split()]
+    marks = ["-m", "slow or not slow", "--hypothesis-profile", "all"] if every else []
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marks, *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+        )
+    finally:
+        file.write_text(before)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and failed:
+        return f"red: {failed[0].split(' - ')[0]}"
+    return "GREEN" if done.returncode == 0 else f"BROKEN: {(done.stdout + done.stderr)[-300:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not given.words or any(word in str(m) for word in given.words)]
+    copies: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        for number in range(given.jobs):
+            copy = Path(scratch) / str(number)
+            copy.mkdir()
+            files = subprocess.run(
+                ["tar", "c", "--null", "-T", "-"], cwd=ROOT, input=tracked, capture_output=True, check=True
+            )
+            subprocess.run(["tar", "x"], cwd=copy, input=files.stdout, check=True)
+            copies.put(copy)
+
+        def run(mutation: Mutation) -> str:
+            copy = copies.get()
+            try:
+                return verdict(mutation, copy, given.all)
+            finally:
+                copies.put(copy)
+
+        verdicts = []
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for mutation, said in zip(chosen, pool.map(run, chosen), strict=True):
+                print(f"{said}\n    {mutation}", flush=True)
+                verdicts.append(said)
+    red = sum(said.startswith("red") for said in verdicts)
+    print(f"{red} of {len(verdicts)} red")
+    return int(red < len(verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The fast tier leaves no pair of values out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.pairwise import covering, together
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 3), (4, 2, 3), (2, 2, 2, 2, 2), (5, 4, 2, 2, 2)])
+def test_rows_chosen_of_a_product_hold_every_pair_and_are_few(sizes: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*(range(size) for size in sizes)))
+    chosen = [rows[index] for index in covering(rows)]
+    assert set().union(*(together(row, 2) for row in chosen)) == set().union(
+        *(together(row, 2) for row in rows)
+    )
+    largest = sorted(sizes)[-2:]
+    assert len(chosen) <= max(8, 1.3 * largest[0] * largest[-1])
+    assert chosen == [rows[index] for index in covering(rows)]
+
+
+def test_only_pairs_that_occur_are_asked_for() -> None:
+    rows = [("a", 1), ("b", 1), ("b", 2)]
+    assert covering(rows) == [0, 1, 2]
+    assert covering([]) == []
+    assert covering([("a", 1), ("b", 1), ("b", 2)], strength=1) == [0, 2]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(2))
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("c", range(3))
+def test_cases_beyond_the_covering_are_slow(request: pytest.FixtureRequest, a: int, b: int, c: int) -> None:
+    name = request.node.originalname
+    mine = [item for item in request.session.items if item.originalname == name]
+    fast = [item.callspec.params for item in mine if not item.get_closest_marker("slow")]
+    assert len(fast) in (6, len(mine)), "of one or some cases chosen by hand all are run"
