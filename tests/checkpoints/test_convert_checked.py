@@ -16,8 +16,9 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files.manifest import MANIFEST_FILE, array_checksum
+from bridge.formats.files.manifest import MANIFEST_FILE
 from tests.support.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places
 
 __all__ = ["converted", "copy"]  # fixtures

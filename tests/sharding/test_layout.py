@@ -242,7 +242,7 @@ def test_a_hole_before_a_common_multiple_is_filled_from_behind():
     assert pack_aligned(tensors, 2, 18) is None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(2, 12), st.integers(1, 60)), min_size=1, max_size=3),
     st.integers(0, 40),
@@ -522,7 +522,7 @@ def test_granularities_may_be_given_by_name():
     assert {s.name: s.block for s in layout.slots} == {"wq": 1, "wo": 3, "up": 9, "down": 4, "norm": 1}
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(planned())
 def test_the_parts_of_all_shards_are_the_tensors_in_their_order(plan):
     layout, shapes, _ = plan

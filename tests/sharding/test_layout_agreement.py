@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bridge.sharding
@@ -17,6 +17,7 @@ import tests.sharding.second_planner.layout as second_planner
 from tests.bench.layout_groups import reference_groups
 from tests.bench.layout_rules import lcm_rule
 from tests.sharding.golden import layouts as golden_layouts
+from tests.support.examples import examples
 
 GOLDEN = json.loads(golden_layouts.PATH.read_text())
 DIMENSION = st.one_of(st.integers(0, 8), st.sampled_from([11, 13, 16, 24, 31, 64, 97, 331, 883]))
@@ -115,13 +116,13 @@ def test_the_second_planner_plans_the_golden_layouts(case):
     assert layout.fingerprint == golden["fingerprint"]
 
 
-@settings(max_examples=2500, deadline=None)
+@examples(2500)
 @given(requests(GROUP))
 def test_both_planners_plan_the_same_layout(arguments):
     assert_same(arguments)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(requests(MANY))
 def test_both_planners_plan_the_same_layout_of_many_kinds(arguments):
     assert_same(arguments)
@@ -137,7 +138,7 @@ def test_both_planners_plan_the_same_layout_of_real_groups(name):
         assert second_planner.plan_layout(shapes, num_shards).to_json() == ours.to_json()
 
 
-@settings(max_examples=800, deadline=None)
+@examples(800)
 @given(GROUP, SHARDS)
 def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
     """Against an independent implementation of Megatron-FSDP's rule."""
@@ -261,7 +262,7 @@ def test_both_planners_refuse_what_is_no_layout(module):
             module.Layout(1, shard_sizes, slots)
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(requests(GROUP).filter(lambda arguments: arguments["shapes"]), st.data())
 def test_both_planners_accept_the_same_edited_layouts(arguments, data):
     value = json.loads(bridge.sharding.plan_layout(**arguments).to_json())
@@ -293,7 +294,7 @@ def test_more_buffers_than_units_are_not_searched_for(module):
     assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(SHAPE, st.data())
 def test_both_planners_cut_row_ranges_into_the_same_boxes(shape, data):
     _, num_rows = bridge.sharding.rows_of(shape)

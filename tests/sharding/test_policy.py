@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bridge.sharding.policy
 from bridge.sharding import STRATEGIES, Placements, PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from tests.sharding.golden import policies as golden
+from tests.support.examples import examples
 
 ROOT = UnitPolicy("")
 SHIPPED = sorted(
@@ -203,7 +204,7 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
     return ShardingPolicy(tuple(units), mesh, precision)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(policies())
 def test_any_policy_is_read_as_it_was_written(policy: ShardingPolicy) -> None:
     again = ShardingPolicy.parse(policy.to_toml())
@@ -212,7 +213,7 @@ def test_any_policy_is_read_as_it_was_written(policy: ShardingPolicy) -> None:
     assert again.to_toml() == policy.to_toml()
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     st.lists(st.lists(SEGMENT, min_size=1, max_size=3).map(".".join), max_size=3, unique=True), st.lists(PATH)
 )
@@ -336,7 +337,7 @@ def toml_of(table: dict[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
 
 
-@settings(max_examples=2000, deadline=None)
+@examples(2000)
 @given(
     st.none() | MESH | TABLE,
     st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE}) | TABLE,
