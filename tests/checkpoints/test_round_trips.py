@@ -138,8 +138,8 @@ def run_jax(jobs: list[dict[str, Any]], processes: int = 1, devices: int = 8) ->
 @pytest.fixture(
     scope="module",
     params=[
-        # Half a minute, and two minutes, of imports and compilations.
-        pytest.param(1, id="1 process", marks=pytest.mark.slow),
+        pytest.param(1, id="1 process"),
+        # Two minutes of imports and compilations on two cores.
         pytest.param(4, id="4 processes", marks=pytest.mark.slow),
     ],
 )

@@ -59,9 +59,9 @@ def measured(text: str, batch: int, length: int, microbatches: int) -> tuple[int
 @pytest.mark.parametrize(
     ("strategy", "compute", "recompute", "microbatches"),
     [
-        ("no_shard", "float32", False, 1),
+        pytest.param("no_shard", "float32", False, 1, marks=pytest.mark.slow),
         ("optim", "bfloat16", False, 2),
-        ("optim_grads", "float32", True, 1),
+        pytest.param("optim_grads", "float32", True, 1, marks=pytest.mark.slow),
         ("optim_grads_params", "float32", False, 1),
         ("optim_grads_params", "bfloat16", True, 2),
     ],
@@ -120,10 +120,10 @@ def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: 
     ("strategy", "recompute", "microbatches"),
     [
         ("optim_grads_params", True, 1),
-        ("optim_grads_params", False, 2),
-        ("optim_grads", True, 1),
+        pytest.param("optim_grads_params", False, 2, marks=pytest.mark.slow),
+        pytest.param("optim_grads", True, 1, marks=pytest.mark.slow),
         ("optim", False, 2),
-        ("optim", True, 1),
+        pytest.param("optim", True, 1, marks=pytest.mark.slow),
         ("no_shard", False, 1),
     ],
 )
@@ -139,7 +139,7 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     [
         ("optim_grads_params", False, 1),
         ("optim_grads_params", True, 2),
-        ("optim_grads", False, 2),
+        pytest.param("optim_grads", False, 2, marks=pytest.mark.slow),
         ("optim", True, 2),
         ("no_shard", False, 1),
     ],
