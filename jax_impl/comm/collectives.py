@@ -1,7 +1,7 @@
 """The collectives of one flat array between levels of sharding, and the fences that order them.
 
 Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. For levels
-see ``axes.py``::
+see ``mesh.py``::
 
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_impl.comm.axes import MeshAxes
+from jax_impl.comm.mesh import DataParallelMesh
 from jax_impl.runtime.precision import round_to
 
 Tree = TypeVar("Tree")
@@ -43,7 +43,7 @@ class Wire:
     microbatches and given to the optimizer. An axis of one device takes no collective.
     """
 
-    axes: MeshAxes
+    axes: DataParallelMesh
     main: np.dtype
     compute: np.dtype
     reduce: np.dtype

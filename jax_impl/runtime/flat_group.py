@@ -6,7 +6,7 @@
     gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``optimizer`` once a
                   step
 
-Levels are those of ``axes.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
+Levels: ``comm/mesh.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
 """
 
 from __future__ import annotations
