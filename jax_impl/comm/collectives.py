@@ -1,7 +1,7 @@
-"""The collectives of one flat array between levels of sharding, and the fences that order them.
+"""The collectives of one flat array between levels of sharding, the casts around them, and the fences between them.
 
-Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. For levels
-see ``mesh.py``::
+Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. Levels are
+those of ``mesh.py``::
 
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
@@ -16,11 +16,11 @@ from functools import partial
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_impl.comm.mesh import DataParallelMesh
-from jax_impl.runtime.precision import round_to
 
 Tree = TypeVar("Tree")
 
@@ -33,6 +33,14 @@ def fence(tree: Tree) -> Tree:
     for i, passed in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = passed
     return jax.tree.unflatten(treedef, leaves)
+
+
+def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
+    if dtype.itemsize < 4 and x.dtype != dtype:
+        kept = jnp.finfo(dtype)
+        x = lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    return x.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Wire:
         """Main weights -> compute weights, without communication."""
         return round_to(weights, self.compute)
 
-    def gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
+    def all_gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
         """``[S]`` of ``level`` -> ``[S * devices of the axes between]`` of ``to``, in the compute dtype.
 
         The cast comes first, so fewer bytes travel.

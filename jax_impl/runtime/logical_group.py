@@ -22,9 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.sharding import Strategy
-from jax_impl.comm.collectives import Wire
+from jax_impl.comm.collectives import Wire, round_to
 from jax_impl.runtime.buffer import Piece, Read
-from jax_impl.runtime.precision import round_to
 
 Index = tuple[slice, ...]
 
