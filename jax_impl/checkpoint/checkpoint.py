@@ -48,7 +48,7 @@ from jax_impl.checkpoint.names import (
     key_impls,
     kinds,
     parts_of,
-    train_leaves,
+    train_tensors,
     train_values,
 )
 from jax_impl.comm.agreement import Processes
@@ -116,10 +116,10 @@ def save_checkpoint(
         with processes.step("open") as opened:
             contents = Contents.of(plan, state)
             if processes.first:
-                values = dict(train_leaves(train or {}))
+                values = dict(train_tensors(train or {}))
                 part = writer = OrbaxWriter(target, process=processes.index if processes.several else None)
-                opened.note = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
-        name, working, fingerprint = json.loads(opened.note)
+                opened.shared = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
+        name, working, fingerprint = json.loads(opened.shared)
         temporary = target.with_name(working)
         with processes.step("write"):
             _require_equal(contents.fingerprint, fingerprint)
