@@ -8,8 +8,8 @@
                   one device at a time    opt_state/count, train/*
 
 Nothing is gathered: a device's shard is cut into boxes of parameters. A chunk of the file may need boxes of several
-devices; it is put together as they come by (``checkpoint_chunks.py``). Loading reads for each device the boxes it owns.
-Names are those of ``checkpoint_tree.py``.
+devices; it is put together as they come by (``chunks.py``). Loading reads for each device the boxes it owns.
+Names are those of ``names.py``.
 
 Several processes save in four steps, none of which begins before the one before has succeeded on all of them::
 

@@ -28,8 +28,7 @@ from bridge.sharding.mesh_axes import why_not_data_parallel
 
 AXIS = "dp"
 
-# Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them. Small loops
-# it compiles in a way that knows no barriers, and then fails or aborts.
+# Barriers keep the order in which the strategies gather and free: see simulate_devices.
 _SIMULATOR_FLAGS = (
     "--xla_disable_hlo_passes=cse_barrier_expander,small-while-loop-hoisting",
     "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
@@ -73,6 +72,15 @@ def simulate_devices(count: int) -> None:
 
     Sets ``XLA_FLAGS`` and JAX's platform. XLA reads its flags once, so this raises ``ValueError`` when JAX already
     runs without them or with fewer CPU devices; no setting is changed then.
+
+    Three facts are behind the flags and the order of collectives:
+
+    - By default XLA's CPU compiler deletes barriers (``cse_barrier_expander``). Gathers of forward and backward then
+      merge, and ``optim_grads_params`` keeps all weights. ``fully_shard`` warns when this flag is missing.
+    - The CPU compiler compiles small loops in a way that knows no barriers, and then fails or aborts
+      (``small-while-loop-hoisting``).
+    - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
+      the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
