@@ -12,10 +12,9 @@ What a program may rely on:
 
 **Units.** A unit is a submodule that a pattern names; the root unit owns all other parameters. A unit's trainable
 parameters lie in one flat array (in the default engine), in float32, or in float64 where they are float64. The array is
-cut into equal shards.
-Frozen parameters have an array of their own, without gradient and moments. The unit's ``Layout`` says where each
-parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor") keeps whole blocks of
-rows on one rank, for all parameters or by path: ``fully_shard(..., granularity={"layers/0/mlp/up/kernel":
+cut into equal shards. Frozen parameters have an array of their own, without gradient and moments. The unit's ``Layout``
+says where each parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor") keeps whole
+blocks of rows on one rank, for all parameters or by path: ``fully_shard(..., granularity={"layers/0/mlp/up/kernel":
 "block(32)"})``. A layout has up to three buffers with a shard size each. A rank's part of the array is its shard of
 each buffer in turn, so a unit still has one gather and one reduction. In a policy every unit may have a strategy of its
 own.
