@@ -1,12 +1,104 @@
 """Sharded training state in JAX: flat uneven buffers on one or two data-parallel mesh axes, or logical arrays.
 
-::
+A flax nnx model, a linen module's parameters or any pytree goes in; pure functions over a pytree of arrays come out::
 
     plan, weights = fully_shard(model, data_parallel_mesh(4), strategy="optim_grads_params")
     optimizer = main_weight_adamw(1e-3)
     state = init_state(plan, weights, optimizer)
     step = make_train_step(plan, lambda model, rows: loss(model(rows)), optimizer, microbatches=2)
     state, metrics = step(state, tokens)
+
+What a program may rely on:
+
+**Units.** A unit is a submodule that a pattern names; the root unit owns all other parameters. A unit's trainable
+parameters lie in one flat array (in the default engine), in float32, or in float64 where they are float64. The array is
+cut into equal shards. Frozen parameters have an array of their own, without gradient and moments. The unit's ``Layout``
+says where each parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor") keeps whole
+blocks of rows on one rank, for all parameters or by path: ``fully_shard(..., granularity={"layers/0/mlp/up/kernel":
+"block(32)"})``. A layout has up to three buffers with a shard size each. A rank's part of the array is its shard of
+each buffer in turn, so a unit still has one gather and one reduction. In a policy every unit may have a strategy of its
+own.
+
+**Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
+all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part. Gradients accumulate in
+the grad dtype, by default the main weights'. A step donates the state that it is given. A step is two programs:
+gradients, then the update.
+
+**Collectives** are those of the strategy (bridge/sharding/README.md), with one all-reduce an axis for ``no_shard`` on
+two axes. Tests count them in the jaxpr and in the program that XLA compiled, with sizes and dtypes.
+
+**Engines.** ``engine="shard_map"``, the default, has flat uneven arrays and writes every collective.
+``engine="pjit"`` has one logical array a parameter, states how arrays must lie and leaves the collectives to XLA. It
+cuts a parameter along its largest dimension that divides. A parameter without such a dimension is whole on every
+device; ``plan.whole_parameters`` names those. Both engines give the same gradients and steps.
+
+**Models.** Any flax nnx model works unchanged. Units are called or used by their methods; they may be nested, reused or
+unused, take any pytrees and Python flags, hold batch statistics and random streams, and be set to ``eval()`` inside the
+loss. Only a unit's own calls may use its weights. A penalty on ``nnx.state(model, nnx.Param)`` would see shards, so it
+is refused before anything is compiled, with unit and line: use ``optax.add_decayed_weights``. Variables that appear
+during a call (``sow``) are refused by name.
+
+**Pytrees.** ``fully_shard`` takes any pytree of parameters: dictionaries, lists, named tuples, registered dataclasses.
+The loss gets the pytree back. It uses a subtree that is a unit by ``call_unit(function, subtree, *args)``, which calls
+``function(subtree, *args)`` with the subtree's weights gathered, and just so when nothing is sharded. A stack is
+scanned by ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body. Arrays that depend on weights, or on the
+passes of a loop, must be arguments: a function may not close over them.
+
+**linen.** A loss calls ``apply_linen(module, {"params": params}, *args)`` where it would call ``module.apply``.
+Submodules at the paths of units then run with weights gathered. The docstring of ``apply_linen`` has an example and
+what is refused.
+
+**Stacked layers.** A stack is a module whose parameters have a leading axis over layers (``nnx.vmap`` or
+``stack_layers``) and that the model scans (``nnx.scan`` or ``scan_layers``). With ``fully_shard(...,
+stacked=["layers"])`` a pattern ``layers/*`` means the stack's layers. Each layer is gathered and reduced in its turn,
+and compile time does not grow with depth.
+
+**Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only. A recomputed unit with units
+inside gathers those three times. A recomputed root runs the model's forward three times.
+
+**Precision.** ``param_dtype="bfloat16"`` casts each shard before the gather. ``reduce_dtype`` is the dtype of the
+summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main weights' dtype,
+also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it multiplied.
+
+**Other variables**, such as batch statistics, are given by ``init_state(plan, weights, optimizer,
+variable_leaves(model))``. Within a step each device has its own: it normalises its own rows and draws its own random
+numbers. After the step floating-point variables are the mean over the devices. The pjit engine computes on the whole
+microbatch instead.
+
+**Optimizers.** An optax transformation sees one flat array a unit in the shard_map engine, and ``{path: array}`` in the
+pjit engine. A transformation that does the same to each element, wherever the element lies, trains as on the unsharded
+model. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global norms are right, because
+padding is zero and arrays are global. A transformation that looks at shapes or names (Muon, lamb, adafactor, a decay
+mask by ``ndim``) or that draws random numbers by shape would train something else. ``make_train_step`` tries each
+optimizer on small random numbers, as the engine's arrays and as the model's own tree, and refuses an optimizer whose
+updates differ; ``engine="pjit"`` gives it logical shapes. The trial cannot see a difference that begins only after some
+steps, and a program that calls ``optimizer.update`` itself has no trial.
+
+**AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
+in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
+the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
+
+**Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
+weight tokens by what else is in their part. A loss that is divided by a sum over the batch is refused, unless the step
+has one part (one microbatch on one device or in the pjit engine), or ``equal_parts=True`` says that all sums are equal.
+
+**Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
+forces) would miss the unit's weights and is refused. A gradient through the root is right.
+
+**Tied weights** must lie in one unit, and all parameters of a unit must share a main dtype.
+
+**Order of collectives.** Every collective waits for the one before it, because collectives that do not depend on each
+other abort or hang the simulator (see ``simulate_devices``). The order also forbids prefetch: a unit's gather does not
+overlap with the unit before it. Units that do not depend on each other (parallel branches) have unordered collectives:
+fine on accelerators, not in the simulator.
+
+**Platforms.** XLA:GPU and TPU are untested: no fence, combiner or scheduling behaviour has been seen there. The CPU
+compiler carries bfloat16 collectives in float32 and rounds once, so simulated bfloat16 sums are better than an
+accelerator's.
+
+**Sizes.** The compile time of unrolled layers grows with depth. Rows are never cut, so a unit with few rows for each of
+very many devices needs much padding: a SigLIP layer 0.3 % over 64 devices, 28 % over 1024. See
+``print(plan.units["layers/0"].layout)``, and choose larger units if need be.
 """
 
 from importlib import import_module
@@ -32,8 +124,7 @@ from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
-from jax_impl.diagnostics.collectives import count_collectives
-from jax_impl.diagnostics.compiled_count import count_compiled_collectives
+from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
 from jax_impl.modules.linen_model import apply_linen
 from jax_impl.modules.module_tree import variable_leaves

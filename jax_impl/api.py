@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
-from jax_impl.comm.axes import MeshAxes
 from jax_impl.comm.collectives import Wire
+from jax_impl.comm.mesh import DataParallelMesh
 from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
@@ -80,7 +80,7 @@ def plan_sharding(
     known = {path for module in modules.values() for path in module.parameters}
     _check_granularities(resolved.units.values(), known)
     frozen = _frozen_paths(model, options.get("frozen", ()))
-    axes = MeshAxes.of(resolved.mesh)
+    axes = DataParallelMesh.of(resolved.mesh)
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
@@ -148,7 +148,7 @@ def _logical_group(
     return LogicalGroup(module.path, tuple(arrays), mesh, wire, strategy, trainable, module.layers)
 
 
-def _wire(axes: MeshAxes, precision: Precision, module: UnitModule) -> Wire:
+def _wire(axes: DataParallelMesh, precision: Precision, module: UnitModule) -> Wire:
     for path, dtype in zip(module.parameters, module.dtypes, strict=True):
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"parameter {path!r}: expected a floating dtype, got {dtype}")

@@ -37,8 +37,7 @@ class ShardingOptions(TypedDict, total=False):
         what is left. Default ("layers/*",).
     param_dtype, reduce_dtype, grad_dtype: see ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
-    where
-        paths left out have rows. ``rows``: of "block". See ``plan_layout``.
+        where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
         only where a policy says it; then all that is inside runs forward once more.
 

@@ -118,7 +118,8 @@ class TrainStep:
     """``step(state, batch) -> (state, {"loss": scalar})``; the given state is donated and must not be used again.
 
     Two programs: gradients, then the optimizer's update, so that the update sees gradients in memory and rounds like
-    one that is run on its own.
+    one that is run on its own. In one program XLA would contract the update's products differently, and the last bits
+    would depend on the model.
     """
 
     def __init__(

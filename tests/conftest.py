@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Barriers carry the meaning of the strategies; by default the CPU compiler deletes them (see jax_impl/README.md).
+# Barriers carry the meaning of the strategies; by default the CPU compiler deletes them: see simulate_devices in
+# jax_impl/comm/mesh.py.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",

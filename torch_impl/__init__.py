@@ -98,6 +98,7 @@ from torch_impl.apply_policy import ShardingPolicy
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
+from torch_impl.diagnostics.memory import MemoryReport
 from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
 from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
 from torch_impl.dtensor.tensor import full_tensor
@@ -109,7 +110,6 @@ from torch_impl.fsdp_module import (
     share_comm_ctx,
 )
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
-from torch_impl.runtime.memory import MemoryReport
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 __all__ = [

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_impl.diagnostics.memory import MemoryReport, memory_report
 from torch_impl.fsdp2 import Unavailable
 from torch_impl.options import check_divisor
-from torch_impl.runtime.memory import MemoryReport, memory_report
 from torch_impl.runtime.pool_plan import BufferPlan
 from torch_impl.runtime.unit import Unit
 

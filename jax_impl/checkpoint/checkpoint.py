@@ -8,8 +8,8 @@
                   one device at a time    opt_state/count, train/*
 
 Nothing is gathered: a device's shard is cut into boxes of parameters. A chunk of the file may need boxes of several
-devices; it is put together as they come by (``checkpoint_chunks.py``). Loading reads for each device the boxes it owns.
-Names are those of ``checkpoint_tree.py``.
+devices; it is put together as they come by (``chunks.py``). Loading reads for each device the boxes it owns.
+Names are those of ``names.py``.
 
 Several processes save in four steps, none of which begins before the one before has succeeded on all of them::
 
@@ -48,7 +48,7 @@ from jax_impl.checkpoint.names import (
     key_impls,
     kinds,
     parts_of,
-    train_leaves,
+    train_tensors,
     train_values,
 )
 from jax_impl.comm.agreement import Processes
@@ -116,10 +116,10 @@ def save_checkpoint(
         with processes.step("open") as opened:
             contents = Contents.of(plan, state)
             if processes.first:
-                values = dict(train_leaves(train or {}))
+                values = dict(train_tensors(train or {}))
                 part = writer = OrbaxWriter(target, process=processes.index if processes.several else None)
-                opened.note = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
-        name, working, fingerprint = json.loads(opened.note)
+                opened.shared = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
+        name, working, fingerprint = json.loads(opened.shared)
         temporary = target.with_name(working)
         with processes.step("write"):
             _require_equal(contents.fingerprint, fingerprint)

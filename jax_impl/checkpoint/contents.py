@@ -16,7 +16,7 @@ import numpy as np
 from bridge.formats import Box
 from bridge.formats.orbax.writer import OrbaxPart
 from jax_impl.checkpoint.chunks import Chunks
-from jax_impl.checkpoint.names import as_stored, kinds, optimizer_entries
+from jax_impl.checkpoint.names import as_stored, kinds, optimizer_tensors
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.runtime.buffer import Piece
 from jax_impl.runtime.flat_group import FlatGroup
@@ -48,7 +48,7 @@ class Contents:
         _check_arrays(plan, state.weights)
         arrays: dict[str, Buffers] = {"params": state.weights}
         whole: dict[str, jax.Array] = {}
-        for name, value in optimizer_entries(plan, state.opt_state).items():
+        for name, value in optimizer_tensors(plan, state.opt_state).items():
             if isinstance(value, dict):
                 arrays[name] = value
                 _check_arrays(plan, value)

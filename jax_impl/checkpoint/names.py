@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     dtype: np.dtype
 
 
-def optimizer_entries(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
+def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
     """Arrays by key, or a single one, by name, of an optimizer state, abstract or not."""
     entries: dict[str, Any] = {}
     for keys, leaf in jax.tree.leaves_with_path(opt_state):
@@ -61,7 +61,7 @@ def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kin
     ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
     """
     expected = {}
-    for name, value in {"params": weights, **optimizer_entries(plan, opt_state)}.items():
+    for name, value in {"params": weights, **optimizer_tensors(plan, opt_state)}.items():
         if isinstance(value, Mapping):
             for path, param in plan.parameters.items():
                 if param.key in value:
@@ -142,7 +142,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest or "none"
 
 
-def train_leaves(
+def train_tensors(
     train: Mapping[str, Any], parents: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
     """Tree path and array of every value; ``ValueError`` for one that cannot be kept, by name."""
@@ -152,7 +152,7 @@ def train_leaves(
         if not isinstance(key, str) or not key or "/" in key:
             raise ValueError(f"{name}: expected keys to be non-empty strings without '/', got {key!r}")
         if isinstance(value, Mapping) and value:
-            yield from train_leaves(value, path)
+            yield from train_tensors(value, path)
         elif isinstance(value, np.ndarray | np.generic):
             yield ("train", *path), np.asarray(value)
         elif type(value) is int and -(2**63) <= value < 2**63:

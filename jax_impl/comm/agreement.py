@@ -30,10 +30,10 @@ _SHOWN = 2000
 
 
 class Step:
-    """``note``: what the first process tells the others, set inside the step; on all of them after it."""
+    """``shared``: what the first process tells the others, set inside the step; on all of them after it."""
 
     def __init__(self) -> None:
-        self.note = ""
+        self.shared = ""
 
 
 class Processes:
@@ -110,7 +110,7 @@ class Processes:
                     f"checkpoint: {step_name}: expected word from process {self.members[0]} within "
                     f"{2 * self._timeout + 10:g} s, got none: it has died, hangs, or does not save or load"
                 )
-            step.note = heard["note"]
+            step.shared = heard["shared"]
             return list(heard["failed"])
         failed = [] if error is None else [f"process {self.index}: {error}"]
         lost, deadline = [], time.monotonic() + self._timeout
@@ -129,7 +129,7 @@ class Processes:
                 f"expected word from all processes within {self._timeout:g} s, got none from {lost}: they have died, "
                 "hang, or do not save or load"
             )
-        client.key_value_set(f"{here}/verdict", json.dumps({"note": step.note, "failed": failed}))
+        client.key_value_set(f"{here}/verdict", json.dumps({"shared": step.shared, "failed": failed}))
         if not lost and self._number:
             # All have left the operation before, or they would not be here.
             client.key_value_delete(f"{everything}/{self._number - 1}/")

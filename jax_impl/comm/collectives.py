@@ -1,7 +1,7 @@
-"""The collectives of one flat array between levels of sharding, and the fences that order them.
+"""The collectives of one flat array between levels of sharding, the casts around them, and the fences between them.
 
-Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. For levels
-see ``axes.py``::
+Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. Levels are
+those of ``mesh.py``::
 
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
@@ -16,11 +16,11 @@ from functools import partial
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl.comm.axes import MeshAxes
-from jax_impl.runtime.precision import round_to
+from jax_impl.comm.mesh import DataParallelMesh
 
 Tree = TypeVar("Tree")
 
@@ -35,6 +35,14 @@ def fence(tree: Tree) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
+    if dtype.itemsize < 4 and x.dtype != dtype:
+        kept = jnp.finfo(dtype)
+        x = lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    return x.astype(dtype)
+
+
 @dataclass(frozen=True)
 class Wire:
     """Mesh axes, and the dtypes of a group's array.
@@ -43,7 +51,7 @@ class Wire:
     microbatches and given to the optimizer. An axis of one device takes no collective.
     """
 
-    axes: MeshAxes
+    axes: DataParallelMesh
     main: np.dtype
     compute: np.dtype
     reduce: np.dtype
@@ -53,7 +61,7 @@ class Wire:
         """Main weights -> compute weights, without communication."""
         return round_to(weights, self.compute)
 
-    def gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
+    def all_gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
         """``[S]`` of ``level`` -> ``[S * devices of the axes between]`` of ``to``, in the compute dtype.
 
         The cast comes first, so fewer bytes travel.

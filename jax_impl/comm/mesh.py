@@ -1,4 +1,15 @@
-"""Meshes of one or two data-parallel axes, and simulated devices to try them on."""
+"""Meshes of one or two data-parallel axes, the order of shards on them, and simulated devices to try them on.
+
+A mesh lists its axes outer to inner; here they are counted from the innermost, because tensors are sharded over the
+innermost ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M x N
+devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m, k = n * M + m::
+
+    2 x 3 devices          level 1                          level 2
+    m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|
+    m=1:  3  4  5
+
+so a gather over the outer axis joins neighbours, and gathers from any level to any other leave elements in one order.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +17,54 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax._src import xla_bridge
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from bridge.sharding.mesh_axes import why_not_data_parallel
 
 AXIS = "dp"
 
-# Barriers keep the order in which the strategies gather and free; by default the CPU compiler deletes them. Small loops
-# it compiles in a way that knows no barriers, and then fails or aborts.
+# Barriers keep the order in which the strategies gather and free: see simulate_devices.
 _SIMULATOR_FLAGS = (
     "--xla_disable_hlo_passes=cse_barrier_expander,small-while-loop-hoisting",
     "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 )
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """Names and sizes of a mesh's axes, innermost first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> DataParallelMesh:
+        return cls(mesh.axis_names[::-1], tuple(mesh.shape[name] for name in mesh.axis_names[::-1]))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.names)
+
+    def shards(self, level: int) -> int:
+        """Into how many shards ``level`` cuts an array."""
+        return math.prod(self.sizes[:level])
+
+    def spec(self, level: int, dimension: int = 0) -> PartitionSpec:
+        """An array of ``level`` that is cut along ``dimension``."""
+        if level == 0:
+            return PartitionSpec()
+        cut = self.names[0] if level == 1 else self.names[:level]
+        return PartitionSpec(*[None] * dimension, cut)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Rows of a batch: device after device in the order of the mesh."""
+        return PartitionSpec(self.names[::-1] if self.ndim > 1 else self.names[0])
 
 
 def simulate_devices(count: int) -> None:
@@ -29,6 +72,15 @@ def simulate_devices(count: int) -> None:
 
     Sets ``XLA_FLAGS`` and JAX's platform. XLA reads its flags once, so this raises ``ValueError`` when JAX already
     runs without them or with fewer CPU devices; no setting is changed then.
+
+    Three facts are behind the flags and the order of collectives:
+
+    - By default XLA's CPU compiler deletes barriers (``cse_barrier_expander``). Gathers of forward and backward then
+      merge, and ``optim_grads_params`` keeps all weights. ``fully_shard`` warns when this flag is missing.
+    - The CPU compiler compiles small loops in a way that knows no barriers, and then fails or aborts
+      (``small-while-loop-hoisting``).
+    - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
+      the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")

@@ -1,4 +1,4 @@
-"""Models written for this runtime; any flax nnx model whose only variables are parameters can be sharded."""
+"""Models written for this runtime; any flax nnx model can be sharded."""
 
 from jax_impl.models.causal_lm import CausalLM
 from jax_impl.models.causal_lm_config import CausalLMConfig, Rotary

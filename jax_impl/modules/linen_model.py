@@ -36,10 +36,22 @@ def apply_linen(
 ) -> Any:
     """``module.apply`` in a loss over ``variables["params"]`` of a sharded model; the same without sharding.
 
-    Units are paths of submodules, such as ``Block_0``. Other collections are read. A unit's random numbers come from
-    keys made for it, so they are others than linen's; on all devices they are the same, unless ``rngs`` differ. Raises
-    ``ValueError`` for ``mutable`` collections, for units inside of ``nn.scan`` or ``nn.vmap``, and for units that use
-    parameters of a module outside of them.
+    ::
+
+        params = net.init(key, rows)["params"]
+        plan, weights = fully_shard(params, mesh, units=["Block_*"])
+
+        def loss(params, rows):
+            return jnp.mean(apply_linen(net, {"params": params}, rows) ** 2)
+
+    Units are paths of submodules, such as ``Block_0``. A submodule at such a path runs with its weights gathered,
+    whichever of its methods is called, also under ``nn.remat``. Other collections are read. A unit's random numbers
+    come from keys made for it, so they are others than linen's. They are the same on all devices, unless ``rngs``
+    come from the batch; streams of nnx models differ by device.
+
+    Raises ``ValueError`` by name for units inside of ``nn.scan`` or ``nn.vmap``, for units that use a module outside of
+    them or whose parameters are read from outside, and for ``mutable`` collections. ``nnx.bridge.ToNNX`` keeps those;
+    such a model is one unit.
     """
     if mutable is not False:
         raise ValueError(

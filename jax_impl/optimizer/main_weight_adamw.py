@@ -13,8 +13,9 @@ once::
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
 Fed the same gradients, the compiled step gives the weights and moments of ``torch.optim.AdamW(fused=True)`` on CPU bit
-for bit, in float32 and float64, whatever the number of devices and wherever shards begin and end. Two things are
-PyTorch's own:
+for bit, in float32 and float64, whatever the number of devices and wherever shards begin and end. Bias corrections come
+from a table of host doubles that is part of the program, so the step count stays on the device. The equality leans on
+how LLVM contracts products; tests hold it. Two things are PyTorch's own:
 
 - The second form of line 4, for what is left of each tensor after whole vectors of 32 bytes: up to 7 elements, in
   float64 3. (So it is with AVX2 and with AVX-512, where the compiler made vectors of this length out of the loop over
@@ -25,7 +26,7 @@ PyTorch's own:
 - Numbers too small to be normal: JAX takes them for zero.
 
 What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs (``ATEN_CPU_CAPABILITY=default``)
-contracts fewer products, and its bits are others.
+contracts fewer products, and its bits are others. No equality is promised where JAX runs on GPUs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``optimizer`` once a
                   step
 
-Levels are those of ``axes.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
+Levels: ``comm/mesh.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class FlatGroup:
         levels = self.strategy
         if 0 < levels.parameters == levels.optimizer:
             return (array,)
-        return (self._each_layer(lambda x: self.wire.gather(x, levels.optimizer, levels.parameters), array),)
+        return (
+            self._each_layer(lambda x: self.wire.all_gather(x, levels.optimizer, levels.parameters), array),
+        )
 
     def collectors(self) -> tuple[jax.Array, ...]:
         """Zeros whose cotangent is the gradient: what a step differentiates by."""
@@ -75,7 +77,7 @@ class FlatGroup:
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Sources of one layer -> whole compute weights, where the strategy shards them."""
-        return (self.wire.gather(sources[0], self.strategy.parameters, 0),)
+        return (self.wire.all_gather(sources[0], self.strategy.parameters, 0),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Whole compute weights of one layer -> parameters, in the order of ``paths``."""

@@ -1,7 +1,7 @@
 """A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a ``NamedSharding``.
 
 Each parameter is cut along its largest dimension that the number of its shards divides, and is whole on every device
-where there is none. Levels of sharding are those of ``axes.py``, all along that dimension::
+where there is none. Levels of sharding are those of ``comm/mesh.py``, all along that dimension::
 
     optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
     parameters level 1                    4 x (1024, 1024)                     whole
@@ -22,9 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.sharding import Strategy
-from jax_impl.comm.collectives import Wire
+from jax_impl.comm.collectives import Wire, round_to
 from jax_impl.runtime.buffer import Piece, Read
-from jax_impl.runtime.precision import round_to
 
 Index = tuple[slice, ...]
 

@@ -50,14 +50,6 @@ def main_dtype(given: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)
 
 
-def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
-    if dtype.itemsize < 4 and x.dtype != dtype:
-        kept = jnp.finfo(dtype)
-        x = jax.lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
-    return x.astype(dtype)
-
-
 def divide_exactly(x: jax.Array, divisor: int) -> jax.Array:
     """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
     return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor, x.dtype))

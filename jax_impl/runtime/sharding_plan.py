@@ -25,8 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.sharding import Layout, Strategy
-from jax_impl.comm.axes import MeshAxes
 from jax_impl.comm.collectives import Wire
+from jax_impl.comm.mesh import DataParallelMesh
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
@@ -141,8 +141,8 @@ class ShardingPlan:
         return int(self.mesh.devices.size)
 
     @cached_property
-    def axes(self) -> MeshAxes:
-        return MeshAxes.of(self.mesh)
+    def axes(self) -> DataParallelMesh:
+        return DataParallelMesh.of(self.mesh)
 
     @cached_property
     def arrays(self) -> Mapping[str, Stored]:

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_impl.comm.axes import MeshAxes
 from jax_impl.comm.collectives import fence
+from jax_impl.comm.mesh import DataParallelMesh
 
 Variables = dict[str, jax.Array]
 
 
-def of_this_device(variables: Mapping[str, jax.Array], axes: MeshAxes) -> Variables:
+def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
     """Inside ``shard_map``: what this device starts a step with."""
     rank = lax.axis_index(axes.names[::-1])
     return {
@@ -34,7 +34,7 @@ def of_this_device(variables: Mapping[str, jax.Array], axes: MeshAxes) -> Variab
 
 
 def of_all_devices(
-    before: Mapping[str, jax.Array], after: Mapping[str, jax.Array], axes: MeshAxes, last: jax.Array
+    before: Mapping[str, jax.Array], after: Mapping[str, jax.Array], axes: DataParallelMesh, last: jax.Array
 ) -> tuple[Variables, jax.Array]:
     """One value for all devices from each device's; the collectives wait for ``last`` and then for each other."""
     merged: Variables = {}
