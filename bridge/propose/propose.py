@@ -1,10 +1,10 @@
-"""A proposal for a mapping between two checkpoints, from their names and shapes, and, if asked, from their values.
+"""A proposal for a mapping between two checkpoints, from their names and shapes and, if asked, from their values.
 
     families    layers.0.wq.weight, layers.1.wq.weight, ...  ->  layers.{i}.wq.weight
-    fits        which family can hold the elements of which, and in what order of axes (`propose_axes.py`)
-    names       of those that fit, the pair whose names have most in common (`propose_names.py`)
+    fits        which family can hold the elements of which, and in what order of axes (`axes.py`)
+    names       of those that fit, the pair whose names have most in common (`names.py`)
 
-Wherever something else would have fitted as well, the rule carries a doubt that says what. Comparing values settles
+Where other families would have fitted as well, the rule carries a doubt that names them. Comparing values settles
 doubts where both checkpoints hold the same weights.
 """
 
@@ -37,10 +37,10 @@ _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names an
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mapping as TOML text, and what there is to look at before it is used.
+    """A mapping as TOML text, and its doubts, which a person should review before the mapping is used.
 
-    left_a, left_b: weights that no rule names. places: what the file says of where either side keeps its weights and
-    optimizer states. doubts: of all rules and places together; 0 with nothing left is a mapping that was found without
+    left_a, left_b: weights that no rule names. places: where each side keeps its weights and optimizer states. doubts:
+    the number of doubts of all rules and places. A mapping without doubts and without weights left was found without
     guessing.
     """
 
@@ -58,7 +58,7 @@ class Proposal:
 
     @property
     def certain(self) -> bool:
-        """Whether it may be used as it is."""
+        """Whether the mapping can be used without a review."""
         return not (self.doubts or self.left_a or self.left_b)
 
 
