@@ -131,8 +131,8 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     chosen = [name for name, rank in ranks.items() if rank == best]
     if len(chosen) > 1 and best[1]:
         raise MappingError(
-            f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally well; choose "
-            "one (--from)"
+            f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
+            "well; choose one (--from)"
         )
     return found[chosen[0]]
 
