@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _ASKED_FOR = 5
-"""Names shown of those that were left out on request, which may be most of a checkpoint."""
+"""How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""
 
 
 class TargetFormat(StrEnum):
@@ -62,7 +62,7 @@ def convert(
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave these names of SRC behind; repeatable."),
+        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
     ] = None,
     weights_only: WeightsOnlyOption = False,
     cast: Annotated[
@@ -70,7 +70,7 @@ def convert(
         typer.Option(
             "--cast",
             metavar="PATTERN=DTYPE",
-            help="Round tensors of these names in DST, such as '*=bfloat16', but for counts of steps; repeatable.",
+            help="Round the tensors of these names, such as '*=bfloat16', but not step counts; repeatable.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -78,24 +78,25 @@ def convert(
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="DST may be a checkpoint: it is kept until the new one is complete."),
+        typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete."),
     ] = False,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on where the same conversion was killed; if interrupted, keep its work."
+            "--resume",
+            help="Continue the same conversion after it was killed; keep the finished work if interrupted.",
         ),
     ] = False,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads, 64 MiB of memory each; default: one per core, at most 4."),
+        typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
 
-    With --mapping, names and layouts are translated to the other framework's model, optimizer state included;
-    without it every name stays as it is, as a path. DST appears when it is complete, or not at all.
+    With --mapping, names and layouts are translated to the other framework's model, optimizer state included.
+    Without --mapping every tensor keeps its name, as a path. DST appears only when it is complete.
 
     \b
     Example:

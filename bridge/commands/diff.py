@@ -47,28 +47,31 @@ def diff(
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave these names of A or B out; repeatable."),
+        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
     ] = None,
     weights_only: WeightsOnlyOption = False,
     max_ulp: Annotated[
         int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
     ] = 0,
-    rtol: Annotated[float, typer.Option(min=0.0, help="Or allowed relative difference.")] = 0.0,
+    rtol: Annotated[
+        float, typer.Option(min=0.0, help="Allowed relative difference; an element passes within either.")
+    ] = 0.0,
     rounded: Annotated[
         bool,
         typer.Option(
-            "--rounded", help="Compare different dtypes, too: is the narrower exactly the other one, rounded?"
+            "--rounded",
+            help="Also compare tensors of different dtypes: the narrower must equal the other, rounded.",
         ),
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Threads, some 100 MiB of memory each.")] = 1,
-    all_: Annotated[bool, typer.Option("--all", help="List every tensor, equal ones too.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Threads; each takes about 100 MiB of memory.")] = 1,
+    all_: Annotated[bool, typer.Option("--all", help="List every tensor, also the equal ones.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor.
 
-    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol;
-    NaNs pass against the same NaN only, integers must be equal. The error of a tensor is the norm of the difference
-    over the norm of A. What is left out of A (--select, --drop, --weights-only) is not looked for in B.
+    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol.
+    A NaN passes only against the same NaN, and integers must be equal. The error of a tensor is the norm of the
+    difference over the norm of A. Names that --select, --drop or --weights-only leave out of A are ignored in B, too.
 
     \b
     Example:

@@ -22,7 +22,9 @@ def inspect(
         str,
         typer.Argument(metavar="PATH", help="Checkpoint of any format; with --layout also a layout file."),
     ],
-    layout: Annotated[bool, typer.Option("--layout", help="Draw who holds which rows, to scale.")] = False,
+    layout: Annotated[
+        bool, typer.Option("--layout", help="Draw to scale which chunk or rank holds which rows.")
+    ] = False,
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
@@ -31,11 +33,11 @@ def inspect(
 ) -> None:
     """List what a checkpoint holds.
 
-    Tensors with shape, dtype, size and number of stored chunks; totals by group; values that are not tensors; whether
-    it has a manifest, by which `twinshard verify` can tell that nothing changed.
+    The list has every tensor with its shape, dtype, size and number of stored chunks, totals by group, and the values
+    that are not tensors. It also says whether there is a manifest, by which `twinshard verify` detects changes.
 
-    With --layout, a drawing to scale instead: of a checkpoint, which chunk stores which rows; of a layout file, the
-    JSON that a planned layout writes, what every rank holds, with dots for padding.
+    With --layout, the command draws to scale instead. For a checkpoint the drawing shows which chunk stores which
+    rows. For a layout file (the JSON of a planned layout) it shows what every rank holds, with dots for padding.
 
     \b
     Example:
@@ -47,7 +49,7 @@ def inspect(
     from bridge.checkpoints.summary import inspect as run
 
     if picture is not None and not layout:
-        raise typer.BadParameter("expected --layout beside --picture")
+        raise typer.BadParameter("--picture needs --layout")
     out = Console()
     with user_errors(PictureError):
         place = place_of(path)
@@ -102,7 +104,7 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
 
     if not path.exists():
         raise FileNotFoundError(
-            f"expected a layout file or checkpoint directory at {path}, found nothing there"
+            f"{path} does not exist: expected a layout file or a checkpoint directory there"
         )
     try:
         layout = Layout.from_json(path.read_bytes())
@@ -118,7 +120,7 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
 
 
 def _layout_numbers(layout: Layout) -> dict[str, object]:
-    """Rows by rank only where all ranks are few enough to list."""
+    """The layout as JSON values, with rows by rank only where the ranks are few enough to list."""
     ranks = range(layout.num_shards if layout.num_shards <= MAX_RANKS else 0)
     buffers = []
     for buffer, size in enumerate(layout.shard_sizes):

@@ -1,7 +1,7 @@
 """The `twinshard` command.
 
-Exit status: 0 success, 1 the answer is no (checkpoints differ, a relay promise is broken), 2 an error, which is one
-message on standard error. Results go to standard output, progress to standard error.
+Exit status: 0 for success, 1 when the answer is no (checkpoints differ, a relay promise is broken), 2 for an error,
+which is one message on standard error. Results go to standard output, progress to standard error.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _show_warning(
 
 
 def _terminate(signal_number: int, _: object) -> None:
-    # A terminal that closes may say so twice, and nothing may interrupt the way out.
+    # A closing terminal may send its signal twice, and a second signal must not interrupt the cleaning up.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # As an exception, so that a half-written destination is removed on the way out.
+    # An exception unwinds the stack, which removes a half-written destination.
     raise SystemExit(128 + signal_number)
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
         signal.signal(signal.SIGHUP, _terminate)
-    # What metadata says of thousands of tensors stays: looking through it again and again takes a fifth of the time.
+    # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.
     gc.set_threshold(100_000)
     app()
 

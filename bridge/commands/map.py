@@ -14,12 +14,12 @@ from bridge.commands.output import print_json, print_line
 
 
 def map_(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of one model code.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint of the other, of the same model.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of a model.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint of the same model from other code.")],
     values: Annotated[
         bool,
         typer.Option(
-            "--values", help="Compare some elements; settles doubts where the weights are the same."
+            "--values", help="Compare some elements, which settles doubts where the weights are the same."
         ),
     ] = False,
     out: Annotated[
@@ -29,8 +29,8 @@ def map_(
 ) -> None:
     """Propose a mapping between two checkpoints, from names and shapes.
 
-    Rules are marked "# uncertain" with the reason wherever something else would have fitted as well, and weights that
-    no rule names are listed. The exit status is 1 when there are any: read the file before it is used.
+    A rule is marked "# uncertain", with the reason, where another rule would have fitted as well. Weights that no rule
+    names are listed. The exit status is 1 when there is an uncertain rule or such a weight: review the file first.
 
     \b
     Example:
@@ -41,7 +41,7 @@ def map_(
 
     if out is not None and os.path.lexists(out):
         raise typer.BadParameter(
-            f"expected no file at {out}, found one: remove it first, or choose another name"
+            f"{out} exists already: expected a new file for --out; remove the old one, or choose another name"
         )
     with user_errors():
         proposal = propose(a, b, values=values)

@@ -1,4 +1,4 @@
-"""What several commands take, and how they fail."""
+"""Options that several commands share, and how commands report errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.commands.output import print_line
 from bridge.formats.base import CheckpointError
 
 SHOWN = 20
-"""Rows of a listing that may be long and matters only in part."""
+"""Rows shown of a listing that may be long."""
 
 _SIZE_DIGITS = 18
 
@@ -23,18 +23,18 @@ MappingOption = Annotated[
 ]
 IntoOption = Annotated[
     str | None,
-    typer.Option("--into", metavar="NAME", help="Convention of the mapping to translate to, if several fit."),
+    typer.Option("--into", metavar="NAME", help="The mapping's convention to translate to, if several fit."),
 ]
 FromOption = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="NAME", help="Convention of the mapping that the first has, if several fit."
+        "--from", metavar="NAME", help="The mapping's convention of the first checkpoint, if several fit."
     ),
 ]
 TiedOption = Annotated[
     Literal["once", "both"] | None,
     typer.Option(
-        "--tied", help="A weight with two names is to be there once, or under both; default: as in the first."
+        "--tied", help="Keep a weight of two names once, or under both; default: as in the first checkpoint."
     ),
 ]
 AxisOption = Annotated[
@@ -42,7 +42,7 @@ AxisOption = Annotated[
     typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
 ]
 WeightsOnlyOption = Annotated[
-    bool, typer.Option("--weights-only", help="Leave optimizer and training state out.")
+    bool, typer.Option("--weights-only", help="Leave out optimizer and training state.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -59,7 +59,7 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def explained(error: Exception) -> str:
-    """The error's message; one of the operating system alone, by what it did to which file."""
+    """The error's message; for an error of the operating system, the file and the reason."""
     if isinstance(error, OSError) and error.strerror and str(error).startswith("[Errno"):
         names = " and ".join(
             repr(str(name)) for name in (error.filename, error.filename2) if name is not None
@@ -80,16 +80,16 @@ def progress_console() -> Console:
 
 
 def require_mapping(mapping: str | None, into: str | None, from_: str | None, tied: str | None) -> None:
-    """A usage error for options that mean nothing without a mapping."""
+    """Raise a usage error for options that need a mapping and have none."""
     for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
         if value is not None and mapping is None:
-            raise typer.BadParameter(f"expected --mapping beside {option}, as only a mapping knows its names")
+            raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
-    """`NAME=SIZE` texts as a table; a usage error for others, and without a mapping."""
+    """The sizes by name from `NAME=SIZE` texts. Other texts, and texts without a mapping, are usage errors."""
     if options and mapping is None:
-        raise typer.BadParameter("expected --mapping beside --axis, as the axes are those of a mapping")
+        raise typer.BadParameter("--axis needs --mapping: the axes are those of a mapping")
     axes = {}
     for option in options or []:
         name, equals, size = option.partition("=")

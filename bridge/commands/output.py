@@ -26,12 +26,12 @@ PLAIN_SECONDS = 10.0
 
 
 def print_json(console: Console, value: object) -> None:
-    """One JSON document, indented, whatever the terminal's width."""
+    """Print one indented JSON document, at any width of the terminal."""
     console.out(json.dumps(plain_json(value), indent=1, allow_nan=False), highlight=False)
 
 
 def print_line(console: Console, text: str = "") -> None:
-    """A line of text as it is, but for characters that would control the terminal: those are shown escaped."""
+    """Print a line of text. Characters that would control the terminal are escaped."""
     console.out(printable(text), highlight=False)
 
 
@@ -41,7 +41,7 @@ def print_table(
     rows: Sequence[Sequence[str]],
     left: int = 1,
 ) -> None:
-    """Rows under headings; the first ``left`` columns are aligned left. No name is ever cut."""
+    """Print rows under headings, the first ``left`` columns aligned left. No name is ever cut."""
     if console.is_terminal:
         table = Table()
         for number, column in enumerate(columns):
@@ -58,14 +58,14 @@ def print_table(
             for k, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join(cells).rstrip())
-    # One call: each costs as much time as a hundred lines.
+    # One call for all lines: a call costs as much time as a hundred lines.
     print_line(console, "\n".join(lines))
 
 
 @contextmanager
 def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
-    # Not a dumb one, which cannot go back in a line.
+    # A dumb terminal is not interactive: it cannot go back in a line.
     if console.is_interactive:
         columns = (
             TextColumn("{task.description}"),
@@ -86,7 +86,7 @@ def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, 
 
     def line(done: int, total: int, name: str) -> None:
         nonlocal last, first
-        # What a resumed conversion had before it began says nothing about its speed.
+        # The bytes that a resumed conversion starts with say nothing about its speed.
         first = done if first is None else first
         now = time.monotonic()
         if now - last >= PLAIN_SECONDS:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RuntimeChoice(StrEnum):
-    """Whose numbers to give."""
+    """The runtimes to plan for."""
 
     both = "both"
     torch = "torch"
@@ -48,13 +48,15 @@ def plan(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Of one device, with its unit, such as 80GB or 80GiB: say what fits.",
+            help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a device and microbatch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 4096,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches a step.")] = 1,
-    runtime: Annotated[RuntimeChoice, typer.Option("--runtime", help="Whose numbers.")] = RuntimeChoice.both,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step.")] = 1,
+    runtime: Annotated[
+        RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")
+    ] = RuntimeChoice.both,
     compile_: Annotated[
         bool,
         typer.Option(
@@ -78,12 +80,12 @@ def plan(
 ) -> None:
     """Predict memory and traffic of a sharded model, without devices.
 
-    For every policy and number of devices: bytes at rest by kind on the fullest device, the most bytes in a step, and
-    the collectives of a step. One policy on one number of devices is shown unit by unit.
+    The table shows, for every policy and number of devices, the bytes at rest by kind on the fullest device, the peak
+    of a step, and the collectives of a step. One policy on one number of devices is shown unit by unit.
 
-    With --memory, the cheapest policy that fits is named for each number of devices: the one whose devices send the
-    fewest bytes in a step. Where activations are not known, the peak is a lower bound, which may say no, but not yes:
-    the answer is then unknown. The exit status is 1 when nothing is known to fit.
+    With --memory, the command names the cheapest policy that fits, for each number of devices. The cheapest policy is
+    the one whose devices send the fewest bytes in a step. Where activations are not known, the peak is a lower bound,
+    and the answer for a policy is no or unknown, never yes. The exit status is 1 when no policy is known to fit.
 
     \b
     Example:

@@ -25,9 +25,9 @@ def relay(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Train one model by PyTorch and JAX in turns.
+    """Train one model in PyTorch and JAX by turns.
 
-    The checkpoint is converted between the legs, and every step compared with a run that never hops.
+    The checkpoint is converted between the legs. Every step is compared with a run that never changes frameworks.
 
     \b
     Example:

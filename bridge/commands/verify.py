@@ -17,20 +17,18 @@ if TYPE_CHECKING:
 
 def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint of any format.")],
-    finite: Annotated[
-        bool, typer.Option("--finite", help="NaNs and infinities are problems, not just counted.")
-    ] = False,
+    finite: Annotated[bool, typer.Option("--finite", help="Report NaNs and infinities as problems.")] = False,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads, 64 MiB of memory each; default: one per core, at most 4."),
+        typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Read a whole checkpoint and say whether it is what was written.
+    """Read a whole checkpoint and check that it still is what was written.
 
-    Structure, completeness of chunks, and checksums: those of the manifest that convert writes, where there is one,
-    and those that the format has itself. The exit status is 1 when a problem is found, 2 when the checkpoint cannot
-    be opened at all.
+    The command checks the structure, the completeness of chunks, and the checksums: those of the manifest that convert
+    writes, if there is one, and those of the format itself. The exit status is 1 when a problem is found, 2 when the
+    checkpoint cannot be opened.
 
     \b
     Example:

@@ -31,7 +31,7 @@ LARGEST_STACK = 1 << 20
 
 @dataclass(frozen=True)
 class Axes:
-    """What is known about axis sizes apart from shapes. ``absent`` says why an axis of the table has no size."""
+    """Axis sizes that are known without the shapes. ``absent``: why an axis of the table has no size, by axis."""
 
     sizes: Mapping[str, int]
     alias: Mapping[str, str]
@@ -83,7 +83,7 @@ def apply_rule(
 
 @dataclass(frozen=True)
 class _Instance:
-    """A rule at fixed values ``at`` of the shared indices; ``counts`` are the sizes of the gathered ones."""
+    """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices."""
 
     rule: str
     inputs_: tuple[Entry, ...]
@@ -146,7 +146,7 @@ class _Instance:
         return ChangedView(view, tuple(changes))
 
     def _infos(self, entry: Entry) -> list[TensorInfo]:
-        """The source tensors of one entry, all of one shape, for every value of the gathered indices."""
+        """The source tensors of one entry, of one shape, one for every value of the gathered indices."""
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
         # Lazily, since one stray layer number of a billion would otherwise be a list of a billion names.
         missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
@@ -171,7 +171,7 @@ class _Instance:
 
     def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
         sizes = {**self.axes.sizes, **self.counts}
-        for _ in self.inputs_:  # what one entry settles may settle the next
+        for _ in self.inputs_:  # the sizes that one entry settles may settle those of another
             for entry, members in zip(self.inputs_, infos, strict=True):
                 assert entry.expression is not None
                 try:

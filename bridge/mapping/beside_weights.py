@@ -1,4 +1,4 @@
-"""What stands beside the weights in a checkpoint: step counts, training state, and hyperparameters."""
+"""The rest of a checkpoint beside the weights: step counts, training state, and hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
 
 def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
-    """Whether a tensor that belongs to no weight goes along under its own path.
+    """Whether a tensor that belongs to no weight is copied under its own path.
 
-    Training state does; of an optimizer all but moments: hyperparameters, and what optax keeps beside them, such as the
-    counts of schedules. between_trees: of these only scalars, since others, such as accumulated gradients, are laid
-    out like the source's weights, and would be taken for the target's.
+    Training state is copied. So is all of an optimizer but the moments: hyperparameters, and optax's own values, such
+    as the counts of schedules. between_trees: only scalars of an optimizer are copied. Its other tensors, such as
+    accumulated gradients, are laid out like the source's weights, and would be read as laid out like the target's.
     """
     parts = [part for key in info.path for part in str(key).split(".")]
     if parts[0] in _CARRIED:
@@ -35,14 +35,14 @@ def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
 
 
 def object_path(path: TreePath) -> TreePath:
-    """The tree path of a hyperparameter in DCP, whose parameter groups are a list: ``'0'`` becomes ``0``."""
+    """The tree path of a hyperparameter in DCP. Parameter groups are a list there, so ``'0'`` becomes ``0``."""
     if len(path) > 3 and path[:2] == ("optimizer", "param_groups") and str(path[2]).isdecimal():
         return (*path[:2], int(path[2]), *path[3:])
     return path
 
 
 def one_step(reader: CheckpointReader, infos: Sequence[TensorInfo], name: str, *, whole: bool) -> int:
-    """The step that all of these tensors hold, to be stored as ``name``. whole: they are integers, not floats.
+    """The step that all of these tensors hold, to be stored as ``name``. whole: the tensors are integers, not floats.
 
     Raises MappingError when they differ (naming two), are not scalars, or are not integers from 0 to 2**24.
     """

@@ -1,4 +1,4 @@
-"""Naming conventions: how a code base calls its weights, and where it keeps what belongs to them.
+"""Naming conventions: how a code base names its weights, and where it keeps their optimizer state.
 
     torch        model.<w>      optimizer.state.<w>.exp_avg    ...exp_avg_sq    ...step (each)
     jax          params/<w>     opt_state/mu/<w>               opt_state/nu/<w>      opt_state/count (one)
@@ -30,7 +30,7 @@ MODEL_WEIGHTS = f"model.{WEIGHT}"
 WORDS: Mapping[Section, str] = MappingProxyType(
     {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
 )
-"""What optax calls the moments."""
+"""Optax's names of the moments."""
 
 POWERS: Mapping[Section, int] = MappingProxyType(
     {"weights": 1, "exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "momentum_buffer": -1}
@@ -40,7 +40,7 @@ POWERS: Mapping[Section, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class State:
-    """One optimizer state: where it keeps what. weights: those that it is for, by name; None: all."""
+    """The places of one optimizer state, by section. weights: the names of the weights it is for; None: all."""
 
     places: Mapping[Section, str]
     weights: frozenset[str] | None = None
@@ -50,10 +50,12 @@ class State:
 class Convention:
     """One naming convention of a mapping.
 
-    separator: "/" or ".", what joins the parts of its names. format: the format it usually lives in, "" for none.
-    places: for each section the full name of a weight's tensor, `{w}` standing for the weight; `step` without it is one
-    for all. In a tree a number is a position in a list, and a quoted one ('0') a key. states: where optimizer states
-    are, if there are several, or others than in `places`. MappingError when a place is malformed.
+    separator: "/" or ".", which joins the parts of its names. format: its usual file format, "" for none.
+    places: for each section the full name of a weight's tensor, with `{w}` for the weight. A `step` without `{w}` is
+    one count for all weights. In a tree a number is a position in a list, and a quoted number ('0') is a key. states:
+    the places of optimizer states, if there are several or if they differ from `places`.
+
+    Raises MappingError when a place is malformed.
     """
 
     name: str
@@ -113,11 +115,11 @@ class Convention:
         return (*self._keys(before), *(middle if weight else ()), *self._keys(after))
 
     def state_of(self, weight: str) -> int:
-        """The state that is for a weight: the first that names it, else the first."""
+        """The state of a weight: the first state that names the weight, else the first."""
         return next((k for k, s in enumerate(self.states) if s.weights and weight in s.weights), 0)
 
     def joined(self, path: TreePath) -> str:
-        """A tree path as this convention writes names."""
+        """The name of a tree path in this convention."""
         return self.separator.join(map(str, path))
 
     def written(self, path: TreePath) -> str:
@@ -125,7 +127,7 @@ class Convention:
         return self.separator.join(f"'{k}'" if self._looks_like_position(k) else str(k) for k in path)
 
     def at(self, weights: str, states: tuple[State, ...]) -> Convention:
-        """The same with other places."""
+        """The same convention with other places."""
         return replace(self, places={**self.places, "weights": weights}, states=states)
 
     def _looks_like_position(self, key: str | int) -> bool:

@@ -12,7 +12,7 @@ from bridge.mapping.expression import Expression
 from bridge.mapping.operations import Operation
 
 HALF, PAIR = ".half", ".pair"
-"""What a rotary axis consists of: the two elements of a pair, and its pairs."""
+"""The two factors of a rotary axis: the elements of a pair, and the pairs."""
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -63,7 +63,7 @@ class Entry:
 
     @staticmethod
     def parse(text: str, rotary: Iterable[str] = ()) -> Entry:
-        """``path : expression | operation``, the last two if need be; of the axes some are ``rotary``."""
+        """Parse ``path : expression | operation``; the last two are optional. ``rotary``: axes of rotary positions."""
         text, bar, operation = text.partition("|")
         path, colon, expression = text.partition(":")
         parsed = Expression.parse(_spelled_out(expression, rotary)) if colon else None
@@ -138,11 +138,11 @@ class Rule:
         return " <-> ".join(map(_texts, self.sides.values()))
 
     def between(self, source: str, target: str) -> str:
-        """The rule as it concerns two conventions."""
+        """The rule as text, for two of its conventions."""
         return f"{_texts(self.entries(source))} <-> {_texts(self.entries(target))}"
 
     def entries(self, convention: str) -> tuple[Entry, ...]:
-        """Those of a convention; none if it has no such tensor."""
+        """The entries of a convention; none if it has no such tensor."""
         return self.sides.get(convention, ())
 
 
@@ -151,7 +151,7 @@ def _texts(entries: Sequence[Entry]) -> str:
 
 
 def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
-    """An expression with each rotary axis as the product that it is: of its pairs, and the two elements of a pair."""
+    """The expression with each rotary axis written as a product of its pairs and the two elements of a pair."""
     for axis in rotary:
         expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
         expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)

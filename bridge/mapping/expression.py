@@ -70,7 +70,7 @@ Alternative = tuple[Affine, ...]
 
 
 class Undetermined(MappingError):
-    """Axis sizes that the shape does not settle."""
+    """The sizes of these axes do not follow from the shape."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self.axes = tuple(axes)

@@ -1,16 +1,15 @@
 """Reads the names of a checkpoint as one of a mapping's conventions.
 
-Weights are found by the rules, whatever stands before their names; so are the entries that an optimizer keeps for
-them, which are named after the weight:
+The rules find weights under any prefix. They also find an optimizer's entries, which are named after their weights:
 
     opt_state/1/0/mu/layers/3/mlp/up/kernel
-    |---- before ---|------- weight -------|         "mu" is in what stands before: a first moment
+    |---- before ---|------- weight -------|         "before" contains "mu": a first moment
 
     optimizer.state.layers.3.mlp.up.weight.exp_avg
     |--- before ----|------ weight --------|-after-|
 
-The place of the weights is the one, before and after, in which all required rules find theirs. Of optimizer states
-there may be several, each for other weights, as optax's `partition` makes them.
+The place of the weights is the pair of "before" and "after" at which all required rules find their tensors. There may
+be several optimizer states, each for other weights, as optax's `partition` makes them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
 
 _BEHIND = ("", "/value")
-"""What may stand behind a weight's name in a tree: nnx keeps its variables' values under a key."""
+"""Possible suffixes of a weight's name in a tree: nnx keeps the values of its variables under a key."""
 
 _INSIDE: Mapping[str, Section] = {word: section for section, word in WORDS.items()}
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
@@ -47,7 +46,7 @@ Tensors = dict[str, TensorInfo]
 
 @dataclass(frozen=True)
 class FoundState:
-    """One optimizer state: for each section the tensor of each weight; count: the step count that is one for all."""
+    """One optimizer state: for each section the tensor of each weight. count: the one step count of all weights."""
 
     sections: Mapping[Section, Tensors]
     count: TensorInfo | None
@@ -55,9 +54,9 @@ class FoundState:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint's tensors. ``convention``: with the places where they were found, its states as in ``states``.
+    """A checkpoint's tensors. ``convention``: has the places where they were found; its states are as in ``states``.
 
-    others: what belongs to no weight, by name as the convention writes it.
+    others: the tensors that belong to no weight, by name in the convention.
     """
 
     convention: Convention
@@ -68,9 +67,9 @@ class Found:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A way to see a weight in a name. before, after: what stands around it.
+    """A way to read a tensor's name as that of a weight. before, after: the text around the weight's name.
 
-    node, inner: of an optimizer state what stands before the moment's name, and between it and the weight's.
+    node, inner: for an optimizer state, the text before the moment's name, and the text from there to the weight's.
     """
 
     weight: str
@@ -82,7 +81,7 @@ class _Seen:
 
 
 class NameIndex:
-    """Which rules of a convention know a weight's name: one regular expression for all, then single ones."""
+    """Finds the rules of a convention that know a weight's name: by one regular expression for all, then by each."""
 
     def __init__(self, rules: Iterable[Rule], convention: str) -> None:
         self._rules = [(entry.path, rule) for rule in rules for entry in rule.entries(convention)]
@@ -94,7 +93,7 @@ class NameIndex:
         return self._any.fullmatch(weight) is not None
 
     def rules_of(self, weight: str) -> list[Rule]:
-        """All rules that have."""
+        """All rules that have a tensor of this name."""
         if weight not in self._owners:
             known = self._rules if self.knows(weight) else []
             self._owners[weight] = [rule for path, rule in known if path.match(weight) is not None]
@@ -102,10 +101,13 @@ class NameIndex:
 
 
 def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None, where: str) -> Found:
-    """The tensors as the one convention whose required rules all find theirs; of several, the one that finds most.
+    """Read the tensors as the convention whose required rules all find tensors; of several, the one that finds most.
 
-    only: the convention that it is, if that is known. MappingError, beginning with the mapping's name, when two fit
-    equally, or weights are in two places. Where none fits, the one that finds most, for what it lacks to be told.
+    only: the convention, if it is known. Where no convention fits, the one that finds most is returned, so that an
+    error can list the tensors that it lacks.
+
+    Raises MappingError, which begins with the mapping's name, when two conventions fit equally well, or when weights
+    are in two places.
     """
     tensors = list(tensors)
     names = [only] if only is not None else list(mapping.conventions)
@@ -114,8 +116,8 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
             f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
         )
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
-    # Of names that say nothing, such as "w", the usual place decides; then the one that names more, and leaves less to
-    # a root, as with "transformer.wte" and "wte".
+    # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
+    # and leave less to a root, as with "transformer.wte" and "wte".
     ranks = {
         name: (
             _fits(f, mapping),
@@ -129,8 +131,8 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     chosen = [name for name, rank in ranks.items() if rank == best]
     if len(chosen) > 1 and best[1]:
         raise MappingError(
-            f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} alike: say which "
-            "it is (--from)"
+            f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
+            "well; choose one (--from)"
         )
     return found[chosen[0]]
 
@@ -156,7 +158,7 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
             if seen.section == "weights":
                 weights[seen.before, seen.after][seen.weight] = info
             else:
-                # Shorter ones are other weights that end alike.
+                # Shorter names are those of other weights with the same ending.
                 kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
                 break
     required = [rule for rule in mapping.rules if rule.entries(convention.name) and not rule.optional]
@@ -182,7 +184,7 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
 
 
 def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
-    """Every way of seeing a weight in a name, those with the longest name for the weight first."""
+    """Every way to read a name as that of a weight, the longest weight names first."""
     separator = convention.separator
     starts = [0, *(match.end() for match in re.finditer(re.escape(separator), name))]
     if not convention.is_tree:
@@ -209,7 +211,7 @@ def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
 def _states(
     kept: Mapping[tuple[str, str, str], dict[Section, Tensors]], convention: Convention
 ) -> Iterator[tuple[tuple[str, str, str], dict[Section, Tensors]]]:
-    """The optimizer states: in all of a tree's the same stands between a moment's name and a weight's."""
+    """The optimizer states. In a tree, all have the same text between a moment's name and a weight's."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for (_, inner, after), sections in kept.items():
         counts[inner, after] += sum(map(len, sections.values()))
@@ -222,7 +224,7 @@ def _states(
 def _texts(
     place: tuple[str, str, str], path: Sequence[str | int], convention: Convention
 ) -> dict[Section, str]:
-    """The places of a state, from the path of one of its tensors, which says what is a list and what is a key."""
+    """The places of a state, from the path of one of its tensors, which tells lists from keys."""
     node, inner, after = place
     if not convention.is_tree:
         return {section: f"{node}{WEIGHT}.{section}" for section in (*MOMENTS, "step")}
@@ -240,7 +242,7 @@ def _place(
     mapping: MappingTable,
     where: str,
 ) -> tuple[str, str]:
-    """The place of the weights: where all required rules find a tensor; else the usual one, or the fullest."""
+    """The place of the weights: where all required rules find a tensor; else the usual place, or the fullest."""
     whole = [
         place
         for place, weights in places.items()

@@ -3,8 +3,8 @@
     optimizer.param_groups.0.params = ["layers.0.wq.weight", ...]        a group's weights, in a list
     optimizer.param_groups.layers.0.wq.weight.lr = 0.1                   flattened: a value for each weight
 
-They ride along into trees as they are. From there, or directly, they are translated when a convention with dotted names
-is written that is not the one they are in.
+Trees store them unchanged. They are translated when a convention with dotted names is written, from a tree or from
+another convention with dotted names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def followed(
 ) -> tuple[dict[str, TreePath], dict[TreePath, object]]:
     """Objects by name in the source with their paths in the target, and further ones by path with new values.
 
-    paths: those of the source's objects. weights: all weights of the target. MappingError when weights that become one
-    have different hyperparameters.
+    paths: those of the source's objects. weights: all weights of the target.
+
+    Raises MappingError when weights that become one weight have different hyperparameters.
     """
     lists = {name: path for name, path in paths.items() if _is_list(path)}
     values = {name: key for name, path in paths.items() if (key := _flat_key(path)) is not None}
@@ -85,7 +86,7 @@ def _is_list(path: TreePath) -> bool:
 
 
 def _flat_key(path: TreePath) -> str | None:
-    """What stands behind ``param_groups.`` in a flattened optimizer's key."""
+    """The part of a flattened optimizer's key after ``param_groups.``."""
     last = path[-1]
     return (
         last.removeprefix(_GROUPS + ".") if isinstance(last, str) and last.startswith(_GROUPS + ".") else None
@@ -93,7 +94,7 @@ def _flat_key(path: TreePath) -> str | None:
 
 
 def _convention(mapping: MappingTable, weights: Iterable[str]) -> str | None:
-    """The convention that knows all of these names; None if none or several do."""
+    """The one convention that knows all of these names; None if no convention does, or several."""
     names = set(weights)
     fitting = [
         name
@@ -116,5 +117,5 @@ def _places(mapping: MappingTable, convention: str, weights: Iterable[str]) -> d
 
 
 def _same(a: _Place, b: _Place) -> bool:
-    """Whether two weights of one rule share elements: they have the same numbers where both have them."""
+    """Whether two weights of one rule share elements: their numbers agree at the indices that both have."""
     return all(a.values[index] == b.values[index] for index in a.values.keys() & b.values.keys())

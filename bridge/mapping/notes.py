@@ -1,9 +1,9 @@
-"""Notes of where a convention's tensors were found, kept as an object in the destination for the way back.
+"""Notes of the places where a convention's tensors were found, stored as an object for a later conversion back.
 
     {"jax": {"weights": "params/{w}",
              "states": [{"exp_avg": "opt_state/1/0/mu/{w}", "step": "opt_state/1/0/count", ...}]}}
 
-A state of several also has "for": the weights that it is for.
+Where there are several states, each has "for": the names of its weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOR = "for"
 
 
 def note(convention: Convention, usual: Convention) -> dict[str, object] | None:
-    """What is to be noted of a convention whose places were found; None where they are the usual ones."""
+    """The note of a convention whose places were found; None where the places are the usual ones."""
     here = convention.places["weights"], convention.states
     if here == (usual.places["weights"], usual.states) or here == (usual.places["weights"], ()):
         return None
@@ -31,14 +31,14 @@ def note(convention: Convention, usual: Convention) -> dict[str, object] | None:
 
 
 def read_notes(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> dict[str, object]:
-    """The notes in a checkpoint by convention, unchecked; none where there are none, or no table."""
+    """The notes in a checkpoint by convention, unchecked; empty where the checkpoint has no table of notes."""
     name = next((name for name, path in paths.items() if path == PLACES), None)
     found = reader.objects[name] if name is not None else None
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def noted(convention: Convention, data: object) -> Convention:
-    """The convention with the places that were noted of it; as it is where the note is malformed."""
+    """The convention at its noted places; the convention itself where the note is malformed."""
     if not isinstance(data, dict) or not isinstance(data.get("states"), list):
         return convention
     try:

@@ -1,11 +1,12 @@
-"""Elementwise operations of an entry: what a convention stores instead of the plain values.
+"""Elementwise operations of an entry: the function of the plain values that a convention stores.
 
     query/kernel : m h d | times(d ** -0.5)      stored = plain * d ** -0.5
     norm/scale | plus(1)                         stored = plain + 1
 
-Two conventions of a rule differ by one from the other's inverse. Computed in float64 and rounded once, to nearest, to
-the stored dtype: exact for factors that are powers of two, else to half a unit in the last place. Of an operation that
-multiplies a weight by c, its gradients are divided by c: so are first moments, and second moments by c ** 2.
+From one convention to another, the inverse of the first operation is followed by the second operation. The result is
+computed in float64 and rounded once, to nearest, to the stored dtype: exact for factors that are powers of two, else
+within half a unit in the last place. Multiplying a weight by c divides its gradients and first moments by c, and its
+second moments by c ** 2.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Operation:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes whose sizes it needs."""
+        """The axes whose sizes the operation needs."""
         return frozenset(base for base, _ in self.terms if not re.fullmatch(_NUMBER, base))
 
     def constant(self, sizes: Mapping[str, int]) -> float:
-        """Its number. MappingError for a size that is not known, or a number that cannot be undone."""
+        """The constant. Raises MappingError when a size is unknown or when the operation cannot be undone."""
         try:
             value = math.prod(
                 float(sizes[base] if base in self.axes else base) ** exponent for base, exponent in self.terms
@@ -86,12 +87,14 @@ class Change:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded, but for results too small for the dtype."""
+        """Whether the operation is exact, except for results too small for the dtype."""
         return abs(math.frexp(self.factor)[0]) == 0.5 and not self.shift
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Fill ``target`` from ``source``, of equal shape and dtype. OverflowError for a finite element that would
-        become infinite."""
+        """Fill ``target`` from ``source``, of equal shape and dtype.
+
+        Raises OverflowError when a finite element would become infinite.
+        """
         flags = ["external_loop", "buffered", "zerosize_ok"]
         operands = ["readonly"], ["writeonly"]
         with np.nditer([source, target], flags, operands, buffersize=_BUFFER) as pieces:  # type: ignore[arg-type]
@@ -109,7 +112,7 @@ class Change:
 def change(
     source: Operation | None, target: Operation | None, sizes: Mapping[str, int], power: int
 ) -> Change | None:
-    """What makes stored values of one convention those of another; None if they are the same.
+    """The change from stored values of one convention to those of another; None if they are the same.
 
     power: 1 for weights, -1 for what is proportional to gradients, -2 for their squares.
     """
@@ -129,7 +132,7 @@ def _affine(operation: Operation | None, sizes: Mapping[str, int]) -> tuple[floa
 
 @dataclass(frozen=True)
 class ChangedView:
-    """A tensor view whose elements are changed, block by block; ``changes`` has one for each, None for as they are."""
+    """A tensor view whose elements are changed block by block. ``changes``: one for each block; None for no change."""
 
     view: TensorView
     changes: tuple[Change | None, ...]
@@ -148,11 +151,11 @@ class ChangedView:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded."""
+        """Whether all changes are exact."""
         return all(change is None or change.exact for change in self.changes)
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``, C-contiguous, of ``dtype``. CheckpointError for one that becomes infinite."""
+        """The elements of ``box``, C-contiguous, of ``dtype``. Raises CheckpointError when one becomes infinite."""
         target = np.empty(box.sizes, self.dtype)
         for block, change in zip(self.blocks, self.changes, strict=True):
             for ranges in block.pieces(box, self.dtype.itemsize):
@@ -183,8 +186,8 @@ def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """float64 or complex128 rounded once to ``dtype``, to nearest, ties to even.
 
-    ml_dtypes goes by float32, and two roundings differ from one for what is just beside the middle of two numbers. So
-    for its dtypes float32 is first reached by rounding to odd: the last bit says that something was cut off.
+    ml_dtypes converts by way of float32. Two roundings differ from one for values just beside the midpoint of two
+    numbers. So its dtypes take a first step that rounds to odd in float32: the last bit records that bits were cut off.
     """
     if dtype.type in _ROUNDED_ONCE:
         return wide.astype(dtype)

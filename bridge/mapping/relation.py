@@ -125,7 +125,7 @@ class TensorView:
 
 
 def identity(source: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorView:
-    """The tensor ``source`` as it is."""
+    """A view of all of tensor ``source``, unchanged."""
     index = tuple(Affine(0, ((str(axis), 1),)) for axis in range(len(shape)))
     sizes = {str(axis): size for axis, size in enumerate(shape)}
     return TensorView(shape, dtype, (Block(source, index, index, sizes),))

@@ -26,8 +26,8 @@ A mapping file::
 
 Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
 several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
-tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`). What stands
-after ``|`` is done to the plain values before they are stored there (`operations.py`)::
+tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`). The operation
+after ``|`` is applied to the plain values before that convention stores them (`operations.py`)::
 
     maxtext = "decoder/layers/self_attention/query/kernel : m {i} h interleaved(d) | times(d ** -0.5)"
 
@@ -56,16 +56,16 @@ from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
 
 Tied = Literal["once", "both"]
-"""How a target stores a weight that has two names."""
+"""How often a target stores a weight that has two names."""
 
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 
 
 @dataclass(frozen=True)
 class MappingTable:
-    """A validated mapping table. ``conventions``: by name, those that the rules speak of. tied: see `tied.py`.
+    """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
 
-    config: where a `config.json` beside the source has sizes of axes, see `config_sizes.py`.
+    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`.
     """
 
     name: str
@@ -100,7 +100,7 @@ class MappingTable:
             raise MappingError(f"expected once or both for tied in mapping {self.name}, got {self.tied!r}")
 
     def rule_of(self, path: str) -> Rule:
-        """The rule that has an entry of this path, as it is written. MappingError if there is none."""
+        """The rule with an entry of exactly this path. Raises MappingError if there is none."""
         for rule in self.rules:
             if any(entry.path.text == path for side in rule.sides.values() for entry in side):
                 return rule
@@ -115,22 +115,22 @@ class MappingTable:
         return replace(self, axes={**self.axes, **axes})
 
     def with_tied(self, tied: Tied | None) -> MappingTable:
-        """The same table for a target that has tied weights once or under both names; None: as the table says."""
+        """The table for a target that stores tied weights once or under both names; None: as the table says."""
         return replace(self, tied=tied or self.tied)
 
     def part(self) -> MappingTable:
-        """The same for a part of a model: no rule requires its tensors."""
+        """The table for a part of a model: no rule requires its tensors."""
         return replace(self, rules=tuple(replace(rule, optional=True) for rule in self.rules))
 
     def rotary_axes(self) -> tuple[str, ...]:
-        """The axes that some rule interleaves."""
+        """The axes that a rule interleaves."""
         entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
         axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
         return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
 
 
 def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Convention:
-    """A convention from its table; a tree if any of its paths has a "/" in it."""
+    """A convention from its table. The convention is a tree if any of its paths contains "/"."""
     paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
     tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
     places = {section: place for section, place in data.items() if section != "format"}
@@ -179,7 +179,7 @@ def mapping_table(
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
 ) -> MappingTable | None:
-    """The table meant by a ``mapping`` argument, with axis sizes and ties given by the caller over its own.
+    """The table of a ``mapping`` argument. The caller's axis sizes and ties override the table's own.
 
     Raises MappingError, or ValueError when there are ``axes`` or ``tied`` but no mapping.
     """

@@ -3,8 +3,8 @@
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
     from `config.json` beside it       [config]  d = ["head_dim", "hidden_size / num_attention_heads"]
 
-Of several fields of `config.json` the first that is there counts, and only where neither the caller nor the mapping's
-[axes] gives a size.
+The first field that `config.json` has gives the size. It counts only where neither the caller nor the mapping's [axes]
+gives one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _QUOTIENT = re.compile(r"\s*(\w+)\s*(?:/\s*(\w+)\s*)?")
 
 
 def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
-    """The same with the sizes that scalars of the checkpoint give, for a part of it that may lack those scalars.
+    """The table with the sizes from scalars of the checkpoint, for use on a part of it that may lack those scalars.
 
-    MappingError for a scalar that is no size.
+    Raises MappingError for a scalar that is no size.
     """
     by_path = {"/".join(map(str, info.path)): info for info in reader.tensors.values()}
     stored = {axis: value for axis, value in mapping.axes.items() if isinstance(value, str) and "/" in value}
@@ -44,9 +44,9 @@ def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> Mappin
 
 
 def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
-    """The sizes that the mapping's table of axes gives, some of them from scalars of the checkpoint.
+    """The sizes in the mapping's table of axes, of which some come from scalars of the checkpoint.
 
-    Raises MappingError for axes that name each other, for rotary pairs of an odd size, and as `with_stored_sizes` does.
+    Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is no size.
     """
     sizes: dict[str, int] = {}
     alias: dict[str, str] = {}
@@ -95,7 +95,7 @@ def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: Te
 def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     """The table with the sizes that a `config.json` beside the checkpoint gives, if there is one.
 
-    CheckpointError when it cannot be read, MappingError when its numbers are no sizes.
+    Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes.
     """
     if not table.config.keys() - table.axes.keys():
         return table
@@ -120,7 +120,7 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
-    """The number that a field or a quotient of two gives; None where one is missing, or null."""
+    """The value of a field or of a quotient of two fields; None where a field is missing or null."""
     match = _QUOTIENT.fullmatch(text)
     if match is None:
         raise MappingError(

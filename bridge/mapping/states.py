@@ -1,10 +1,10 @@
-"""Optimizer states on their way: to which state of the target each weight's moments go, and with which step count.
+"""Translation of optimizer states: the target's state for each weight's moments, and its step count.
 
     torch                                          optax
     optimizer.state.<w>.exp_avg, .exp_avg_sq       <state>/mu/<w>, <state>/nu/<w>
     optimizer.state.<w>.step    (each)             <state>/count   (one for all weights of the state)
 
-A source with several states, as optax's `partition` makes them, has each weight in one of them.
+Where a source has several states, as optax's `partition` makes them, each weight is in one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outputs = Mapping[Section, Mapping[str, View]]
 
 
 def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
-    """The moments of all states by section and weight. A weight that has two of a kind is among the problems."""
+    """The moments of all states by section and weight. A weight with two moments of a kind is added to the problems."""
     sections: dict[Section, Tensors] = {section: {} for section in (*MOMENTS, "step")}
     for state in found.states:
         for section, tensors in state.sections.items():
@@ -43,9 +43,9 @@ def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
 
 
 def require_whole(found: Found, usual: Convention, where: str, problems: list[str]) -> None:
-    """Adam's state of a weight is both moments and, where steps are kept, a step: a part could not be written.
+    """Check that Adam's state of each weight is whole: both moments and, where steps are kept, a step.
 
-    usual: the convention with its usual places, where a step count may be that has no moments beside it.
+    usual: the convention with its usual places, where a step count without moments may be.
     """
     source = found.convention
     missing = []
@@ -75,7 +75,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: list[st
 
 
 def like_source(source: Convention, target: Convention) -> Convention:
-    """The target with the source's states where both are of one kind: the same chain, the same optimizer key."""
+    """The target with the states of a source of the same kind, so that chain and optimizer key are the same."""
     if source.is_tree != target.is_tree or not source.states:
         return target
     if not source.is_tree:
@@ -87,9 +87,9 @@ def like_source(source: Convention, target: Convention) -> Convention:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """What a target's states hold. outputs: for each section of moments the views of its weights.
+    """The contents of a target's states. outputs: for each section of moments the views of its weights.
 
-    kept: whether the target has the source's states, one for one.
+    kept: whether each state of the target corresponds to one of the source.
     """
 
     reader: CheckpointReader
@@ -99,7 +99,7 @@ class StatePlan:
     kept: bool
 
     def tensors(self, problems: list[str]) -> Iterator[tuple[Section, str, int, Content]]:
-        """Each as (section, weight, number of the state, content); one step count of a state has no weight."""
+        """Each as (section, weight, number of the state, content). A step count for a whole state has no weight."""
         origin: dict[str, tuple[int, str]] = {}
         for number, state in enumerate(self.found.states):
             for section in MOMENTS:

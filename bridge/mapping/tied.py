@@ -6,9 +6,9 @@
     optional = true
     tied_to = "model.embed_tokens.weight"      # a path of the rule whose tensor it shares
 
-By itself such a rule moves what there is. Asked for ``tied = "once"``, a source that has both must have them equal, to
-the bit, and only the other goes along. Asked for ``tied = "both"``, a source that lacks the tensor gives the other in
-its place; its optimizer state stays with the other, as a shared parameter has one.
+By default such a rule copies the tensors that the source has. With ``tied = "once"``, the two tensors of a source that
+has both must be equal, to the bit, and only the other one is copied. With ``tied = "both"``, the other tensor is also
+written in place of one that the source lacks. Its optimizer state is written once, since a shared parameter has one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BETWEEN = "other"
 
 
 def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, axes: Axes) -> list[str]:
-    """Weights of the source that are there twice and go along once, after a comparison of all their bits.
+    """Weights that the source has twice and the target gets once, after a comparison of all their bits.
 
-    Raises MappingError when they differ, or the second one has optimizer state of its own.
+    Raises MappingError when the two differ, or when the second one has optimizer state of its own.
     """
     twice: list[str] = []
     if mapping.tied != "once":
@@ -69,7 +69,7 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
 
 
 def second_of_two(mapping: MappingTable, found: Found, target: str, axes: Axes) -> Iterator[tuple[str, View]]:
-    """Tensors of the target, by weight, that the source lacks and that share another's. Errors as `apply_rule`."""
+    """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does."""
     source = found.convention.name
     for rule, other in _pairs(mapping, source) if mapping.tied == "both" else ():
         if rule.entries(target) and not _weights(rule, source, found.weights):

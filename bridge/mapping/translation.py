@@ -1,7 +1,7 @@
 """A conversion plan: every tensor of the destination, and where in the source its elements come from.
 
-Planning reads metadata and a few scalars, no tensor data, and finds every mistake that names and shapes can reveal;
-so a conversion that does not fit fails before anything is written.
+Planning reads metadata and a few scalars, but no tensor data. Planning finds every mistake that names and shapes can
+reveal, so a conversion that does not fit fails before anything is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the destination: a view of source tensors, or a 0-d value known already (the step count)."""
+    """A tensor of the destination: a view of source tensors, or a 0-d value that is known (the step count)."""
 
     name: str
     path: TreePath
@@ -53,7 +53,7 @@ class PlannedTensor:
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``, C-contiguous; needs memory for the box and one bounded source region."""
+        """The elements of ``box``, C-contiguous. Takes the memory of the box and of one bounded source region."""
         return self.content if isinstance(self.content, np.ndarray) else self.content.read(reader, box)
 
 
@@ -63,10 +63,10 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What a checkpoint will hold.
+    """The planned content of a checkpoint.
 
-    objects: names there, with (tree path, name in the source). notes: names of further objects, with (path, value).
-    dropped: names in the source that do not go along.
+    objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
+    name. dropped: names in the source that are left out.
     """
 
     tensors: Mapping[str, PlannedTensor]
@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def inexact(self) -> tuple[str, ...]:
-        """Names of tensors that an operation of the mapping rounds."""
+        """Names of the tensors that an operation of the mapping rounds."""
         contents = {name: tensor.content for name, tensor in self.tensors.items()}
         return tuple(
             n for n, content in contents.items() if isinstance(content, ChangedView) and not content.exact
@@ -97,10 +97,11 @@ def make_plan(
 ) -> Plan:
     """Plan the translation of an open checkpoint to format ``to``.
 
-    Without a mapping tensors keep their tree paths. With one, every source tensor must be matched by exactly one rule,
-    be optimizer or train state, or be listed as dropped. into, from_: the conventions of the mapping that are meant,
-    where names and format do not say; into as a `Convention` also says at which places. Raises CheckpointError
-    (MappingError) with everything that does not fit.
+    Without a mapping tensors keep their tree paths. With a mapping, every source tensor must be matched by exactly one
+    rule, be optimizer or train state, or be listed as dropped. into, from_: the mapping's conventions of target and
+    source, where names and format leave the choice open; into as a `Convention` also gives the places.
+
+    Raises CheckpointError (MappingError) with everything that does not fit.
     """
     if mapping is None:
         if into is not None or from_ is not None:
@@ -212,27 +213,27 @@ class _Planner:
             raise MappingError(
                 f"mapping {self.mapping.name} translates between {formats}, but {self.reader.path} is "
                 f"{self.reader.format} already, with names of {self.source.name}; leave the mapping out to keep the "
-                f"names, or say that {left[0].name} is meant (--into)"
+                f"names, or give --into {left[0].name} to translate them"
             )
         raise MappingError(
-            f"mapping {self.mapping.name}: {self.reader.path} has the names of {self.source.name}; say into which they "
-            f"are to be translated (--into): {', '.join(c.name for c in left)}"
+            f"mapping {self.mapping.name}: the target convention of {self.reader.path}, which has the names of "
+            f"{self.source.name}, is not clear; choose one (--into): {', '.join(c.name for c in left)}"
         )
 
     def _at_its_places(self, target: Convention) -> Convention:
-        """The target at the places noted on the way here; else its states at those of a source of its kind."""
+        """The target at the places that an earlier conversion noted, else with the states of a source of its kind."""
         if target.name in self.notes:
             return noted(target, self.notes[target.name])
         self.kept = self.source.is_tree == target.is_tree
         if self.to == "safetensors" and target.places["weights"] == MODEL_WEIGHTS:
-            # Where `from_pretrained` and all others look for them in such files.
+            # `from_pretrained` and all other readers expect the weights at the root of such files.
             target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
 
     def _empty_parts(self) -> dict[TreePath, object]:
-        """What `optax.adamw` has beside its moments, where these are in part 0 of a chain and nothing is known of it.
+        """The empty parts 1 and 2 of `optax.adamw`, where the moments are in part 0 of an otherwise unknown chain.
 
-        Its decay and its learning rate hold nothing, but stock Orbax restores only what has as many parts.
+        These parts, weight decay and learning rate, hold nothing, but stock Orbax restores only chains of equal length.
         """
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
@@ -243,7 +244,7 @@ class _Planner:
         return {}
 
     def _noted(self) -> dict[TreePath, object]:
-        """Places of this source that are not the usual ones, for the way back, beside those noted before."""
+        """The unusual places of this source, for a conversion back, and the places that were noted before."""
         notes = {name: value for name, value in self.notes.items() if name != self.target.name}
         notes.pop(self.source.name, None)
         here = note(self.source, self.usual)
@@ -258,7 +259,7 @@ class _Planner:
         return PlannedTensor(_join(path, self.to), path, content)
 
     def _owners(self, section: Section, tensors: Tensors) -> dict[str, Rule]:
-        """The rule of each weight that a section has."""
+        """The rule of each weight in a section."""
         owners = {}
         for weight, info in tensors.items():
             rules = self.index.rules_of(weight)
@@ -296,9 +297,9 @@ class _Planner:
         return views
 
     def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
-        """Rules that lack a tensor for a number that others have: the last layer's is missed by nothing else."""
+        """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
         rules = {id(rule): rule for rule in owners.values() if not rule.optional}
-        # By what stands before the number: layers and blocks are counted apart.
+        # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
         seen: dict[str, dict[int, set[int]]] = {}
         for weight, rule in owners.items():
             for entry in rule.entries(self.source.name) if id(rule) in rules else ():
@@ -315,7 +316,7 @@ class _Planner:
                     )
 
     def _try(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns; None if it does not fit, which is then among the problems."""
+        """The result of ``work``; None if ``work`` raises MappingError, which is then added to the problems."""
         try:
             return work()
         except MappingError as error:
@@ -343,7 +344,7 @@ class _Planner:
             known = [e.path.text for rule in rules for e in rule.entries(side)]
             lines.append(f"Mapping {self.mapping.name} knows {_some(known)}.")
         lines.append(
-            "Add rules, list what may be left behind under drop, or leave the mapping out to keep the names."
+            "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
         )
         return " ".join(lines)
 

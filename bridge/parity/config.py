@@ -1,4 +1,4 @@
-"""What a relay runs: model, data, optimizer and legs, read from a TOML file and validated once."""
+"""The configuration of a relay: model, data, optimizer and legs, read from a TOML file and validated once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bridge.parity.corpus import VOCABULARY
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
-# Keys that say in short what a policy says.
+# The short form of a policy.
 SHORT = ("strategy", "precision", "granularity")
 GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
@@ -26,7 +26,7 @@ POLICIES = Path(__file__).parents[1] / "sharding" / "policies"
 
 
 class ConfigError(ValueError):
-    """A relay file asks for something that cannot be run; the text says where and what was expected."""
+    """A relay file that cannot be run; the text names the table and key and says what was expected."""
 
 
 def _require(condition: bool, where: str, expected: str, got: object) -> None:
@@ -41,9 +41,9 @@ def _whole(where: str, value: object, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder both frameworks build; sizes in elements.
+    """The decoder that both frameworks build; sizes in elements.
 
-    The fields of the runtimes' ``DecoderConfig`` but ``norm_eps``, which keeps its default.
+    The fields are those of the runtimes' ``DecoderConfig`` without ``norm_eps``, which keeps its default.
     """
 
     vocab_size: int
@@ -115,9 +115,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LegPolicy:
-    """A sharding policy as a leg's processes get it: the text of a file, which the runtimes alone understand.
+    """A sharding policy as a leg's processes get it: the text of a file, which only the runtimes parse.
 
-    name: for titles. source: what errors call it.
+    name: the policy's name in titles. source: its name in errors.
     """
 
     name: str
@@ -153,7 +153,7 @@ class LegPolicy:
 
     @property
     def compute(self) -> str:
-        """The dtype of forward and backward; the default where the text is no policy, which a rehearsal finds."""
+        """The dtype of forward and backward; the default where the text is no policy, as the rehearsal will report."""
         precision = tomllib.loads(self.text).get("precision")
         found = precision.get("compute", precision.get("main")) if isinstance(precision, dict) else None
         return found if isinstance(found, str) else "float32"
@@ -163,8 +163,8 @@ class LegPolicy:
 class Leg:
     """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices.
 
-    How it shards is said by ``policy``, or in short by ``strategy`` and, where they are not the defaults,
-    ``precision`` ("float32") and ``granularity`` ("row").
+    ``policy`` gives the sharding. The short form is ``strategy`` with the optional keys ``precision`` (default
+    "float32") and ``granularity`` (default "row").
     """
 
     framework: str
@@ -202,13 +202,13 @@ class Leg:
 
     @staticmethod
     def of_json(table: Mapping[str, Any]) -> Leg:
-        """From what ``dataclasses.asdict`` made of a leg."""
+        """The leg from the result of ``dataclasses.asdict``."""
         policy = table["policy"]
         return Leg(**{**table, "policy": None if policy is None else LegPolicy(**policy)})
 
     @property
     def sharding(self) -> LegPolicy:
-        """The policy, whichever way it was given."""
+        """The policy, from a policy file or from the short form."""
         if self.policy is not None:
             return self.policy
         assert self.strategy is not None

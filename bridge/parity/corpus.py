@@ -1,4 +1,4 @@
-"""Byte-level tokens of real text that every Python installation has: the standard library's own source files.
+"""Byte-level tokens of text that every Python installation has: the source files of the standard library.
 
     abc.py                 argparse.py                  ...              zipimport.py
     [bytes ... bytes][256][bytes ............... bytes][256]     ...    [bytes ... bytes]

@@ -1,4 +1,4 @@
-"""What the relay hands to a leg's processes, and what they hand back: a job file, a metrics file, an error file.
+"""The files between the relay and a leg's processes: a job file, a metrics file, an error file.
 
 <leg folder>/job.json         written by the relay
 <leg folder>/metrics.jsonl    one line a step, appended by rank 0 as it goes
@@ -79,7 +79,7 @@ def train_state(job: Job, corpus: Corpus, step: int) -> dict[str, Any]:
 
 
 def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
-    """Where to go on in the data. Raises ``ValueError`` for a checkpoint of other text or another model."""
+    """The position at which to continue in the data. Raises ``ValueError`` for a checkpoint of other text or model."""
     data = train["data"]
     stored = np.asarray(data["corpus_sha256"], np.uint8).tobytes()
     if stored != corpus.sha256:
@@ -134,7 +134,7 @@ def _reported_errors(folder: Path, rank: int) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Where the error was raised; nothing for a ``ValueError``, which says itself what is wrong with which input."""
+    """The place where the error was raised; empty for a ``ValueError``, whose text names the wrong input."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) or not frames:
         return ""
@@ -144,8 +144,8 @@ def _place(error: BaseException) -> str:
 def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = None, rank: int = 0) -> None:
     """Entry point of a leg's process: ``argv[1]`` is the job file. An error goes to the error file and to stderr.
 
-    After ``--rehearse``, ``argv`` lists job files of several legs, of which each is rehearsed: set up as it will be,
-    without a checkpoint or a step.
+    After ``--rehearse``, ``argv`` lists the job files of several legs. Each leg is rehearsed: set up as in the relay,
+    but without a checkpoint or a step.
     """
     if rehearse is not None and sys.argv[1] == REHEARSE:
         end_with_parent(signal.SIGKILL)

@@ -76,11 +76,11 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
 
 
 def rehearse(jobs: Sequence[Job]) -> list[str | None]:
-    """What would stop each job's leg before its first step, found in seconds: each framework rehearses its own legs.
+    """The error that would stop each job's leg before its first step, found in seconds by a rehearsal.
 
-    None for a leg that can start. Raises ``LegError`` when a framework cannot be rehearsed with at all.
+    None for a leg that can start. Each framework rehearses its own legs. Raises ``LegError`` when it cannot rehearse.
     """
-    # Simulated devices are made once a process, so its first leg needs the most.
+    # A process makes its simulated devices once, so its first leg must need the most.
     ordered = sorted(jobs, key=lambda job: -job.leg.ranks)
     by_framework = {
         framework: [job for job in ordered if job.leg.framework == framework]
@@ -123,7 +123,7 @@ def _rehearsed(job: Job) -> str | None:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the leg and its ranks; torchrun's workers have sessions of their own, so torchrun must pass the signal on.
 
-    Where torchrun is gone already, its workers end by themselves: see ``lifetime``.
+    Where torchrun has ended already, its workers end by themselves: see ``lifetime``.
     """
     if process.poll() is not None:
         return
@@ -154,7 +154,7 @@ def _follow(process: subprocess.Popen[bytes], job: Job, on_step: Callable[[int, 
 def _own_error(job: Job, status: int, log: Path) -> str:
     reports = sorted(job.folder.glob("error-rank*"))
     if reports:
-        # Ranks that lose a peer fail too, only later: the oldest report is the cause.
+        # Ranks that lose a peer also fail, but later: the oldest report has the cause.
         first = min(reports, key=lambda path: path.stat().st_mtime_ns)
         return f"{first.name.removeprefix('error-')}: {_summary(first)} (full text in {first})"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]

@@ -1,10 +1,10 @@
 """Processes that end with the process that started them, even when that one is killed.
 
-A parent that is killed cannot stop its children, and a leg in a session of its own is not reached by the terminal's
-signals either. Linux can tell a child: the starting process names itself in ``TWINSHARD_PARENT``, and the child asks
-for a signal. Elsewhere nothing happens.
+A killed parent cannot stop its children, and the terminal's signals do not reach a leg in a session of its own. Linux
+can send a signal to the child: the starting process puts its id into ``TWINSHARD_PARENT``, and the child requests the
+signal. On other systems nothing happens.
 
-Run as a module, this asks on behalf of a Python program that knows nothing of it, and becomes that program::
+Run as a module, this file requests the signal for another Python program, and then becomes that program::
 
     python -m bridge.parity.lifetime -m torch.distributed.run ...
 """
@@ -21,14 +21,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def naming_parent() -> dict[str, str]:
-    """What to add to the environment of children that shall end with this process."""
+    """The variables to add to the environment of children that must end with this process."""
     return {_PARENT: str(os.getpid())}
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Get signal ``number`` when the process that ``TWINSHARD_PARENT`` names ends; does nothing where it names none.
+    """Request signal ``number`` for the end of the process in ``TWINSHARD_PARENT``; without the variable, do nothing.
 
-    Raises ``RuntimeError`` when that process has ended already, as nothing would be sent then.
+    Raises ``RuntimeError`` when that process has ended already, since no signal would be sent.
     """
     parent = os.environ.get(_PARENT)
     if parent is None or sys.platform != "linux":

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from bridge.parity.report import RelayReport
 
 COLOURS = {"torch": "#d1495b", "jax": "#00798c"}
-# Differences of exactly zero have no place on a log axis; they are drawn at its foot.
+# A log axis has no place for differences of exactly zero; they are drawn at its foot.
 FLOOR = 1e-9
 
 

@@ -43,12 +43,12 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
 
     Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
-    Raises ``RelayError`` when a framework is not installed, the folder is taken, a leg or a conversion fails; what had
-    finished stays there.
+    Raises ``RelayError`` when a framework is not installed, the folder exists, or a leg or a conversion fails. Legs
+    that had finished stay in the folder.
     """
     _require_frameworks(config)
     if out.exists():
-        raise RelayError(f"run folder {out}: expected a new folder, found one there; choose another --out")
+        raise RelayError(f"run folder {out} exists already: expected a new folder; choose another --out")
     with _progress(console) as progress:
         runner = _Runner(config, out.resolve(), progress)
         runner.rehearse()
@@ -77,18 +77,18 @@ def _require_frameworks(config: RelayConfig) -> None:
 
 
 def _unfit(number: int, leg: Leg, found: str) -> Exception:
-    """What to raise for a leg whose rehearsal ended with the error ``found``."""
+    """The error to raise for a leg whose rehearsal ended with the error ``found``."""
     source = leg.sharding.source
     if source in found:
         return ConfigError(f"leg {number} ({leg.title}): {found}")
     if found.startswith("ValueError: "):
         return ConfigError(f"leg {number} ({leg.title}): {source}: {found}")
-    # Frameworks and faults of ours raise other errors, and the policy need not be the reason.
+    # Other errors come from a framework or from a bug of Twinshard, and the policy need not be the reason.
     return RelayError(f"leg {number} ({leg.title}): the rehearsal under policy {source} raised {found}")
 
 
 def versions() -> dict[str, str]:
-    """The versions of what took part, for the report."""
+    """The versions of the interpreter and the packages, for the report."""
     names = ("twinshard", "torch", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for name in names:
@@ -115,7 +115,7 @@ class _Runner:
         self.config, self.out, self.progress = config, out, progress
 
     def rehearse(self) -> None:
-        """Find a policy that cannot be had now, and not when its leg's turn comes."""
+        """Find an impossible policy at the start, and not when its leg's turn comes."""
         _, done = self._start("rehearsal of the legs", 1)
         started = time.perf_counter()
         legs = list(enumerate(self.config.legs, 1))

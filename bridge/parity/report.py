@@ -24,7 +24,8 @@ ROUNDING = 2.0**-23
 class Hop:
     """One conversion between two legs; sizes in bytes.
 
-    ``max_ulp`` over all ``tensors``. ``same``: also no tensor is missing, extra or of another shape or dtype.
+    ``max_ulp``: the largest distance over all ``tensors``. ``same``: no bit differs, and no tensor is missing, extra or
+    of another shape or dtype.
     """
 
     source: str
@@ -39,7 +40,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class LegResult:
-    """One leg's losses, one a step, and what it left behind; ``hop`` is the conversion that brought its start state."""
+    """One leg's losses, one per step, and its results. ``hop``: the conversion that made its start state."""
 
     title: str
     precision: str
@@ -51,7 +52,7 @@ class LegResult:
 
 
 def relative_differences(losses: list[float], reference: list[float]) -> list[float]:
-    """``|a - b| / |b|`` a step; a loss that is not a number is infinitely far away."""
+    """``|a - b| / |b|`` for each step; infinite where a loss is NaN."""
     distances = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
     return [math.inf if math.isnan(distance) else distance for distance in distances]
 
@@ -85,13 +86,14 @@ class RelayReport:
         return all(leg.precision == "float32" for leg in self.legs)
 
     def failures(self) -> list[str]:
-        """What the relay promises and this run broke; empty when all held.
+        """The promises of the relay that this run broke; empty when all held.
 
         State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
         reference at every step, and its largest distance from float64 over that reference's must lie between
-        ``1 / CLOSENESS`` and ``CLOSENESS``: equally close either way, as a relay much closer to float64 than fp32 is
-        did not compute in fp32. From the first bfloat16 leg on it must stay within ``BF16_TOLERANCE`` of the fp32
-        reference. The references must differ from each other, or one was not computed in its precision.
+        ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
+        fp32 reference did not compute in fp32. From the first bfloat16 leg on the relay must stay within
+        ``BF16_TOLERANCE`` of the fp32 reference. The references must differ from each other, or one of them was not
+        computed in its precision.
         """
         found = [
             f"hop to leg {n}: expected the same {leg.hop.tensors} tensors to the bit on both sides, got "
@@ -163,7 +165,7 @@ class RelayReport:
         return rows
 
     def summary(self) -> str:
-        """What the table's columns mean, and how far each fp32 run is from float64."""
+        """The meaning of the table's columns, and the distance of each fp32 run from float64."""
         hops = [leg.hop for leg in self.legs if leg.hop is not None]
         tensors = f" over {hops[0].tensors} tensors" if hops else ""
         return (

@@ -86,6 +86,6 @@ def rehearse(job: Job) -> None:
 
 if __name__ == "__main__":
     main(run, rehearse, rank=int(os.environ.get("RANK", "0")))
-    # All is written. Torch can abort while the interpreter shuts down: gloo's threads may outlive their group, which
-    # DTensor's caches keep, and ask for the interpreter lock too late.
+    # All files are written. Torch can abort while the interpreter shuts down: gloo's threads may outlive their group,
+    # which DTensor's caches keep alive, and ask for the interpreter lock too late.
     os._exit(0)

@@ -1,7 +1,7 @@
-"""What the activations of a piece of a model need, by formula or traced.
+"""Bytes of the activations of a piece of a model, by formula or traced.
 
 A model's forward runs through *segments*, modules one after the other, for example "embed", "layers.0", ..., "" (the
-root: what is left, here last norm, output projection and loss). Of each it matters::
+root: the rest, here last norm, output projection and loss). A segment has these bytes::
 
     forward of segment      1       2       3    loss    3       2       1      backward of segment
     bytes                                        ____
@@ -25,8 +25,8 @@ from bridge.planning.dtypes import size_of
 class SegmentBytes:
     """Bytes of one segment, for one microbatch.
 
-    saved: what forward leaves for backward; the segment's input counts if it is kept.
-    input: the segment's input, all that stays when it is recomputed.
+    saved: bytes that forward leaves for backward, with the segment's input if it is kept.
+    input: the segment's input, which alone stays when the segment is recomputed.
     forward, backward: the most while the segment runs, its input and what it saves included.
     again: the most while a recomputed segment runs backward.
 

@@ -11,8 +11,8 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
                       weights are whole and of the dtype;
                       0 < p < o: c S_p; p = o: 0
 
-What of these belongs to no parameter is padding. Frozen groups have no gradients and no moments. The optimizer's step
-counters (4 bytes a parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
+Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no moments. The optimizer's
+step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bridge.planning.buffers import GroupBuffers
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes that are allocated, and those of them that hold parameters."""
+    """Bytes allocated, and the part of them that holds parameters."""
 
     allocated: int = 0
     real: int = 0
@@ -40,7 +40,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class AtRest:
-    """Of one device, after a step and before its gradients are cleared."""
+    """The bytes of one device, after a step and before its gradients are cleared."""
 
     main_weights: Stored = Stored()
     moments: Stored = Stored()
@@ -51,7 +51,7 @@ class AtRest:
         return AtRest(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, count: int) -> AtRest:
-        """Of ``count`` equal units."""
+        """The bytes of ``count`` equal units."""
         values = [getattr(self, f.name) for f in fields(self)]
         return AtRest(*(Stored(one.allocated * count, one.real * count) for one in values))
 
@@ -70,7 +70,7 @@ class AtRest:
 
 
 def at_rest(groups: Iterable[GroupBuffers], runtime: str, device: int) -> AtRest:
-    """What ``device`` holds of one unit; devices are numbered row-major on the mesh."""
+    """The bytes of one unit on ``device``; devices are numbered row-major on the mesh."""
     return sum((_of_group(group, runtime, device) for group in groups), AtRest())
 
 

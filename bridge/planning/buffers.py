@@ -70,7 +70,7 @@ class GroupBuffers:
         return real[self.mesh.shard_by_device(level)]
 
     def real(self, level: int, device: int) -> int:
-        """The same for one device."""
+        """Elements of parameters that ``device`` holds at ``level``."""
         return int(self._real_on(level)[device])
 
     @property
@@ -95,7 +95,7 @@ class GroupBuffers:
 
     @property
     def computes_with_main(self) -> bool:
-        """Whether the main weights are what forward and backward read: whole, and in their dtype."""
+        """Whether forward and backward read the main weights themselves: these are whole and in the compute dtype."""
         return self.strategy.optimizer == 0 and self.shape.dtypes.main == self.shape.dtypes.compute
 
     def _real_on(self, level: int) -> np.ndarray:
@@ -115,7 +115,7 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
     )
 
 
-# A comparison asks for the layouts of one model for several strategies, numbers of devices and runtimes.
+# A comparison needs the layouts of one model for several strategies, numbers of devices and runtimes.
 @lru_cache(maxsize=1024)
 def _layout(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str

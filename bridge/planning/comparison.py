@@ -1,10 +1,10 @@
-"""Plans of one model under several policies, on several numbers of devices, and which of them is cheapest.
+"""Plans of one model under several policies, on several numbers of devices, and the cheapest of them.
 
-Cheapest is, of the plans that fit, the one whose devices send the fewest bytes in a step; of equal ones, the one with
-the lowest peak. Plans on different numbers of devices are not compared: more devices do more work. A policy fits a
-number of devices when it fits in every runtime asked for, and its bytes and its peak are the largest of theirs.
+The cheapest plan is the one that fits and whose devices send the fewest bytes in a step; of equal ones, the one with
+the lowest peak. Plans on different numbers of devices are not compared, since more devices do more work. A policy fits
+a number of devices when it fits in every requested runtime. Its bytes and its peak are the largest of the runtimes'.
 
-A peak without activations is a lower bound: such a plan does not fit or is not known to, and is never the cheapest.
+A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge.sharding import ShardingPolicy
 class Choice:
     """The cheapest policy that fits on ``devices`` devices; None when no policy is known to.
 
-    unknown: policies of which nobody knows whether they fit.
+    unknown: policies that may or may not fit.
     """
 
     devices: int
@@ -32,9 +32,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``plans`` by policy, devices, runtime; ``memory``: bytes of one device, None when nobody asked.
+    """``plans`` in the order of policies, devices, runtimes. ``memory``: bytes of one device, or None.
 
-    ``refused``: why a policy cannot be had on a number of devices.
+    ``refused``: the reason why a policy is impossible on a number of devices.
     """
 
     plans: tuple[Plan, ...]
@@ -42,7 +42,7 @@ class Comparison:
     refused: tuple[str, ...] = ()
 
     def fits(self, plan: Plan) -> bool | None:
-        """Whether a plan's peak is within a device's memory; None when nobody asked, or when that is not known."""
+        """Whether a plan's peak is within a device's memory; None without ``memory``, or when the answer is unknown."""
         if self.memory is None:
             return None
         if plan.peak.total > self.memory:
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """For each number of devices; none without ``memory``."""
+        """The cheapest policy for each number of devices; empty without ``memory``."""
         if self.memory is None:
             return ()
         counts = dict.fromkeys(plan.mesh.devices for plan in self.plans)
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def anything_fits(self) -> bool:
-        """Whether that is known of any plan; True also when nobody asked."""
+        """Whether any plan is known to fit; True without ``memory``."""
         return self.memory is None or any(choice.policy is not None for choice in self.choices)
 
     def _choice(self, devices: int) -> Choice:

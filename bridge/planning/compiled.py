@@ -1,7 +1,7 @@
-"""A plan of a decoder held against what XLA compiles for simulated devices, in a process of its own.
+"""Compares the plan of a decoder with the program that XLA compiles for simulated devices, in a process of its own.
 
-XLA's own figures are those of its CPU compiler, which computes in float32 what the policy asks in bfloat16, so its
-figures for bfloat16 are upper bounds: the peak is required to agree for float32 only.
+XLA's figures come from its CPU compiler, which computes in float32 where the policy asks for bfloat16. For bfloat16
+the figures are therefore upper bounds, and only a float32 peak is required to agree.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bridge.sharding import ShardingPolicy
 from bridge.text import human_bytes
 
 TOLERANCE = 0.10
-"""Of the peak, relative to the compiled one."""
+"""Tolerance of the peak, relative to the compiled one."""
 LARGEST = 512
-"""Devices to simulate; XLA compiles for more, at the price of as many threads."""
+"""Most devices to simulate. XLA can compile for more, but takes a thread for each."""
 _SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Line:
-    """One figure of both; ``agrees`` is None where they are not required to."""
+    """One figure, planned and compiled. ``agrees``: None where the two are not required to agree."""
 
     what: str
     planned: int
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class CompiledCheck:
-    """Of one policy on one number of devices."""
+    """The comparison for one policy on one number of devices."""
 
     policy: str
     devices: int
@@ -77,7 +77,7 @@ class CompiledCheck:
 def check_compiled(
     model: str, policy: ShardingPolicy, devices: int, workload: Workload, stacked: Sequence[str] = ()
 ) -> CompiledCheck:
-    """Compile and compare. Raises ``PlanError`` for other models than decoders, and where XLA fails."""
+    """Compile and compare. Raises ``PlanError`` for models that are no decoders, and when XLA fails."""
     kind, _, name = model.partition(":")
     if kind != "decoder":
         raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")

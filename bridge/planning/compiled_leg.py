@@ -1,7 +1,8 @@
-"""Compile a decoder's step for simulated devices and say what XLA allocates: the process behind ``compiled.py``.
+"""Compile a decoder's step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
 
-``python -m bridge.planning.compiled_leg < request.json > answer.json``. Nothing is trained, and no weight allocated:
-programs are compiled for shapes. The two programs of a step, gradients and update, are compiled apart, as they run.
+``python -m bridge.planning.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
+programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as they
+are at run time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def main() -> None:
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: sizes of the decoder, what of it is stacked, policy text, devices, batch, length, microbatches."""
+    """``request``: sizes of the decoder, its stacked modules, policy text, devices, batch, length, microbatches."""
     runtime = framework("jax_impl")
     runtime.simulate_devices(request["devices"])
     jax, nnx, models = framework("jax"), framework("flax.nnx"), part("jax", "models")
@@ -96,7 +97,7 @@ def _bytes_on_device(array: Any) -> int:
 
 
 def _memory(program: Any) -> dict[str, int]:
-    """Bytes on one device; ``total`` is what is live while it runs, at most."""
+    """Bytes on one device. ``total``: the most bytes alive while the program runs."""
     found = program.memory_analysis()
     parts = {
         "arguments": found.argument_size_in_bytes,

@@ -28,7 +28,7 @@ LARGE_PADDING = 0.05
 
 @dataclass(frozen=True)
 class Workload:
-    """What one device computes in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
+    """The work of one device in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
 
     batch: int = 1
     length: int = 4096
@@ -56,7 +56,7 @@ class UnitPlan:
 
     @property
     def title(self) -> str:
-        """Their paths in short."""
+        """The paths of the units, abbreviated."""
         first, last = (path or "(root)" for path in (self.paths[0], self.paths[-1]))
         return first if self.count == 1 else f"{first} ... {last} ({self.count})"
 
@@ -67,7 +67,7 @@ class UnitPlan:
 
     @property
     def overhead(self) -> float:
-        """Padding as a fraction of them."""
+        """Padding as a fraction of the parameters' elements."""
         padded = sum(group.padded for group in self.groups)
         return padded / self.numel - 1 if self.numel else 0.0
 
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Padding of all buffers as a fraction of that."""
+        """Padding of all buffers as a fraction of the parameters' elements."""
         padded = sum(group.padded * unit.count for unit in self.units for group in unit.groups)
         return padded / self.numel - 1 if self.numel else 0.0
 
@@ -137,7 +137,7 @@ class Plan:
 
 
 def load_policy(name_or_path: str | Path) -> ShardingPolicy:
-    """A shipped policy by name, or a TOML file. Raises ``PlanError`` for what is no policy."""
+    """A shipped policy by name, or a policy from a TOML file. Raises ``PlanError`` when there is no valid policy."""
     try:
         return ShardingPolicy.load(name_or_path)
     except PolicyError as error:
@@ -145,7 +145,7 @@ def load_policy(name_or_path: str | Path) -> ShardingPolicy:
 
 
 def parse_policy(text: str, source: str) -> ShardingPolicy:
-    """A policy from TOML text. Raises ``PlanError`` for what is none."""
+    """A policy from TOML text. Raises ``PlanError`` when the text is no valid policy."""
     try:
         return ShardingPolicy.parse(text, source)
     except PolicyError as error:
@@ -163,9 +163,9 @@ def make_plan(
 ) -> Plan:
     """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
 
-    device: whose bytes at rest to give; None: the one that holds most, the first of those.
+    device: the device whose bytes at rest the plan gives; None: the first of those that hold most.
 
-    Raises ``PlanError`` when policy and model or devices do not fit.
+    Raises ``PlanError`` when the policy does not fit the model or the devices.
     """
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))

@@ -82,7 +82,7 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     jax, nnx, decoder = framework("jax"), framework("flax.nnx"), part("jax", "models.decoder")
     tokens = jax.ShapeDtypeStruct((batch, length), "int32")
     hidden = jax.ShapeDtypeStruct((batch, length, sizes.d_model), compute)
-    # Of the model itself, so that no constructor is called with arguments that may change.
+    # The modules come from the model itself, so that no constructor is called with arguments that may change.
     model = nnx.eval_shape(lambda: decoder.Decoder(sizes, rngs=nnx.Rngs(0)))
     if kind == "embed":
         return jax_trace.trace_segment(model.embed, tokens, compute)

@@ -1,8 +1,8 @@
-"""Which dtype each copy of a parameter has, and its bytes: the rules of both runtimes, without either.
+"""The dtype of each copy of a parameter, and its bytes: the rules of both runtimes, without importing either.
 
-main      what the optimizer updates; moments are of the same dtype (of bfloat16 and float16 parameters: the policy's)
+main      the weights that the optimizer updates, and their moments (of bfloat16 and float16 parameters: the policy's)
 compute   forward and backward; None means main
-reduce    in which gradients cross the network; None means compute
+reduce    gradients on the network; None means compute
 grad      the reduced gradient that the optimizer reads (PyTorch); None means main
 """
 
@@ -51,7 +51,7 @@ class GroupDtypes:
 
     @staticmethod
     def of(given: str, precision: PrecisionPolicy) -> GroupDtypes:
-        """Of parameters given in ``given``; those that are no floating-point numbers keep their dtype throughout."""
+        """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype."""
         if given not in _FLOATING:
             return GroupDtypes(given, given, given, given)
         main = precision.main

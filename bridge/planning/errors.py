@@ -1,7 +1,7 @@
-"""What goes wrong in a plan through no fault of the program."""
+"""The error of a plan that cannot be made."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A plan was asked for that cannot be made; the text says what was expected and what was given."""
+    """A plan cannot be made from what the user gave; the text says what was expected and what was given."""

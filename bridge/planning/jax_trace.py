@@ -1,7 +1,7 @@
 """Bytes of a segment's activations in JAX: the residuals of its vjp, from shapes alone.
 
-XLA stores all of them where a unit gathers its weights, since ``jax_impl`` fences what such a unit saves; elsewhere it
-may compute some again, so these are upper bounds then. ``backward`` adds the cotangents of output and input.
+XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` fences them. Elsewhere XLA may compute
+some of them again, and the bytes are upper bounds. ``backward`` adds the cotangents of output and input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def trace_segment(
 ) -> SegmentBytes:
     """Trace an nnx module, which may be abstract, with parameters in ``compute``, on an input like ``given``.
 
-    finish: from the module's output to what is differentiated, such as a loss.
+    finish: the function from the module's output to the differentiated value, such as a loss.
     """
     jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
     graph, state = nnx.split(module)
@@ -36,7 +36,7 @@ def trace_segment(
     jaxpr = jax.make_jaxpr(forward)(state, given).jaxpr
     outputs = len(jax.tree.leaves(jax.eval_shape(forward, state, given)[0]))
     weights = set(jaxpr.invars[: len(jax.tree.leaves(state))])
-    # Literals have values, variables have not.
+    # Literals have values; variables have none.
     residuals = {var for var in jaxpr.outvars[outputs:] if not hasattr(var, "val")} - weights
     saved = sum(_bytes(var.aval) for var in residuals)
     size = _bytes(given) if differentiable else 0

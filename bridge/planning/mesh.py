@@ -56,11 +56,11 @@ class MeshShape:
         return self.sizes[-1 - axis]
 
     def shards(self, axes: int) -> int:
-        """Into how many shards the ``axes`` innermost axes cut a buffer."""
+        """The number of shards into which the ``axes`` innermost axes cut a buffer."""
         return math.prod(self.sizes[self.ndim - axes :])
 
     def shard_by_device(self, axes: int) -> np.ndarray:
-        """``int64 [devices]``: which of these each device holds, devices row-major."""
+        """``int64 [devices]``: the number of the shard that each device holds, devices row-major."""
         coordinates = np.unravel_index(np.arange(self.devices), self.sizes)
         index = np.zeros(self.devices, np.int64)
         for axis in range(axes):

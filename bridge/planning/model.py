@@ -50,8 +50,8 @@ class Model:
 
     modules: dotted paths of all modules that have a forward, which a policy's patterns choose from; ``""`` is the root.
     parameters: in the order in which the runtime lays them out.
-    source: where shapes and activation formulas come from, for people.
-    stacks: paths of what JAX runs as one scanned module, whose layers are ``layers.0``, ``layers.1``, ... here.
+    source: the origin of shapes and activation formulas, for people.
+    stacks: paths of modules that JAX scans as one; their layers are ``layers.0``, ``layers.1``, ... here.
 
     Raises ``PlanError`` for a parameter given twice.
     """

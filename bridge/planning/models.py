@@ -1,8 +1,7 @@
-"""From what a user names to models: ``llama3-8b``, ``decoder:CONFIG`` or ``package.module:Factory``.
+"""Models by name: ``llama3-8b``, ``decoder:CONFIG`` or ``package.module:Factory``.
 
-The two runtimes may hold one model in different shapes (PyTorch ``[out, in]`` and fused, JAX ``[in, out]`` and by
-head), which are laid out and padded differently. So a name resolves to one ``Model`` for each runtime that could run
-it.
+The two runtimes may store one model in different shapes (PyTorch ``[out, in]`` and fused, JAX ``[in, out]`` and by
+head), whose layouts and padding differ. So a name resolves to one ``Model`` for each runtime that can run the model.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def resolve_models(
         models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
         if not any(map(installed, RUNTIMES)):
             raise PlanError(
-                f"model {name}: expected PyTorch or JAX to be installed, which the decoder is built in; install "
+                f"model {name}: the decoder needs PyTorch or JAX, and neither is installed; install "
                 "twinshard[torch] or twinshard[jax]"
             )
     elif colon:

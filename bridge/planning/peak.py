@@ -1,8 +1,8 @@
 """The most bytes that a device holds in a step, as a sum of named terms at the worst moment.
 
-A step's last microbatch is walked through, segment by segment (see ``activations``), forward and back; at each the
-terms below are added up, and the moment of the largest sum is the peak. Units are gathered while a segment of theirs
-runs, those around it too; S_a, R_a, m, c, r, g are those of ``at_rest`` and ``traffic``::
+The walk goes through a step's last microbatch segment by segment (see ``activations``), forward and back. At each
+segment it adds up the terms below; the moment of the largest sum is the peak. A unit is gathered while one of its
+segments runs, and so are the units around it. S_a, R_a, m, c, r, g are those of ``at_rest`` and ``traffic``::
 
     term                 while segment i runs
     main weights         m S_o                                          always
@@ -10,31 +10,35 @@ runs, those around it too; S_a, R_a, m, c, r, g are those of ``at_rest`` and ``t
     compute weights      those of ``at_rest``: kept between steps       always (JAX: p = 0 whole c S_0, 0 < p < o c S_p)
     gathered weights     c S_0 of each unit that runs; and PyTorch      p > 0
                          of the one that is prefetched
-    gradients            of units that backward is done with, g S_o,
-                         of others what earlier microbatches left:
+    gradients            of units that backward has finished, g S_o;
+                         of others those of earlier microbatches:
                          g S_(g) if K > 1
-    gradient buffers     what backward has made and not reduced yet:
+    gradient buffers     gradients that are not reduced yet:
                          raw c P of the unit's parameters so far,
                          from half of them on in its buffer, r S_0;
                          and the buffer of the unit before it
     activations          saved of segments before i, or their inputs    recompute
     segment              forward or backward of segment i
 
-After backward comes the update: main weights, moments, all gradients, and kept compute weights. It is the peak where
-activations are few.
+After backward comes the update: main weights, moments, all gradients, and kept compute weights. The update is the peak
+where activations are small.
 
-In JAX gradients are of level g until the last microbatch, with K > 1 those of the microbatch beside the sums of the
-others. Where something is left to reduce at the end (g < all axes), units then have their reduced gradients, g S_o,
-beside the unreduced ones: a moment of its own. A unit's unreduced gradients have no buffer
-before they are reduced; nothing is prefetched; with K = 1 whole compute weights are freed unit by unit in backward; and
-the update is a program of its own, which makes new main weights of one unit after the other and holds no compute
-weights. Layers that are scanned (``stacks``) have the gradients of all layers from the loop's start, and activations
-and whole weights of all until its end; beside those a layer has a slice of its whole weights, and ``no_shard`` a copy
-of all. The peak of the decoder was then within 5 % of XLA's, recomputed up to 12 % above it (``twinshard plan
+JAX differs in these points:
+
+* Gradients are of level g until the last microbatch. With K > 1 a microbatch's gradients lie beside the sums of the
+  earlier ones. Where a reduction is left for the end of the step (g < all axes), units then hold their reduced
+  gradients, g S_o, beside the unreduced ones: a moment of its own.
+* Unreduced gradients have no buffer before they are reduced, and nothing is prefetched.
+* With K = 1 backward frees whole compute weights unit by unit.
+* The update is a program of its own. It makes the new main weights unit by unit and holds no compute weights.
+* Scanned layers (``stacks``) hold the gradients of all layers from the loop's start, and the activations and whole
+  weights of all layers until its end. A layer also holds a slice of its whole weights, and ``no_shard`` a copy of all.
+
+The peak of the decoder was within 5 % of XLA's, and up to 12 % above XLA's with recomputation (``twinshard plan
 --compile``).
 
-Whoever measures should expect what is not in it: the allocator's fragmentation, the framework's and the communication
-library's own buffers, and constants such as rotary tables.
+The sum leaves out the allocator's fragmentation, the framework's and the communication library's own buffers, and
+constants such as rotary tables. A measurement includes them.
 """
 
 from __future__ import annotations
@@ -76,7 +80,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class StepUnit:
-    """One unit as the walk needs it; ``stack``: of layers that JAX scans, in which it is."""
+    """One unit as the walk needs it. ``stack``: the stack of scanned layers in JAX that contains the unit."""
 
     path: str
     groups: tuple[GroupBuffers, ...]
@@ -88,10 +92,11 @@ class StepUnit:
 class _Sizes:
     """Bytes of one unit's buffers on a device.
 
-    gathered: compute weights, if they are gathered for each use. raw: unsharded gradients. buffer: they in one buffer.
-    done: reduced gradients. before: what earlier microbatches left of them, in their place; sums: beside them.
-    updated: new main weights beside the old ones. reduced: what is reduced at the end of a step, beside what it is made
-    of. freed: whole compute weights that backward frees. sliced, copied: of whole weights in a loop, see above.
+    gathered: compute weights, if they are gathered for each use. raw: unsharded gradients. buffer: the buffer of these.
+    done: reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace. sums: sums of
+    earlier microbatches that stay beside the reduced gradients. updated: new main weights beside the old ones. reduced:
+    results of the reduction at the end of a step, beside its inputs. freed: whole compute weights that backward frees.
+    sliced, copied: slices and copies of whole weights in a loop, see above.
     """
 
     gathered: int
@@ -142,7 +147,7 @@ class _Sizes:
 
 def _left_before(group: GroupBuffers) -> int:
     strategy = group.strategy
-    # Where nothing is left to reduce, each microbatch's sums are final.
+    # Without a reduction at the end of the step, each microbatch's sums are final.
     level = strategy.optimizer if strategy.gradients == group.mesh.ndim else strategy.gradients
     return group.size(level) * group.grad_bytes
 
@@ -220,7 +225,7 @@ def _backward(
         step = steps[place]
         following = steps[place - 1].running if ahead and place else ()
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        # A loop's results are all there from its start, and what it reads until its end.
+        # A loop's results are allocated from its start, and its inputs until its end.
         looping = [path for path in sizes if _is_inside(path, step.stack)]
         gradients = sum(
             one.sums + (one.done if path in done or path in looping else one.before)
@@ -246,7 +251,7 @@ def _backward(
 
 
 def _reduction(sizes: Mapping[str, _Sizes]) -> Moment:
-    """After the last backward in JAX: nothing is computed any more, and all that is left is reduced."""
+    """The moment after the last backward in JAX: no activations are left, and the remaining gradients are reduced."""
     held = sum(one.sums or one.done for one in sizes.values())
     reduced = sum(one.reduced for one in sizes.values())
     return "reduction", {"compute_weights": 0, "gradients": held + reduced}
@@ -263,7 +268,7 @@ def _update(sizes: Mapping[str, _Sizes], units: Sequence[StepUnit], runtime: str
 
 
 def _collecting(made: int, unit: _Sizes) -> int:
-    """Bytes of unreduced gradients: as they came up to half of the unit, then in its buffer as well (PyTorch)."""
+    """Bytes of unreduced gradients: single tensors up to half of the unit, then the unit's buffer as well (PyTorch)."""
     return made if 2 * made <= unit.raw or not unit.buffer else unit.raw // 2 + unit.buffer
 
 
@@ -331,7 +336,7 @@ def _places(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str
     """Segments in the order of forward; parts that are units follow the rest of theirs."""
     for segment in model.activations:
         owner = by_path[next(path for path in outward(segment.path) if path in by_path)]
-        # What is recomputed as a whole saves nothing of its parts.
+        # A segment that is recomputed as a whole saves nothing of its parts.
         apart = () if owner.recompute else tuple(part for part in segment.parts if part.path in by_path)
         yield segment.path, _Place(segment, apart)
         for part in apart:

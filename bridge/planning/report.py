@@ -118,7 +118,7 @@ def _peak(plan: Plan) -> str:
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
-    """Lines under the tables: what is not known, what is wasteful, what is cheapest."""
+    """Lines under the tables: unknown numbers, wasteful units, the cheapest policies."""
     lines = list(comparison.refused)
     if any(not plan.peak.complete for plan in comparison.plans):
         lines.append(

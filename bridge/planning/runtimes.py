@@ -1,7 +1,7 @@
 """The two runtimes as the planner needs them: the models they ship and their frameworks, imported when first used.
 
-The bridge works where neither framework is installed, and so do plans of built-in shapes. The decoder, a model of a
-user's and traces need the framework of their runtime, and only the parts of it that allocate nothing.
+The bridge works without either framework, and so do plans of built-in shapes. The decoder, users' models and traces
+need the framework of their runtime, but only parts that allocate nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
 
 
 def installed(runtime: str) -> bool:
-    """Whether the frameworks of ``runtime`` can be imported; nothing is."""
+    """Whether the frameworks of ``runtime`` can be imported. Imports nothing."""
     return all(importlib.util.find_spec(name) is not None for name in _FRAMEWORKS[runtime])
 
 

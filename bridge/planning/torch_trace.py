@@ -1,8 +1,8 @@
 """Bytes of a segment's activations in PyTorch: one forward and backward on the meta device, every allocation noted.
 
-Nothing is computed and nothing allocated: on the meta device tensors have shapes and storages without memory. A
-dispatch mode sees each operator's results, in backward as well, and a finalizer each storage's end; so what autograd
-saves, and when it lets go of it, is what happens on a real device.
+Nothing is computed or allocated: on the meta device tensors have shapes and storages without memory. A dispatch mode
+sees each operator's results, in backward as well, and a finalizer sees each storage's end. So autograd saves and frees
+the same tensors at the same moments as on a real device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def trace_segment(
 ) -> SegmentBytes:
     """Trace ``build()``, a module, on ``make_input()``; both are called for the meta device.
 
-    finish: from the module's output to a scalar, such as a loss; None: the output's gradient is given.
+    finish: the function from the module's output to a scalar, such as a loss; None: the output's gradient is given.
     """
     torch = framework("torch")
     with torch.device("meta"):
@@ -39,10 +39,10 @@ def trace_segment(
             parameter.register_post_accumulate_grad_hook(forget)
         if finish is None:
             weight = torch.empty_like(module(source))
-        # Views of them are results of operators too.
+        # Views of these tensors are results of operators too.
         log.ignore([source, *module.parameters(), *module.buffers(), *([] if weight is None else [weight])])
         with log.mode():
-            # A leaf would stay alive in any case; what comes from another segment does not.
+            # A leaf would stay alive in any case; an input from another segment does not.
             inside = source * 1 if differentiable else source
             size = inside.numel() * inside.element_size() if differentiable else 0
             output = module(inside)
@@ -66,11 +66,11 @@ class _Log:
         self._alive: dict[int, int] = {}
 
     def key(self, tensor: Any) -> int:
-        """Of a tensor's storage; -1 for one that was not made while the log was kept."""
+        """The number of a tensor's storage; -1 for a storage that is older than the log."""
         return self._alive.get(tensor.untyped_storage()._cdata, -1)
 
     def ignore(self, tensors: Iterable[Any]) -> None:
-        """Of storages that stay alive."""
+        """Bytes of storages that stay alive."""
         self._alive.update((tensor.untyped_storage()._cdata, -1) for tensor in tensors)
 
     def mark(self) -> int:
@@ -81,7 +81,7 @@ class _Log:
         return sum(size for _, size in self._events)
 
     def peak(self, after: int = 0, without: frozenset[int] | set[int] = frozenset()) -> int:
-        """The most bytes alive at once since a mark, but for the storages ``without``."""
+        """The most bytes alive at once since a mark, the storages ``without`` left out."""
         live = most = 0
         for place, (key, size) in enumerate(self._events):
             if key not in without:
@@ -91,7 +91,7 @@ class _Log:
         return most
 
     def note(self, tensor: Any) -> None:
-        """A result of an operator; its storage may be known."""
+        """Log a result of an operator; its storage may be known already."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._alive:

@@ -10,13 +10,13 @@ For a group with strategy (p, g, o) on a mesh of d axes (axis 0 innermost; level
     once a step          all-reduce the shard of level o   o ... d-1            r S_o
 
 * An axis of one device takes no collective.
-* A frozen group has gathers only. PyTorch leaves out those that would bring back what it holds already, the ones once a
-  step; JAX, a function of its inputs, does them again.
+* A frozen group has gathers only. PyTorch leaves out the gathers once a step, since the weights are unchanged. JAX, a
+  function of its inputs, repeats them.
 * JAX sums the loss in one more all-reduce, which is not listed here, see ``Traffic.loss``.
 
-The buffers of a group are one collective. "Whole buffer" is what a gather fills and what a reduction reads. On the wire
-each of W devices sends and receives (W - 1) / W of it, twice that for an all-reduce (ring algorithms; Patarasuk and
-Yuan, J. Parallel Distrib. Comput. 69, 2009).
+The buffers of a group are one collective. A gather fills the "whole buffer", and a reduction reads it. On the wire each
+of W devices sends and receives (W - 1) / W of the whole buffer, and twice that for an all-reduce (ring algorithms;
+Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Calls = Counter[Collective]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of a step. ``loss``: how many sum nothing but the loss."""
+    """Collectives of a step. ``loss``: the number of all-reduces that sum only the loss."""
 
     calls: Mapping[Collective, int]
     loss: int = 0

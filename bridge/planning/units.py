@@ -22,7 +22,7 @@ ROOT = ""
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Parameters that share flat buffers: names below the unit, shapes, and what the group is made of."""
+    """Parameters that share flat buffers: names below the unit, shapes, and the dtype and trainability in common."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -32,10 +32,11 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class UnitKind:
-    """All that a unit's plan depends on.
+    """Everything that a unit's plan depends on.
 
-    recompute: whether its activations are computed again in backward. reruns: how many units around it do so, and run
-    this unit's forward again; 0 for PyTorch, which keeps weights gathered from the second forward to backward.
+    recompute: whether backward computes the unit's activations again. reruns: the number of recomputed units around
+    this one, each of which runs its forward again; 0 for PyTorch, which keeps weights gathered from the second forward
+    to backward.
     """
 
     groups: tuple[GroupShape, ...]
@@ -128,7 +129,7 @@ def _groups(
 ) -> tuple[GroupShape, ...]:
     members: dict[tuple[str, bool], list[Parameter]] = {}
     for parameter in owned:
-        # To JAX the dtype in which a parameter was given does not matter: the unit's main weights have one.
+        # In JAX the dtype in which a parameter was given does not matter: a unit's main weights have one dtype.
         dtype = parameter.dtype if runtime == "torch" else policy.precision.main
         members.setdefault((dtype, parameter.trainable), []).append(parameter)
     kinds = list(members) if runtime == "torch" else sorted(members, key=lambda kind: not kind[1])

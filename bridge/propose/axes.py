@@ -4,8 +4,8 @@
     24 times [320, 331] and [24, 331, 320]   n m      =  {i} m n
     [1766, 331] and twice [331, 883]         (gate + up) m  =  m gate  and  m up
 
-Axes of one shape are merged in the order in which they are stored; that other orders would have fitted, too, is not
-considered. Everything else that fits is.
+Axes of one shape are merged in the order in which they are stored. Other orders are not tried. Everything else that
+fits is found.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FITS = 64
 
 @dataclass(frozen=True)
 class Entry:
-    """A family and its axes, None when both sides store the same. ``path`` has the indices as the rule names them."""
+    """A family and its axes; None when both sides store the same. ``path``: the path with the indices of the rule."""
 
     family: Family
     path: str
@@ -168,7 +168,7 @@ def _rename_dim(dim: Dim, table: Mapping[str, str]) -> Dim:
 
 
 def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
-    """How b's indices can be called by the names of a's, and which of a's are left over: those are axes of b."""
+    """Ways to name b's indices by those of a, with the indices of a that are left over: those are axes of b."""
     names_a, names_b = INDEX_NAMES[: len(a.numbers)], INDEX_NAMES[: len(b.numbers)]
     for chosen in itertools.permutations(range(len(names_a)), len(names_b)):
         if any(a.numbers[k] != b.numbers[n] for n, k in enumerate(chosen)):

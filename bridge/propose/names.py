@@ -1,4 +1,4 @@
-"""What the names of tensors have in common across model code: families by layer number, and words with one meaning.
+"""Names of tensors across model code: families by layer number, and words with one meaning.
 
 model.layers.7.self_attn.q_proj.weight   family model.layers.{i}.self_attn.q_proj.weight
                                          words  attention query weight
@@ -22,10 +22,10 @@ INDEX_NAMES = ("{i}", "{j}", "{k}", "{l}")
 _LAYER = frozenset({"layer", "layers", "h", "block", "blocks", "encoderblock", "resblocks"})
 _LIGHT = 0.2
 
-# Where one of these is the gate projection, what is called `gate` chooses experts.
+# Where one of these is the gate projection, a module called `gate` chooses experts.
 _OTHER_GATES = frozenset({"w1", "gate_proj", "wi_0", "gate_up_proj"})
 
-# Component of a path, in lower case -> its words. What is not here is cut at "_" and where case changes.
+# Component of a path, in lower case -> its words. Other components are cut at "_" and where the case changes.
 _WORDS: Mapping[str, str] = {
     word: meaning
     for words, meaning in (
@@ -79,7 +79,7 @@ FUSED_WORDS = (("query", "key", "value"), ("gate", "up"), ("key", "value"))
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Tensors of one shape and dtype whose names differ in numbers only: ``path`` has INDEX_NAMES for them.
+    """Tensors of one shape and dtype whose names differ in numbers only. ``path`` has INDEX_NAMES for the numbers.
 
     members: name of each tensor without the tree's root, by its numbers. words: see the module's docstring.
     """
@@ -125,7 +125,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str) -> list[Family]:
     found = []
     for (pattern, _, _), members in grouped.items():
         if shapes[pattern] > 1:
-            # Numbers with shapes of their own are no family: each tensor stands for itself.
+            # Numbers with shapes of their own are no family: each tensor is a family by itself.
             for numbers, info in members.items():
                 parts = _filled(pattern, numbers)
                 found.append(Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1]))
@@ -136,7 +136,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str) -> list[Family]:
 
 
 def similarity(a: frozenset[str], b: frozenset[str]) -> float:
-    """How much two names share, from 0 to 1; what nearly every name has counts little."""
+    """How much two names share, from 0 to 1; words that nearly every name has count little."""
     both, either = _weigh(a & b), _weigh(a | b)
     return both / either if either and both > _LIGHT else 0.0
 

@@ -1,7 +1,7 @@
-"""Where the checkpoints of a proposed mapping keep its weights and what an optimizer holds for them.
+"""The places where the checkpoints of a proposed mapping keep weights and optimizer states.
 
-Rules name weights. A convention's table says where their tensors are, if not in the usual places, so that what is
-converted lies where the other checkpoint has it:
+Rules name weights. A convention's table gives the places of their tensors, if these are not the usual ones, so that a
+converted checkpoint has the layout of the other one:
 
     [convention.jax]
     weights = "params/params/{w}"
@@ -22,16 +22,16 @@ from bridge.mapping.rules import MappingTable
 
 @dataclass(frozen=True)
 class Places:
-    """What a convention's table says. entries: by key, those that are not the usual ones. doubt: what it cannot say."""
+    """The table of a convention. entries: the unusual places, by key. doubt: what the table cannot express."""
 
     entries: Mapping[str, str] = field(default_factory=dict)
     doubt: str = ""
 
 
 def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weights: str) -> Places:
-    """The places of a convention's weights and optimizer states in a checkpoint that has them.
+    """The places of a convention's weights and optimizer states in a checkpoint.
 
-    weights: the place of the weights, which is known to whoever named them.
+    weights: the place of the weights, which the caller knows from naming them.
     """
     usual = mapping.conventions[name]
     entries = {} if weights == usual.places["weights"] else {"weights": weights}

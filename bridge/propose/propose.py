@@ -1,10 +1,10 @@
-"""A proposal for a mapping between two checkpoints, from their names and shapes, and, if asked, from their values.
+"""A proposal for a mapping between two checkpoints, from their names and shapes and, if asked, from their values.
 
     families    layers.0.wq.weight, layers.1.wq.weight, ...  ->  layers.{i}.wq.weight
-    fits        which family can hold the elements of which, and in what order of axes (`propose_axes.py`)
-    names       of those that fit, the pair whose names have most in common (`propose_names.py`)
+    fits        which family can hold the elements of which, and in what order of axes (`axes.py`)
+    names       of those that fit, the pair whose names have most in common (`names.py`)
 
-Wherever something else would have fitted as well, the rule carries a doubt that says what. Comparing values settles
+Where other families would have fitted as well, the rule carries a doubt that names them. Comparing values settles
 doubts where both checkpoints hold the same weights.
 """
 
@@ -37,10 +37,10 @@ _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names an
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mapping as TOML text, and what there is to look at before it is used.
+    """A mapping as TOML text, and its doubts, which a person should review before the mapping is used.
 
-    left_a, left_b: weights that no rule names. places: what the file says of where either side keeps its weights and
-    optimizer states. doubts: of all rules and places together; 0 with nothing left is a mapping that was found without
+    left_a, left_b: weights that no rule names. places: where each side keeps its weights and optimizer states. doubts:
+    the number of doubts of all rules and places. A mapping without doubts and without weights left was found without
     guessing.
     """
 
@@ -58,7 +58,7 @@ class Proposal:
 
     @property
     def certain(self) -> bool:
-        """Whether it may be used as it is."""
+        """Whether the mapping can be used without a review."""
         return not (self.doubts or self.left_a or self.left_b)
 
 
@@ -75,7 +75,7 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
     """
     with open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
-        # What no rule can name must not come into the file.
+        # Names that no rule can have must stay out of the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
         choices = matcher.run()
@@ -100,7 +100,7 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
 
 
 def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
-    """The families of a checkpoint's weights, and the place of all: what stands before and after their names."""
+    """The families of a checkpoint's weights, and their place: the text before and after their names."""
     infos = list(reader.tensors.values())
     # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
     nested = reader.format == "orbax" and any(len(info.path) > 1 for info in infos)
@@ -117,7 +117,7 @@ def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
 
 
 def _placed(named: dict[str, TensorInfo], before: str, separator: str) -> tuple[list[Family], str]:
-    """Families without what stands before all names, and without the key under which nnx keeps every value."""
+    """Families without the prefix of all names, and without the key under which nnx keeps every value."""
     below = {name.removeprefix(before): info for name, info in named.items()}
     after = "/value" if separator == "/" and all(name.endswith("/value") for name in below) else ""
     weights = {name.removesuffix(after): info for name, info in below.items()}
@@ -142,7 +142,7 @@ class _Matcher:
         self._turning = self._usual_turns()
 
     def run(self) -> list[_Choice]:
-        """Every pair there is; no family is in two."""
+        """All pairs; no family is in two of them."""
         choices = self._fused_by_name()
         by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
         ranked = [(by_path[0][path_a], by_path[1][path_b]) for path_a, path_b in self._fits]
@@ -170,11 +170,11 @@ class _Matcher:
         return _Choice(fit, tuple(doubts))
 
     def _agree(self, x: Family, y: Family) -> bool:
-        """Whether values say that these two belong together."""
+        """Whether the values show that the two families belong together."""
         return self._evidence is not None and any(map(self._evidence.agrees, self._fits[x.path, y.path]))
 
     def _rivals(self, x: Family, y: Family) -> list[str]:
-        """What else could stand on either side of this pair; not what values speak against."""
+        """Other families that fit either side of this pair, except those that values rule out."""
         on_b = [other for other in self._partners_of_a.get(x.path, ()) if other is not y]
         on_a = [other for other in self._partners_of_b.get(y.path, ()) if other is not x]
         if self._agree(x, y):
@@ -183,7 +183,7 @@ class _Matcher:
         return [family.path for family in on_b or on_a]
 
     def _settle(self, candidates: Sequence[Fit]) -> tuple[Fit, list[str]]:
-        """The most usual of several ways to store one family as another, and what is doubtful about it."""
+        """The most usual of several ways to store one family as another, and its doubts."""
         doubts = []
         agreed = False
         if self._evidence is not None:
@@ -213,7 +213,7 @@ class _Matcher:
         return bool(fit.turned) != usual
 
     def _usual_turns(self) -> dict[tuple[str, str], bool]:
-        """For each two kinds of tensors, whether their axes are turned where shapes leave no choice."""
+        """For each pair of kinds of tensors, whether axes are turned between them where shapes leave no choice."""
         votes: dict[tuple[str, str], Counter[bool]] = {}
         by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
         for (path_a, path_b), found in self._fits.items():
@@ -246,7 +246,7 @@ class _Matcher:
                     if None in chosen or whole.path not in (self._free_b if turned else self._free_a):
                         continue
                     known = [part for part in chosen if part is not None]
-                    # Values may say that the parts are in another order than the names.
+                    # Values may show that the parts are in another order than the names.
                     orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
                     found = [fit for order in orders for fit in _fused(whole, order, bool(turned))]
                     if found:
@@ -265,7 +265,7 @@ class _Matcher:
         return self._take(fit, doubts)
 
     def _fused_by_shape(self) -> list[_Choice]:
-        """Of what is left, families that only as the concatenation of two or three others have a counterpart."""
+        """Of the families left, those that match only a concatenation of two or three others."""
         choices: list[_Choice] = []
         for turned in (False, True):
             wholes, parts = (self._free_b, self._free_a) if turned else (self._free_a, self._free_b)
@@ -301,7 +301,7 @@ def _most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | N
 
 
 def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
-    """Pairs with equally many elements; where those are too many to be tried, only the ones with the same words."""
+    """Pairs with equally many elements; where there are too many to try, only those with the same words."""
     sizes: dict[int, tuple[list[Family], list[Family]]] = {}
     for side, several in enumerate((a, b)):
         for family in several:

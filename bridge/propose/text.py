@@ -52,7 +52,7 @@ class Namer:
         return names
 
     def give(self, fit: Fit, names: Mapping[str, str]) -> None:
-        """Note the sizes that the shapes of one side leave open, for the table of axes."""
+        """Collect the sizes that the shapes of one side leave open, for the table of axes."""
         for dim in (dim for entry in (*fit.a, *fit.b) for dim in entry.dims):
             if len(dim) > 1:
                 first = dim[0]
@@ -88,7 +88,7 @@ class Namer:
 
 @dataclass(frozen=True)
 class ProposedRule:
-    """One rule as it is written: the entries of either side, and what is doubtful about it."""
+    """One rule as text: the entries of each side, and its doubts."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -152,13 +152,13 @@ def render(
 
 
 def writable(path: str) -> bool:
-    """Whether a rule can name this: a path without spaces, braces other than those of indices, colons and the like."""
+    """Whether a rule can name this path: it has no spaces, colons and the like, and no braces but those of indices."""
     plain = re.sub(r"\{[ijkl]\}", "0", path)
     return plain.isprintable() and not re.search(r"[\s{}:]", plain)
 
 
 def conventions(a: str, b: str) -> tuple[str, str]:
-    """What the two sides of the rules are called, by the formats of the checkpoints."""
+    """The keys of the two sides of the rules, from the formats of the checkpoints."""
     usual = {"dcp": "torch", "orbax": "jax", "safetensors": "hf"}
     return ("a", "b") if a == b else (usual.get(a, "a"), usual.get(b, "b"))
 
@@ -168,7 +168,7 @@ def _quoted(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Names may hold any character, and a comment ends with its line."""
+    """Escape a name for a comment: names may hold any character, and a comment ends with its line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

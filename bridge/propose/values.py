@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same elements where a fit says so: a few of them are looked at."""
+"""Compares a few elements of two checkpoints to see whether a fit is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Verdict = Literal["agree", "differ", "same"]
 
 
 class Evidence:
-    """Compares single elements of two open checkpoints; each is read once."""
+    """Compares single elements of two open checkpoints; each element is read once."""
 
     def __init__(self, a: CheckpointReader, b: CheckpointReader) -> None:
         self._readers = (a, b)
@@ -31,11 +31,11 @@ class Evidence:
         self._known: dict[int, tuple[Fit, Verdict]] = {}
 
     def agrees(self, fit: Fit) -> bool:
-        """Whether elements at random places agree and are not all the same, which would tell nothing."""
+        """Whether elements at random places agree. Elements that all have one value tell nothing and do not count."""
         return self.verdict(fit) == "agree"
 
     def verdict(self, fit: Fit) -> Verdict:
-        """What elements at random places tell; "same" when they agree, but all have one value."""
+        """The result for elements at random places; "same" when they agree but all have one value."""
         if id(fit) not in self._known:
             self._known[id(fit)] = (fit, self._compare(fit))
         return self._known[id(fit)][1]
@@ -86,7 +86,7 @@ def _numbers(family: Family, names: Sequence[str], place: Mapping[str, int]) -> 
 def _blocks(
     entries: Sequence[Entry], names: Mapping[str, str], sizes: Mapping[str, int]
 ) -> dict[frozenset[str], tuple[Entry, list[tuple[int, dict[str, int]]]]]:
-    """For each set of elementary axes, the tensor that holds them and, per tensor axis, where: as the mapping does."""
+    """For each set of elementary axes, the tensor that holds them and their positions on each of its axes."""
     found = {}
     for entry in entries:
         expression = Expression.parse(entry_text(entry, names).partition(" : ")[2])

@@ -251,7 +251,7 @@ def test_a_boundary_far_into_a_tensor_is_checked() -> None:
     [
         (
             ("none", "--layout"),
-            "error: expected a layout file or checkpoint directory at none, found nothing there",
+            "error: none does not exist: expected a layout file or a checkpoint directory there",
         ),
         (("empty", "--layout"), "found an empty directory"),
         (("folder", "--layout"), "error: "),
@@ -296,7 +296,7 @@ def test_an_error_is_one_message_with_status_2_and_writes_nothing(
 def test_a_picture_needs_layout_beside_it(layout_file: Path) -> None:
     result = call("inspect", layout_file, "--picture", "a.png")
     assert result.exit_code == 2
-    assert "expected --layout beside --picture" in " ".join(result.stderr.split())
+    assert "--picture needs --layout" in " ".join(result.stderr.split())
 
 
 def test_missing_matplotlib_is_said(layout_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

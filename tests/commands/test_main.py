@@ -138,7 +138,7 @@ def test_an_error_is_one_message_on_stderr_with_status_2(
             ("convert", "a", "b", "--mapping", "decoder", "--axis", "d"),
             "expected --axis NAME=SIZE such as d=64, got 'd'",
         ),
-        (("convert", "a", "b", "--axis", "d=4"), "expected --mapping beside --axis"),
+        (("convert", "a", "b", "--axis", "d=4"), "--axis needs --mapping"),
         (("diff", "a", "b", "--max-ulp", "-1"), "Invalid value for '--max-ulp'"),
         (("fly",), "No such command 'fly'"),
     ],

@@ -1,4 +1,4 @@
-"""Proposal for tests/gpu/test_offload.py: offloaded state on CUDA, without a process group."""
+"""Offloaded state on CUDA, without a process group."""
 
 from __future__ import annotations
 

@@ -244,7 +244,12 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("into", "from_", "to", "message"),
     [
-        (None, None, "orbax", r"has the names of hf; say into which .*\(--into\): torchtitan, flax, maxtext"),
+        (
+            None,
+            None,
+            "orbax",
+            r"the names of hf, is not clear; choose one \(--into\): torchtitan, flax, maxtext",
+        ),
         (
             "hf",
             None,

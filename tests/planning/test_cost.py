@@ -355,7 +355,7 @@ main()
     [
         (BOTH, "llama3-8b", 0, "8,030,261,248 parameters"),
         (BOTH, "deepseek-v3", 0, "parameters"),
-        (BOTH, "decoder:quick", 2, "expected PyTorch or JAX to be installed"),
+        (BOTH, "decoder:quick", 2, "the decoder needs PyTorch or JAX, and neither is installed"),
         (["torch"], "llama3-8b", 0, "parameters"),
         (["jax"], "llama3-8b", 0, "parameters"),
         (["torch"], "decoder:quick", 0, "jax"),

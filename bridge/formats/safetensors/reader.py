@@ -1,7 +1,7 @@
 """Reads safetensors checkpoints region by region: one file, Hugging Face shards, or the files of PyTorch's ranks.
 
 Names are flat: "model.layers.0.mlp.weight" is one key, whose dots separate nothing, and so is its tree path, unless the
-file says otherwise (see `safetensors_extras`).
+file says otherwise (see `extras.py`).
 """
 
 from __future__ import annotations
