@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -509,26 +510,32 @@ def place(mutation: Mutation, root: Path) -> Path:
 
 
 def verdict(mutation: Mutation, root: Path, every: bool) -> str:
-    """``red``, or why not, with the test that failed first."""
+    """``red`` with the test that failed first, and passes without the fault; or why not."""
     try:
         file = place(mutation, root)
     except LookupError as error:
         return f"ABSENT ({error})"
+    tests = [f"tests/{test}" for test in mutation.tests.split()]
     before = file.read_text()
     file.write_text(before.replace(mutation.old, mutation.new))
-    tests = [f"tests/{test}" for test in mutation.tests.split()]
-    marks = ["-m", "slow or not slow", "--hypothesis-profile", "all"] if every else []
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marks, *tests]
     try:
-        done = subprocess.run(
-            command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
-        )
+        done = pytest(root, tests, every)
     finally:
         file.write_text(before)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode == 1 and failed:
-        return f"red: {failed[0].split(' - ')[0]}"
-    return "GREEN" if done.returncode == 0 else f"BROKEN: {(done.stdout + done.stderr)[-300:]}"
+    failed = [
+        line.split(" - ")[0] for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR) .*::", line)
+    ]
+    if done.returncode != 1 or not failed:
+        return "GREEN" if done.returncode == 0 else f"BROKEN: {(done.stdout + done.stderr)[-300:]}"
+    first = failed[0].partition(" ")[2]
+    return f"red: {first}" if pytest(root, [first], every).returncode == 0 else f"RED ANYWAY: {first}"
+
+
+def pytest(root: Path, tests: list[str], every: bool) -> subprocess.CompletedProcess[str]:
+    marks = ["-m", "slow or not slow", "--hypothesis-profile", "all"] if every else []
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marks, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
 def main() -> int:
