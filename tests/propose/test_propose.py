@@ -369,7 +369,8 @@ def test_the_command_writes_the_file_and_exits_by_certainty(tmp_path: Path) -> N
     assert (document["certain"], len(document["rules"])) == (True, 11)
     again = call(a, b, "--out", tmp_path / "m.toml")
     assert again.exit_code == 2
-    assert "m.toml" in again.stderr
+    # The box around the message may break a long path.
+    assert "m.toml" in re.sub(r"[│\s]", "", again.stderr)
     assert call(a, tmp_path / "none").exit_code == 2
 
 

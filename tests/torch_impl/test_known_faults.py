@@ -255,6 +255,7 @@ PRIVATE = {
     "checkpoint/full_state_dict.py",
     "comm/collectives.py",
     "diagnostics/nonfinite.py",
+    "dtensor/operator_rules.py",
     "dtensor/ops.py",
     "dtensor/tensor.py",
     "dtensor/views.py",

@@ -267,5 +267,5 @@ def test_granularities_of_unknown_paths_are_refused_by_name():
     mesh = data_parallel_mesh(2)
     with pytest.raises(ValueError, match=r"paths of the model's parameters, got \['first/k7'\]"):
         plan_sharding(model(), mesh, units=["first"], granularity={"first/k0": "row", "first/k7": "row"})
-    with pytest.raises(ValueError, match=r"granularity among .*got 'rows'"):
+    with pytest.raises(ValueError, match=r"granularity: expected one of row, .*got 'rows'"):
         plan_sharding(model(), mesh, units=["first"], granularity={"first/k0": "rows"})
