@@ -257,7 +257,7 @@ JAX = [
         "jax_impl/runtime",
         "yield paths[name], (layer, *offsets)",
         "yield paths[name], (0, *offsets)",
-        "jax_impl/checkpoint jax_impl/runtime/test_sharding_plan.py",
+        "jax_impl/checkpoint/test_models.py jax_impl/checkpoint/test_programs.py",
     ),
     M(
         "padding has values",
@@ -346,7 +346,7 @@ FORMATS = [
         "bridge/formats",
         "sizes[axis] = min(step, sizes[axis] - low)",
         "sizes[axis] = max(1, min(step, sizes[axis] - low) - 1)",
-        "formats/test_base.py checkpoints/test_verify.py checkpoints/test_convert.py checkpoints",
+        "checkpoints/test_diff_tensors.py checkpoints/test_diff.py checkpoints/test_verify.py",
     ),
     M(
         "another conversion resumed",
