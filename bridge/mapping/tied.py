@@ -49,8 +49,8 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
                 continue
             if (view.shape, view.dtype) != (info.shape, info.dtype) or not _equal(reader, view, info.name):
                 raise MappingError(
-                    f"expected {info.name} of {reader.path} to equal {view.blocks[0].source}, as tied weights do, got "
-                    "other values: this model has both, so leave out the option that says they are tied"
+                    f"{info.name} of {reader.path} differs from {view.blocks[0].source}, but tied weights must be "
+                    "equal: this model has two weights, so leave out the option that says they are tied"
                 )
             twice.append(weight)
         with_state = [
@@ -62,8 +62,8 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
         ]
         if with_state:
             raise MappingError(
-                f"expected no optimizer state of {', '.join(twice)}, which shares its values with another, got "
-                f"{with_state[0]}: leave out the option that says they are tied"
+                f"{with_state[0]} is optimizer state of a tied weight: expected none of {', '.join(twice)}, whose "
+                "values another weight has; leave out the option that says they are tied"
             )
     return twice
 

@@ -290,7 +290,7 @@ class _Planner:
             for weight, view in found:
                 if weight in makers:
                     self.problems.append(
-                        f"{self.target.name} {weight} is made by two rules, of which one would be lost: "
+                        f"{self.target.name} {weight} is made by two rules, and only one can be written: "
                         f"{makers[weight]} and {rule}"
                     )
                 makers[weight], views[weight] = rule, view

@@ -85,8 +85,8 @@ def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
     if stored != corpus.sha256:
         raise ValueError(
             f"checkpoint {job.source}: expected text with SHA-256 {corpus.sha256.hex()[:16]}..., got a checkpoint "
-            f"trained on {stored.hex()[:16]}...; the text is this Python's standard library, so go on with the "
-            f"Python that started"
+            f"trained on {stored.hex()[:16]}...; the text is this Python's standard library, so continue with "
+            f"the Python version of the first leg"
         )
     if int(data["seed"]) != job.data.seed:
         raise ValueError(

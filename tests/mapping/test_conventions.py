@@ -232,7 +232,7 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
     message = str(caught.value)
     for part in (
         "2 of 120 tensors match no rule: model.rotary.inv_freq, strange.",
-        "expected also model.layers.1.mlp.down_proj.weight",
+        "found no tensor model.layers.1.mlp.down_proj.weight",
         "optimizer.state.model.norm.weight.exp_avg is missing",
         "o_proj.weight and (6, 32)",
         "expected the same step for every parameter, since opt_state/0/count is one number, got 12 in",

@@ -156,14 +156,14 @@ def test_a_missing_layer_is_named() -> None:
         name: array for name, array in dcp_arrays().items() if ".layers.1.attention.wq." not in f".{name}"
     }
     with pytest.raises(
-        MappingError, match=r"expected also layers\.1\.attention\.wq\.weight, which goes together with"
+        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs beside"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 
 
 def test_a_stray_layer_number_of_a_billion_is_an_error_not_a_hang() -> None:
     arrays = {"model.layers.999999999.w": np.zeros(2)}
-    with pytest.raises(MappingError, match=r"expected also layers\.0\.w, layers\.1\.w, layers\.2\.w"):
+    with pytest.raises(MappingError, match=r"found no tensor layers\.0\.w, layers\.1\.w, layers\.2\.w"):
         make_plan(
             MemoryReader("dcp", arrays),
             "orbax",
@@ -183,7 +183,7 @@ def test_half_of_a_fused_tensor_is_named() -> None:
     del arrays["opt_state/mu/layers/2/mlp/up/kernel"]
     with pytest.raises(
         MappingError,
-        match=r"i = 2: expected also layers/2/mlp/up/kernel, which goes together with layers/2/mlp/gate",
+        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs beside layers/2/mlp/gate",
     ):
         make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
 
@@ -392,7 +392,7 @@ def test_two_rules_that_make_one_tensor_are_refused_by_name() -> None:
         f"model.layers.{i}.{n}": random_bits((3, 4), FLOAT32, i) for i in range(2) for n in ("gate", "up")
     }
     with pytest.raises(
-        MappingError, match=r"jax layers/0/wi is made by two rules, of which one would be lost: "
+        MappingError, match=r"jax layers/0/wi is made by two rules, and only one can be written: "
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", rules)
 
@@ -407,7 +407,9 @@ def test_moments_that_some_layers_lack_do_not_make_a_lower_stack(frozen: int) ->
         for entry in ("exp_avg", "exp_avg_sq"):
             arrays[f"optimizer.state.layers.{i}.w.{entry}"] = random_bits((3, 4), FLOAT32, 9 + i)
         arrays[f"optimizer.state.layers.{i}.w.step"] = np.asarray(5, np.float32)
-    with pytest.raises(MappingError, match=rf"expected also layers\.{frozen}\.w, which goes together with"):
+    with pytest.raises(
+        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs beside"
+    ):
         make_plan(MemoryReader("dcp", arrays), "orbax", STACK)
 
 
@@ -420,7 +422,7 @@ def test_a_layer_that_lacks_a_tensor_is_named_also_when_it_is_the_last(missing: 
     arrays |= {f"model.layers.{i}.v": random_bits((4,), FLOAT32, i) for i in {0, 1, 2} - {missing}}
     reader = MemoryReader("dcp", arrays)
     with pytest.raises(
-        MappingError, match=rf"(found none for {missing}; if the|expected also layers\.{missing}\.v,)"
+        MappingError, match=rf"(found none for {missing}; if the|found no tensor layers\.{missing}\.v,)"
     ):
         make_plan(reader, "orbax", table(text.format(jax, "")))
     if "{i}/v" in jax:
