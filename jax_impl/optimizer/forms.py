@@ -1,4 +1,4 @@
-"""The trees that a trial gives an optimizer (optimizer_trial.py), and small arrays to fill them with.
+"""The trees that a trial gives an optimizer (``trial``), and small arrays to fill them with.
 
 A form is how the same parameters make a tree: the engine's arrays, or the model's own tree.
 """
