@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 # Barriers carry the meaning of the strategies; by default the CPU compiler deletes them: see simulate_devices in
 # jax_impl/comm/mesh.py.
@@ -18,14 +17,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Most of the suite's time is XLA compiling programs that it compiled yesterday. The cache's key is the program, the
-# flags and jaxlib, so it cannot hide a change. It lies outside of the clone: a fresh clone finds it warm.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR",
-    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinshard" / "jax"),
-)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# JAX's persistent compilation cache stays off: programs that jaxlib 0.10.2 loads from the cache on the CPU now and then
+# compute NaN. Of 11 runs of `test_jax_checkpoint_matrix.py` with a filled cache 6 failed so and 3 ended without a
+# result; 4 without a filled cache passed.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import pytest
 
