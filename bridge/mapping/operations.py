@@ -97,8 +97,8 @@ class Change:
         """
         flags = ["external_loop", "buffered", "zerosize_ok"]
         operands = ["readonly"], ["writeonly"]
+        # The stubs want literal flags.
         with np.nditer([source, target], flags, operands, buffersize=_BUFFER) as pieces:  # type: ignore[arg-type]
-            # The stubs want literal flags.
             for x, y in pieces:
                 wide = np.complex128 if x.dtype.kind == "c" else np.float64
                 with np.errstate(all="ignore"):

@@ -203,7 +203,6 @@ def test_stock_orbax_is_read_whole(tmp_path: Path) -> None:
     assert not verify(tmp_path / "a").good
 
 
-@pytest.mark.skipif(not hasattr(DcpReader, "checksummed"), reason="readers do not tell what is checksummed")
 def test_what_no_checksum_protects_is_told(tmp_path: Path, converted: Callable[[str], Path]) -> None:
     stock_save({"w": torch.randn(30, 40)}, tmp_path / "dcp")
     orbax_save(tmp_path / "orbax", {"w": jnp.ones((30, 40))})

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bridge.checkpoints.verify import verify
-from bridge.formats.dcp.reader import DcpReader
 from tests.support.bridge.verify_files import (
     FORMATS,
     arrays,
@@ -109,9 +108,6 @@ def _flip_anywhere(path: Path, count: int) -> None:
         restore()
 
 
-@pytest.mark.skipif(
-    not hasattr(DcpReader, "data_ranges"), reason="the manifest does not cover what is beside data"
-)
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
 def test_flipped_bytes_of_headers_and_padding_are_found(copy: Callable[[str], Path], format: str) -> None:
     path, rng = copy(format), random.Random(7)
