@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -27,11 +25,12 @@ from bridge.checkpoints.manifest_problems import (
 )
 from bridge.checkpoints.summary import manifest_home
 from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex, Fetch
 from bridge.formats.regions import split_box
 from bridge.formats.stores.reader import StoredReader
+from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:
@@ -66,25 +65,18 @@ def _problems(
         yield from entry_problems(reader.tensors[name], entry)
 
 
-class CheckedReader:
+class CheckedReader(WrappingReader):
     """``reader``, whose values are compared with ``manifest``, the content of the file ``source``; see above."""
 
     def __init__(self, reader: CheckpointReader, manifest: Manifest, source: str) -> None:
-        self._reader, self._manifest, self._source = reader, manifest, source
+        super().__init__(reader)
+        self._manifest, self._source = manifest, source
         self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else _never
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
-        self.format: str = reader.format
-        self.path: Path | str = reader.path
-        self.tensors: Mapping[str, TensorInfo] = reader.tensors
-        self.object_paths: Mapping[str, TreePath] = reader.object_paths
-
-    @property
-    def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors; compared when they are looked up."""
-        return _CheckedObjects(self._reader.objects, self._compare_object)
+        self.objects = ReadWhenAsked(reader.object_paths, self._checked_object)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; CheckpointError also for one that is not as in the manifest."""
@@ -98,21 +90,6 @@ class CheckedReader:
         if loan is not None:
             self._compare(name, box, loan.array)
         return loan
-
-    def files(self) -> Sequence[Path]:
-        """Those that reading opens."""
-        return self._reader.files()
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def require(self, problems: Iterable[Problem]) -> None:
         """Raise CheckpointError for the first of these."""
@@ -150,27 +127,10 @@ class CheckedReader:
                 loan.give_back()
         return crc
 
-    def _compare_object(self, name: str, value: object) -> None:
+    def _checked_object(self, name: str) -> object:
+        value = self._reader.objects[name]
         self.require(object_problems(name, value, self._manifest))
-
-
-class _CheckedObjects(Mapping[str, object]):
-    def __init__(self, objects: Mapping[str, object], compare: Callable[[str, object], None]) -> None:
-        self._objects, self._compare = objects, compare
-
-    def __getitem__(self, name: str) -> object:
-        value = self._objects[name]
-        self._compare(name, value)
         return value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._objects
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._objects)
-
-    def __len__(self) -> int:
-        return len(self._objects)
 
 
 def _never(name: str) -> bool:

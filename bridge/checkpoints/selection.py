@@ -5,16 +5,12 @@ Names are those of `twinshard inspect`, patterns as in a shell: `*` is any text,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import numpy as np
-
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
@@ -74,74 +70,26 @@ class Selection:
         return frozenset(names)
 
 
-class SelectedReader:
+class SelectedReader(WrappingReader):
     """A checkpoint as if it held only what is selected; see `CheckpointReader`. Closing it closes the checkpoint.
 
     `left_out`: the names of all else.
     """
 
     def __init__(self, reader: CheckpointReader, selection: Selection, elsewhere: Iterable[str] = ()) -> None:
-        self._reader = reader
-        self.format: str = reader.format
-        self.path: Path | str = reader.path
+        super().__init__(reader)
         paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
         wanted = selection.of(paths, elsewhere)
         if selection.weights_only:
             wanted -= reader.object_paths.keys()
         self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: info for name, info in reader.tensors.items() if name in wanted
-        }
+        self.tensors = {name: info for name, info in reader.tensors.items() if name in wanted}
         if not self.tensors and reader.tensors:
             raise CheckpointError(
                 f"{reader.path}: none of {len(reader.tensors)} tensors is selected: expected at least one"
             )
-        self.object_paths: Mapping[str, TreePath] = {
-            name: path for name, path in reader.object_paths.items() if name in wanted
-        }
-        self.objects: Mapping[str, object] = _Objects(reader.objects, self.object_paths)
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor."""
-        return self._reader.read(name, box)
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """One block where it is in the file."""
-        return self._reader.lend(name, box)
-
-    def files(self) -> Sequence[Path]:
-        """Those of the whole checkpoint."""
-        return self._reader.files()
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Objects(Mapping[str, object]):
-    def __init__(self, objects: Mapping[str, object], names: Mapping[str, TreePath]) -> None:
-        self._objects, self._names = objects, names
-
-    def __getitem__(self, name: str) -> object:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._objects[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        self.object_paths = {name: path for name, path in reader.object_paths.items() if name in wanted}
+        self.objects = ReadWhenAsked(self.object_paths, reader.objects.__getitem__)
 
 
 def selected_pair(

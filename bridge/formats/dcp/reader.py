@@ -6,11 +6,10 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from bridge.formats.files.mapped import (
 )
 from bridge.formats.safetensors.header import Header, looks_like_header, read_header
 from bridge.formats.safetensors.reader import saved_offsets
+from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 
@@ -54,7 +54,7 @@ class _Stored:
     record: Record | None
 
 
-class DcpReader:
+class DcpReader(ClosedAtEnd):
     """A DCP checkpoint (`.metadata` and `.distcp` files), opened for reading; see `CheckpointReader`.
 
     Opening reads `.metadata`, or every rank's file of the kind, and the sizes of the data files only, and raises
@@ -93,7 +93,7 @@ class DcpReader:
         CheckpointError from a look-up when the value is damaged or not made of None, bool, int, float, str, list,
         tuple and dict.
         """
-        return _Objects(self._files, self._metadata)
+        return ReadWhenAsked(self._metadata.objects, self._object)
 
     @property
     def object_paths(self) -> Mapping[str, TreePath]:
@@ -147,13 +147,23 @@ class DcpReader:
         """Release the files. Arrays already read stay valid."""
         self._files.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _object(self, name: str) -> object:
+        extent = self._metadata.objects[name]
+        value = self._stored_object(name, extent)
+        for copy in self._metadata.object_copies.get(name, ()):
+            if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
+                raise CheckpointError(
+                    f"{self.path / copy.file}: object {name!r}: expected the same value as in {extent.file}, got "
+                    f"another: each rank stored its own; {_ADVICE}"
+                )
+        return value
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _stored_object(self, name: str, extent: Extent) -> object:
+        what = f"{self.path / extent.file}: object {name!r}"
+        try:
+            return read_value(_file_of(self._files, extent), extent.offset, extent.length, what)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_ADVICE}") from error
 
     def _read_metadata(self) -> DcpMetadata:
         try:
@@ -301,39 +311,3 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     before = (slice(None),) * axis
     low, high = (*before, slice(None, half)), (*before, slice(half, None))
     return _equal(a[low], b[low]) and _equal(a[high], b[high])
-
-
-class _Objects(Mapping[str, object]):
-    """The values of a checkpoint by name, read when looked up: one that cannot be read must not hide the others."""
-
-    def __init__(self, files: MappedFiles, metadata: DcpMetadata) -> None:
-        self._files = files
-        self._extents = metadata.objects
-        self._copies = metadata.object_copies
-
-    def __getitem__(self, name: str) -> object:
-        extent = self._extents[name]
-        value = self._read(name, extent)
-        for copy in self._copies.get(name, ()):
-            if object_checksum(self._read(name, copy)) != object_checksum(value):
-                raise CheckpointError(
-                    f"{self._files.directory / copy.file}: object {name!r}: expected the same value as in "
-                    f"{extent.file}, got another: each rank stored its own; {_ADVICE}"
-                )
-        return value
-
-    def _read(self, name: str, extent: Extent) -> object:
-        what = f"{self._files.directory / extent.file}: object {name!r}"
-        try:
-            return read_value(_file_of(self._files, extent), extent.offset, extent.length, what)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ADVICE}") from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._extents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._extents)
-
-    def __len__(self) -> int:
-        return len(self._extents)

@@ -19,8 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Self
+from types import MappingProxyType
 
 import google_crc32c
 import numpy as np
@@ -52,6 +51,7 @@ from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_comm
 from bridge.formats.orbax.keys import key_types
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
+from bridge.formats.wrapping import ClosedAtEnd
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.
@@ -62,7 +62,7 @@ _STORED_PER_BYTE = 64  # shards of tiny chunks have an index of 16 bytes for eac
 _SHARD_INDEX = struct.Struct("<QQI")
 
 
-class OrbaxReader:
+class OrbaxReader(ClosedAtEnd):
     """An Orbax checkpoint opened for reading; see `CheckpointReader`. Reading is thread-safe.
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
@@ -175,14 +175,6 @@ class OrbaxReader:
         self._decoded = None
         self._arrays.clear()
         self._values.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _copy_decoded(self, name: str, parts: list[Box], box: Box, out: np.ndarray) -> None:
         """Decode parts of chunks into place, several at a time."""

@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from bridge.formats.safetensors.header import (
     header_length,
     read_header,
 )
+from bridge.formats.wrapping import ClosedAtEnd
 
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"
@@ -58,7 +59,7 @@ class _Piece:
     box: Box
 
 
-class SafetensorsReader:
+class SafetensorsReader(ClosedAtEnd):
     """A safetensors checkpoint, opened for reading; see `CheckpointReader`. `path`: a file, an index or a directory.
 
     Opening reads headers only, and raises CheckpointError unless each file is filled exactly by its tensors, every
@@ -163,14 +164,6 @@ class SafetensorsReader:
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _header(self, name: str) -> Header:
         asked_for = self.path == self._files.directory / name

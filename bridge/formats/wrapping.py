@@ -1,0 +1,84 @@
+"""What readers have in common: they close at the end of a `with` block, read values when asked, and wrap each other.
+
+SelectedReader -> CheckedReader -> StoredReader -> reader of a format
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointReader, Loan, TensorInfo, TreePath
+
+
+class ClosedAtEnd(ABC):
+    """A context manager that closes itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the files. Arrays already read stay valid."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ReadWhenAsked(Mapping[str, object]):
+    """The values of these names. `read` is called at each look-up: a damaged value must not hide the others."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], object]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    # Mapping's own would look the value up, and so read it.
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class WrappingReader(ClosedAtEnd):
+    """A reader that answers as another one does, where a subclass does not say otherwise; see `CheckpointReader`.
+
+    Closing it closes the other one.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self.format: str = reader.format
+        self.path: Path | str = reader.path
+        self.tensors: Mapping[str, TensorInfo] = reader.tensors
+        self.objects: Mapping[str, object] = reader.objects
+        self.object_paths: Mapping[str, TreePath] = reader.object_paths
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor; see `CheckpointReader.read`."""
+        return self._reader.read(name, box)
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """One block where it is in the file; see `CheckpointReader.lend`."""
+        return self._reader.lend(name, box)
+
+    def files(self) -> Sequence[Path]:
+        """Those of the whole checkpoint."""
+        return self._reader.files()
+
+    def close(self) -> None:
+        self._reader.close()
