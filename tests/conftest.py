@@ -17,14 +17,13 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# JAX's persistent compilation cache stays off: programs that jaxlib 0.10.2 loads from the cache on the CPU now and then
-# compute NaN. Of 11 runs of `test_jax_checkpoint_matrix.py` with a filled cache 6 failed so and 3 ended without a
-# result; 4 without a filled cache passed.
+# Processes that tests start compile for themselves: only this one leaves out what cannot be loaded back right.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import pytest
 
 import tests.support.examples  # noqa: F401  # profiles are registered before hypothesis is told which one to load
+from tests.support import compilation_cache
 from tests.support.pairwise import mark_slow
 from tests.support.ranks import RankGroup
 
@@ -32,6 +31,12 @@ from tests.support.ranks import RankGroup
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # Not at the start: most tests do without JAX, whose import takes a second.
+    compilation_cache.start()
 
 
 @pytest.fixture(scope="session")
