@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -73,12 +73,14 @@ def simulate_devices(count: int) -> None:
     Sets ``XLA_FLAGS`` and JAX's platform. XLA reads its flags once, so this raises ``ValueError`` when JAX already
     runs without them or with fewer CPU devices; no setting is changed then.
 
-    Three facts are behind the flags and the order of collectives:
+    Four facts are behind the flags and the order of collectives:
 
     - By default XLA's CPU compiler deletes barriers (``cse_barrier_expander``). Gathers of forward and backward then
       merge, and ``optim_grads_params`` keeps all weights. ``fully_shard`` warns when this flag is missing.
     - The CPU compiler compiles small loops in a way that knows no barriers, and then fails or aborts
       (``small-while-loop-hoisting``).
+    - Programs with collectives in a loop now and then compute NaN, crash or hang when they come from JAX's persistent
+      compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
       the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results.
     """
@@ -143,19 +145,26 @@ def checked_mesh(mesh: Mesh) -> Mesh:
             f"mesh: expected one or two data-parallel axes, outer to inner, got {dict(mesh.shape)}"
         )
     _check_names(mesh.axis_names)
-    if (
-        mesh.devices.size > 1
-        and is_simulated(mesh)
-        and "cse_barrier_expander" not in os.environ.get("XLA_FLAGS", "")
-    ):
-        warnings.warn(
-            "several CPU devices without the XLA flags of simulate_devices(): the compiler removes the barriers that "
-            "order collectives, so steps can hang and weights stay gathered",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if mesh.devices.size > 1 and is_simulated(mesh):
+        for fault in _simulation_faults():
+            warnings.warn(f"several CPU devices {fault}", RuntimeWarning, stacklevel=3)
     # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
     return _automatic(mesh.devices, mesh.axis_names)
+
+
+def _simulation_faults() -> Iterator[str]:
+    if "cse_barrier_expander" not in os.environ.get("XLA_FLAGS", ""):
+        yield (
+            "without the XLA flags of simulate_devices(): the compiler removes the barriers that order collectives, so "
+            "steps can hang and weights stay gathered"
+        )
+    config = jax.config
+    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
+        yield (
+            "with JAX's persistent compilation cache: a step with collectives in a loop (scanned layers, microbatches) "
+            "that jaxlib loads from the cache can compute NaN, crash or hang. Turn the cache off: "
+            'jax.config.update("jax_enable_compilation_cache", False)'
+        )
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import jax
 import numpy as np
@@ -56,6 +57,22 @@ def test_simulated_devices_without_the_flags_that_keep_order_are_warned_about(mo
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with pytest.warns(RuntimeWarning, match="simulate_devices"):
         checked_mesh(data_parallel_mesh(2))
+
+
+def test_simulated_devices_with_a_compilation_cache_are_warned_about(tmp_path):
+    before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        with pytest.warns(RuntimeWarning, match=r"can compute NaN, crash or hang. Turn the cache off"):
+            checked_mesh(data_parallel_mesh(2))
+        jax.config.update("jax_enable_compilation_cache", False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checked_mesh(data_parallel_mesh(2))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before[0])
+        jax.config.update("jax_compilation_cache_dir", before[1])
 
 
 def test_devices_cannot_be_simulated_once_jax_runs_with_fewer(monkeypatch):
