@@ -591,3 +591,13 @@ def test_numbers_that_json_lacks_keep_their_bits(tmp_path: Path, bits: str) -> N
     assert verify(tmp_path / "c").good
     text = (tmp_path / "c" / "_METADATA").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_chunks_lie_aligned_in_the_file_so_that_they_are_lent_as_ordinary_arrays(tmp_path: Path) -> None:
+    write(tmp_path / "ckpt", {"a": random_bits((13,), np.dtype(np.int8), 1), "b": random_bits((5, 3), F32, 2)})
+    with OrbaxReader(tmp_path / "ckpt") as reader:
+        for name in ("a", "b"):
+            loan = reader.lend(name, Box.whole(reader.tensors[name].shape))
+            assert loan is not None
+            assert loan.array.ctypes.data % 64 == 0
+            loan.give_back()
