@@ -59,3 +59,5 @@ def start() -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # What was compiled while tests were imported has settled that there is no cache.
+    compilation_cache.reset_cache()
