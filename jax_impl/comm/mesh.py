@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -158,7 +159,7 @@ def _simulation_faults() -> Iterator[str]:
             "without the XLA flags of simulate_devices(): the compiler removes the barriers that order collectives, so "
             "steps can hang and weights stay gathered"
         )
-    config = jax.config
+    config: Any = jax.config  # its options are not in its type
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
         yield (
             "with JAX's persistent compilation cache: a step with collectives in a loop (scanned layers, microbatches) "
