@@ -20,9 +20,10 @@ each buffer in turn, so a unit still has one gather and one reduction. In a poli
 own.
 
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
-all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part. Gradients accumulate in
-the grad dtype, by default the main weights'. A step donates the state that it is given. A step is two programs:
-gradients, then the update.
+all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part, or ``(sum, weight)``.
+Gradients accumulate in the grad dtype, by default the main weights'. A step donates the state that it is given, unless
+``donate=False``. A step is two programs: gradients, then the update. Inside of ``jax.jit`` or ``jax.lax.scan`` a step is
+a part of that one program; ``step.lower(abstract_state(plan, optimizer), shapes)`` compiles it ahead.
 
 **Collectives** are those of the strategy (bridge/sharding/README.md), with one all-reduce an axis for ``no_shard`` on
 two axes. Tests count them in the jaxpr and in the program that XLA compiled, with sizes and dtypes.
@@ -79,8 +80,15 @@ in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
 
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
-weight tokens by what else is in their part. A loss that is divided by a sum over the batch is refused, unless the step
-has one part (one microbatch on one device or in the pjit engine), or ``equal_parts=True`` says that all sums are equal.
+weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum
+over the whole batch by the weight of the whole batch, whatever the parts. A loss that is divided by a sum over the
+batch is refused, unless the step has one part (one microbatch on one device or in the pjit engine), or
+``equal_parts=True`` says that all sums are equal. Sums are larger than means: with ``reduce_dtype="float16"`` gradients
+of a sum over many tokens can overflow.
+
+**Metrics.** With ``has_aux=True`` a loss returns ``(loss, aux)``, and metrics have "aux": floating-point leaves are
+averaged over ranks and microbatches like the loss, integers and bools are summed. Values of single rows have no place
+there.
 
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
@@ -133,7 +141,7 @@ from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.train import TrainState, init_state, make_train_step, shard_batch
+from jax_impl.train import TrainState, abstract_state, init_state, make_train_step, shard_batch
 
 __all__ = [
     "STRATEGIES",
@@ -148,6 +156,7 @@ __all__ = [
     "ShardingPolicy",
     "TrainState",
     "UnitPolicy",
+    "abstract_state",
     "apply_linen",
     "call_unit",
     "count_collectives",

@@ -15,12 +15,23 @@ from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer.trial import check_optimizer
 from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
+from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
 from jax_impl.runtime.variables import Variables
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 # JAX's error for it in a loop has no public name.
 _CLOSED_OVER = "CustomVJPException"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """See ``make_train_step``."""
+
+    equal_parts: bool
+    has_aux: bool
+    donate: bool
+    wait: bool | None
 
 
 @jax.tree_util.register_dataclass
@@ -56,8 +67,32 @@ def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
     return {key: array for key, array in weights.items() if key in plan.trainable}
 
 
+def abstract_state(plan: ShardingPlan, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes, dtypes and shardings of ``init_state``'s result, without values: what ``TrainStep.lower`` needs."""
+    weights: Any = {
+        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
+        for key, stored in plan.arrays.items()
+    }
+    moments = jax.eval_shape(optimizer.init, trainable(plan, weights))
+    opt_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        moments,
+        _shardings(plan, moments),
+    )
+    variables: Any = {
+        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.replicated)
+        for path, info in plan.variables.items()
+    }
+    return TrainState(weights, opt_state, variables)
+
+
 def _placed(plan: ShardingPlan, init: Callable[[Buffers], Any], weights: Buffers) -> Any:
-    by_shape = {array.shape: plan.sharding(key) for key, array in weights.items()}
+    shardings = _shardings(plan, jax.eval_shape(init, weights))
+    return jax.jit(init, out_shardings=shardings)(weights)
+
+
+def _shardings(plan: ShardingPlan, opt_state: Any) -> Any:
+    by_shape = {plan.arrays[key].shape: plan.sharding(key) for key in plan.trainable}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         located = plan.locate_buffer(path, leaf)
@@ -66,8 +101,7 @@ def _placed(plan: ShardingPlan, init: Callable[[Buffers], Any], weights: Buffers
         # A transformation may keep moments under other keys than the weights'.
         return by_shape.get(leaf.shape, plan.replicated)
 
-    shardings = jax.tree.map_with_path(sharding, jax.eval_shape(init, weights))
-    return jax.jit(init, out_shardings=shardings)(weights)
+    return jax.tree.map_with_path(sharding, opt_state)
 
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
@@ -115,11 +149,16 @@ def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batc
 
 
 class TrainStep:
-    """``step(state, batch) -> (state, {"loss": scalar})``; the given state is donated and must not be used again.
+    """``step(state, batch) -> (state, metrics)``; unless ``donate=False`` the given state must not be used again.
+
+    ``metrics``: "loss"; "weight" where the loss returns ``(sum, weight)``; "aux" with ``has_aux``.
 
     Two programs: gradients, then the optimizer's update, so that the update sees gradients in memory and rounds like
     one that is run on its own. In one program XLA would contract the update's products differently, and the last bits
     would depend on the model.
+
+    The step is a pure function as well: inside of ``jax.jit``, ``lax.scan`` and the like it is traced as a part of the
+    one program around it, which decides about donation; ``lower`` gives that program of a step alone.
     """
 
     def __init__(
@@ -128,38 +167,62 @@ class TrainStep:
         loss_fn: Loss,
         optimizer: optax.GradientTransformation,
         microbatches: int,
-        equal_parts: bool,
+        options: StepOptions,
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"expected microbatches >= 1, got {microbatches}")
         check_optimizer(plan, optimizer)
         self._plan = plan
         self._microbatches = microbatches
-        self._equal_parts = equal_parts
+        self._options = options
         self._optimizer = optimizer
-        self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches))
+        self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches, options.has_aux))
         self._checked: set[Any] = set()
         self._update: Callable[..., tuple[Buffers, Any]] | None = None
 
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None
-    ) -> tuple[jax.Array, Buffers]:
-        """Mean loss and mean gradients of one global batch, without an update."""
-        return self._run(weights, batch, variables or {})[:2]
+    ) -> tuple[Any, Buffers]:
+        """Loss and gradients of one global batch, without an update; ``(loss, aux)`` and gradients with ``has_aux``."""
+        loss, found, _ = self._run(weights, batch, variables or {})
+        return (loss.value, loss.aux) if self._options.has_aux else loss.value, found
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
         loss, gradients, variables = self._run(state.weights, batch, state.variables)
-        if self._update is None:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
-            self._update = jax.jit(self._updated, donate_argnums=(0, 1), out_shardings=shardings)
-        weights, opt_state = self._settled(self._update(state.weights, state.opt_state, gradients))
-        return TrainState(weights, opt_state, variables), {"loss": loss}
+        if _is_traced(state):
+            shardings = self._plan.shardings, _shardings(self._plan, state.opt_state)
+            updated = self._updated(state.weights, state.opt_state, gradients)
+            weights, opt_state = jax.lax.with_sharding_constraint(updated, shardings)
+        else:
+            if self._update is None:
+                shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+                donated = (0, 1) if self._options.donate else ()
+                self._update = jax.jit(self._updated, donate_argnums=donated, out_shardings=shardings)
+            weights, opt_state = self._settled(self._update(state.weights, state.opt_state, gradients))
+        return TrainState(weights, opt_state, variables), self._metrics(loss)
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """The program of a whole step, to be compiled ahead, costed or read.
+
+        ``state`` and ``batch`` may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is
+        called as the step is. Its update is a part of the program, so its last bits may be others than the step's own.
+        """
+        donated = (0,) if self._options.donate else ()
+        return jax.jit(self, donate_argnums=donated).lower(state, batch)
+
+    def _metrics(self, loss: LossParts) -> Metrics:
+        metrics: Metrics = {"loss": loss.value}
+        if loss.weight is not None:
+            metrics["weight"] = loss.weight
+        if self._options.has_aux:
+            metrics["aux"] = loss.aux
+        return metrics
 
     def _run(
         self, weights: Buffers, batch: Batch, variables: Variables
-    ) -> tuple[jax.Array, Buffers, Variables]:
+    ) -> tuple[LossParts, Buffers, Variables]:
         self._check(weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
         try:
@@ -168,7 +231,7 @@ class TrainStep:
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
                 program = self._gradients.trace(weights, placed, variables).jaxpr
-                check_program(self._plan, program, self._microbatches, self._equal_parts)
+                check_program(self._plan, program, self._microbatches, self._options.equal_parts)
                 self._checked.add(traced)
             return self._settled(self._gradients(weights, placed, variables))
         except Exception as error:
@@ -205,8 +268,14 @@ class TrainStep:
         return {key: trained.get(key, array) for key, array in weights.items()}, opt_state
 
     def _settled(self, result: Any) -> Any:
+        wait = self._options.wait
         # Simulated devices share few threads: programs in flight together can wait for each other's for ever.
-        return jax.block_until_ready(result) if is_simulated(self._plan.mesh) else result
+        wait = is_simulated(self._plan.mesh) if wait is None else wait
+        return jax.block_until_ready(result) if wait and not _is_traced(result) else result
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def make_train_step(
@@ -216,11 +285,22 @@ def make_train_step(
     *,
     microbatches: int = 1,
     equal_parts: bool = False,
+    has_aux: bool = False,
+    donate: bool = True,
+    wait: bool | None = None,
 ) -> TrainStep:
     """A training step over global batches (see ``shard_batch``), each rank's rows cut into ``microbatches`` parts.
 
-    ``loss_fn(model, rows)`` gives the mean loss over ``rows``, each with the same weight. For ``equal_parts``, and for
-    ``sum(losses * mask) / sum(mask)``, which is refused, see ``make_gradients``.
+    ``loss_fn(model, rows)`` returns the mean loss over ``rows``, each with the same weight, or ``(sum, weight)`` where
+    rows have unequal weights::
+
+        def loss(model, rows):                              # right on any number of devices and microbatches
+            losses = token_losses(model(rows["tokens"]), rows)
+            return jnp.sum(losses * rows["mask"]), jnp.sum(rows["mask"])
+
+    For ``sum(losses * mask) / sum(mask)``, which is refused, ``equal_parts`` and ``has_aux`` see ``make_gradients``.
+    ``donate``: whether a step may take the memory of the state that it is given. ``wait``: whether a step returns when
+    its results are there; by default only on simulated devices, which need it.
 
     ``optimizer``: an optax transformation. With the shard_map engine it sees one flat array a unit,
     ``{"layers/0": [n]}``, so it must do the same to each element wherever the element lies, but for sums over
@@ -230,4 +310,4 @@ def make_train_step(
     Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that would train something else than on the
     model's own parameters.
     """
-    return TrainStep(plan, loss_fn, optimizer, microbatches, equal_parts)
+    return TrainStep(plan, loss_fn, optimizer, microbatches, StepOptions(equal_parts, has_aux, donate, wait))

@@ -2,7 +2,8 @@
 
 A step averages the losses of its parts (the rows of each device in each microbatch), every part with the same weight.
 ``sum(loss * mask) / sum(mask)`` is a mean over as many tokens as the mask has in that part, so tokens of a part that
-has few of them would count more, without a word, and a part without any would give NaN. The traced program shows it:
+has few of them would count more, without a word, and a part without any would give NaN. A loss that returns
+``(sum, weight)`` is right instead. The traced program shows a quotient:
 the loss is a quotient whose denominator is a sum over the batch alone::
 
     rows -> mask -> sum -> max(., 1) --------.
@@ -12,7 +13,7 @@ the loss is a quotient whose denominator is a sum over the batch alone::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Flag, auto
 from typing import Any, TypeVar
 
@@ -23,8 +24,12 @@ from jax_impl.modules.seal import inner_program, jaxpr_of, scan_counts
 
 T = TypeVar("T")
 
+# By mark: of what a marked value may not be made, and the error that says so.
+Refused = Mapping[str, tuple["_Comes", str]]
+
 _ROWS = "twinshard rows"
 _LOSS = "twinshard loss"
+_WEIGHT = "twinshard weight"
 
 
 class _Comes(Flag):
@@ -44,8 +49,7 @@ class _Comes(Flag):
 _KEEPS = frozenset(
     {
         "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
-        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "optimization_barrier",
-        "reduce_precision",
+        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision",
     }
 )  # fmt: skip
 _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
@@ -61,6 +65,11 @@ def mark_loss(loss: T) -> T:
     return _marked(loss, _LOSS)
 
 
+def mark_weight(weight: T) -> T:
+    """The same weight of a ``(sum, weight)``, as what ``check_weights`` takes for it."""
+    return _marked(weight, _WEIGHT)
+
+
 def _marked(tree: T, name: str) -> T:
     def mark(leaf: Any) -> Any:
         is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -69,12 +78,18 @@ def _marked(tree: T, name: str) -> T:
     return jax.tree.map(mark, tree)
 
 
-def check_means(program: Any) -> None:
-    """Raises ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch."""
-    _outputs(program.jaxpr, [_Comes.MODEL] * len(program.jaxpr.invars))
+def check_means(program: Any, *, equal_parts: bool) -> None:
+    """Raises ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch, unless ``equal_parts``.
+
+    Also for a weight beside a sum that depends on the model: ``(loss, accuracy)`` is no pair of sum and weight.
+    """
+    refused: dict[str, tuple[_Comes, str]] = {_WEIGHT: (_Comes.MODEL, _NO_WEIGHT)}
+    if not equal_parts:
+        refused[_LOSS] = _Comes.QUOTIENT, _REFUSAL
+    _outputs(program.jaxpr, [_Comes.MODEL] * len(program.jaxpr.invars), refused)
 
 
-def _outputs(jaxpr: Any, inputs: Sequence[_Comes]) -> list[_Comes]:
+def _outputs(jaxpr: Any, inputs: Sequence[_Comes], refused: Refused) -> list[_Comes]:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def get(operand: Any) -> _Comes:
@@ -83,24 +98,26 @@ def _outputs(jaxpr: Any, inputs: Sequence[_Comes]) -> list[_Comes]:
 
     for equation in jaxpr.eqns:
         given = [get(operand) for operand in equation.invars]
-        known.update(zip(equation.outvars, _results(equation, given), strict=True))
+        known.update(zip(equation.outvars, _results(equation, given, refused), strict=True))
     return [get(variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: list[_Comes]) -> list[_Comes]:
+def _results(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
     primitive, label = equation.primitive.name, equation.params.get("name")
     everything = _union(given)
     source = everything & _SOURCES
     if primitive == "name" and label == _ROWS:
         return [_Comes.ROWS]
-    if primitive == "name" and label == _LOSS and _Comes.QUOTIENT in everything:
-        raise ValueError(_REFUSAL)
+    if primitive == "name" and label in refused and refused[label][0] in everything:
+        raise ValueError(refused[label][1])
+    if primitive == "optimization_barrier":
+        return given
     if primitive in ("scan", "while", "cond"):
-        sources = _of_a_loop(equation, given)
+        sources = _of_a_loop(equation, given, refused)
     else:
         inner = inner_program(equation)
         if inner is not None:
-            return _outputs(inner, given)
+            return _outputs(inner, given, refused)
         sources = [source] * len(equation.outvars)
     return [
         found | _form(equation, primitive, found, given, variable)
@@ -108,11 +125,11 @@ def _results(equation: Any, given: list[_Comes]) -> list[_Comes]:
     ]
 
 
-def _of_a_loop(equation: Any, given: list[_Comes]) -> list[_Comes]:
+def _of_a_loop(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
     """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
     params = equation.params
     if equation.primitive.name == "cond":
-        branches = [_outputs(jaxpr_of(branch), given[1:]) for branch in params["branches"]]
+        branches = [_outputs(jaxpr_of(branch), given[1:], refused) for branch in params["branches"]]
         return [_union(each) | (given[0] & _SOURCES) for each in zip(*branches, strict=True)]
     if equation.primitive.name == "scan":
         body = jaxpr_of(params["jaxpr"])
@@ -123,7 +140,7 @@ def _of_a_loop(equation: Any, given: list[_Comes]) -> list[_Comes]:
         carries = len(given) - constants
     inputs = [each & _SOURCES for each in given]
     while True:
-        outputs = [each & _SOURCES for each in _outputs(body, inputs)]
+        outputs = [each & _SOURCES for each in _outputs(body, inputs, refused)]
         carried = [a | b for a, b in zip(inputs[constants : constants + carries], outputs, strict=False)]
         if carried == inputs[constants : constants + carries]:
             return outputs
@@ -159,7 +176,11 @@ _SOURCES = _Comes.ROWS | _Comes.MODEL
 _REFUSAL = (
     "loss: expected a mean over rows, each with the same weight, got a quotient by a sum over the batch, such as "
     "sum(loss * mask) / sum(mask): devices and microbatches hold different sums, and the step averages their quotients "
-    'with equal weights. engine="pjit" with one microbatch has one quotient of the whole batch; or divide by a '
-    "constant (rows x length), or give each row its own mean; or say equal_parts=True where every device has the same "
-    "sum in every microbatch"
+    "with equal weights. Return (sum(loss * mask), sum(mask)), which the step divides for the whole batch; or divide "
+    "by a constant (rows x length), or give each row its own mean; or say equal_parts=True where every device has the "
+    "same sum in every microbatch"
+)
+_NO_WEIGHT = (
+    "loss: expected (sum, weight) with a weight from the batch alone, such as its number of tokens, got one that "
+    "depends on the model: to return statistics beside the loss, give has_aux=True and return (loss, statistics)"
 )

@@ -13,7 +13,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
 from jax_impl.modules.tree_model import as_given
-from jax_impl.modules.uneven_means import mark_loss, mark_rows
+from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, sharded_call
@@ -79,7 +79,7 @@ def call_model(
     held = {path: (collectors[path], sources[path]) for path in plan.units}
 
     def call(module: nnx.Module, rows: Any) -> Any:
-        return mark_loss(run(as_given(module), mark_rows(rows)))
+        return run(as_given(module), mark_rows(rows))
 
     output, changed = _call_unit(plan, ROOT, held, call, own, (rows,), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))

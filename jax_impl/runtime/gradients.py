@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,70 +21,87 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
-from jax_impl.runtime.precision import divide_exactly
+from jax_impl.runtime.losses import LossParts, as_parts, divided, sum_over_devices
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
 
-# Of an nnx model, or a pytree of parameters.
-Loss = Callable[[Any, Any], jax.Array]
+# Of an nnx model, or a pytree of parameters, and rows: a mean, or (sum, weight); with ``has_aux`` a pair with aux.
+Loss = Callable[[Any, Any], Any]
 Batch = Any
-Gradients = Callable[..., tuple[jax.Array, Buffers, Variables]]
+Gradients = Callable[..., tuple[Any, Buffers, Variables]]
+LossFunction = Callable[[Any, Any], LossParts]
+StepGradients = Callable[..., tuple[LossParts, Buffers, Variables]]
 
 
 def make_gradients(
-    plan: ShardingPlan, loss_fn: Loss, microbatches: int = 1, *, equal_parts: bool = False
+    plan: ShardingPlan,
+    loss_fn: Loss,
+    microbatches: int = 1,
+    *,
+    equal_parts: bool = False,
+    has_aux: bool = False,
 ) -> Gradients:
     """``(weights, batch, variables=None) -> (loss, gradients, variables)``, not jitted.
 
-    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` is a mean over the microbatch's rows, each
-    with the same weight. Loss and gradients are means over all ranks and microbatches; gradients are arrays like the
-    trainable weights, in the grad dtype.
+    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` returns a mean over the microbatch's rows,
+    each with the same weight, or ``(sum, weight)``: loss and gradients are then the sum over the whole batch, divided
+    by its weight, on any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad
+    dtype. ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is ``(loss, aux)``, too. ``aux``
+    is a pytree of statistics; over ranks and microbatches floating-point ones are averaged like the loss, integers and
+    bools are summed.
 
     A trap: ``sum(losses * mask) / sum(mask)`` weights tokens by what else is in their part, since parts with unequal
-    masks count equally. A loss that is divided by a sum over the batch is refused, unless there is one part only (the
-    pjit engine with one microbatch, or one device), or ``equal_parts`` says that every part has the same sum. What is
-    refused is a quotient that shows in the traced program; a loss may hide one.
+    masks count equally. Return ``(sum(losses * mask), sum(mask))``. A loss that is divided by a sum over the batch is
+    refused, unless there is one part only (the pjit engine with one microbatch, or one device), or ``equal_parts`` says
+    that every part has the same sum. What is refused is a quotient that shows in the traced program; a loss may hide
+    one.
 
-    ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, and for weights of a
-    unit that are used outside of its calls.
+    ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, for a weight that
+    depends on the model, and for weights of a unit that are used outside of its calls.
     """
-    function = unchecked_gradients(plan, loss_fn, microbatches)
+    function = unchecked_gradients(plan, loss_fn, microbatches, has_aux)
 
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables | None = None
-    ) -> tuple[jax.Array, Buffers, Variables]:
+    ) -> tuple[Any, Buffers, Variables]:
         given = (weights, batch, variables or {})
         check_program(plan, jax.make_jaxpr(function)(*given), microbatches, equal_parts)
-        return function(*given)
+        loss, found, variables = function(*given)
+        return (loss.value, loss.aux) if has_aux else loss.value, found, variables
 
     return gradients
 
 
-def unchecked_gradients(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
+def unchecked_gradients(
+    plan: ShardingPlan, loss_fn: Loss, microbatches: int, has_aux: bool = False
+) -> StepGradients:
     """``make_gradients`` with ``variables`` required, whose caller reads the traced program (``check_program``)."""
     computed = _shard_map if plan.engine == "shard_map" else _pjit
-    return computed(plan, loss_fn, microbatches)
+
+    def parts(model: Any, rows: Any) -> LossParts:
+        return as_parts(loss_fn(model, rows), has_aux)
+
+    return computed(plan, parts, microbatches)
 
 
 def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
     """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem."""
     check_seals(program)
     parts = microbatches * (plan.num_devices if plan.engine == "shard_map" else 1)
-    if parts > 1 and not equal_parts:
-        check_means(program)
+    check_means(program, equal_parts=equal_parts or parts == 1)
 
 
-def _shard_map(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
-    def local(weights: Buffers, batch: Batch, given: Variables) -> tuple[jax.Array, Buffers, Variables]:
+def _shard_map(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int) -> StepGradients:
+    def local(weights: Buffers, batch: Batch, given: Variables) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         own = of_this_device(given, plan.axes)
         loss, variables, gradients = _accumulated(
             plan, loss_fn, hold(plan, weights), own, parts, microbatches
         )
         loss, finished = fence((loss, finish(plan, gradients)))
-        loss = lax.psum(loss, plan.axes.names)
+        loss = sum_over_devices(loss, plan.axes.names)
         variables, loss = of_all_devices(given, variables, plan.axes, loss)
-        return *_divided((loss, finished), plan.num_devices * microbatches), variables
+        return *divided(loss, finished, plan.num_devices * microbatches), variables
 
     specs = {key: stored.spec for key, stored in plan.arrays.items()}
     trained = {key: specs[key] for key in specs if key in plan.trainable}
@@ -99,7 +115,7 @@ def _shard_map(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradient
     )
 
 
-def _pjit(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
+def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int) -> StepGradients:
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
@@ -109,7 +125,7 @@ def _pjit(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
         )
 
-    def whole(weights: Buffers, batch: Batch, given: Variables) -> tuple[jax.Array, Buffers, Variables]:
+    def whole(weights: Buffers, batch: Batch, given: Variables) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
         sources = hold(plan, weights)
         loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, microbatches)
@@ -117,27 +133,28 @@ def _pjit(plan: ShardingPlan, loss_fn: Loss, microbatches: int) -> Gradients:
         variables = {
             path: lax.with_sharding_constraint(value, plan.replicated) for path, value in variables.items()
         }
-        return *_divided((loss, finish(plan, gradients)), microbatches), variables
+        return *divided(loss, finish(plan, gradients), microbatches), variables
 
     return whole
 
 
 def _accumulated(
     plan: ShardingPlan,
-    loss_fn: Loss,
+    loss_fn: LossFunction,
     sources: AllSources,
     variables: Variables,
     parts: Batch,
     microbatches: int,
-) -> tuple[jax.Array, Variables, AllCollectors]:
+) -> tuple[LossParts, Variables, AllCollectors]:
     """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
 
-    def one(rows: Batch, variables: Variables) -> tuple[jax.Array, Variables, AllCollectors]:
-        def loss(held: AllCollectors) -> tuple[jax.Array, Variables]:
-            return call_model(plan, held, sources, variables, loss_fn, rows)
+    def one(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
+        def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
+            found, changed = call_model(plan, held, sources, variables, loss_fn, rows)
+            return found.value, (found, changed)
 
-        (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(collectors(plan))
-        return value, variables, gradients
+        (_, (found, variables)), gradients = jax.value_and_grad(loss, has_aux=True)(collectors(plan))
+        return found, variables, gradients
 
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
@@ -152,7 +169,3 @@ def _accumulated(
 
     ((loss, gradients), variables), _ = lax.scan(add, (zeros, variables), parts)
     return loss, variables, gradients
-
-
-def _divided(summed: Any, count: int) -> Any:
-    return jax.tree.map(partial(divide_exactly, divisor=count), summed)

@@ -50,6 +50,6 @@ def main_dtype(given: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)
 
 
-def divide_exactly(x: jax.Array, divisor: int) -> jax.Array:
+def divide_exactly(x: jax.Array, divisor: int | jax.Array) -> jax.Array:
     """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
-    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor, x.dtype))
+    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor).astype(x.dtype))

@@ -84,7 +84,7 @@ class Group(Protocol):
 def check_not_donated(name: str, array: jax.Array) -> None:
     """Raises ``ValueError`` for an array without values."""
     # XLA does not check: a program that is given such an array crashes.
-    if array.is_deleted():
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
         raise ValueError(
             f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
             "state which that step returned"
@@ -247,10 +247,15 @@ class ShardingPlan:
         """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values."""
         stored, sharding = self.stored(key), self.sharding(key)
         check_not_donated(f"array {key!r}", array)
-        if array.shape != stored.shape or not array.sharding.is_equivalent_to(sharding, array.ndim):
+        # While a program is traced, arrays have no places yet.
+        traced = isinstance(array, jax.core.Tracer)
+        if array.shape != stored.shape or not (
+            traced or array.sharding.is_equivalent_to(sharding, array.ndim)
+        ):
+            found = "" if traced else f" with {array.sharding}"
             raise ValueError(
                 f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "
-                f"devices {dict(self.mesh.shape)}, got {array.shape} with {array.sharding}"
+                f"devices {dict(self.mesh.shape)}, got {array.shape}{found}"
             )
 
     def merge(

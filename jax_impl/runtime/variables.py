@@ -11,6 +11,7 @@ its own, because its number is folded into every random key. After a step there 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import DataParallelMesh
 
 Variables = dict[str, jax.Array]
+T = TypeVar("T")
 
 
 def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
@@ -34,8 +36,8 @@ def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -
 
 
 def of_all_devices(
-    before: Mapping[str, jax.Array], after: Mapping[str, jax.Array], axes: DataParallelMesh, last: jax.Array
-) -> tuple[Variables, jax.Array]:
+    before: Mapping[str, jax.Array], after: Mapping[str, jax.Array], axes: DataParallelMesh, last: T
+) -> tuple[Variables, T]:
     """One value for all devices from each device's; the collectives wait for ``last`` and then for each other."""
     merged: Variables = {}
     for path, value in after.items():

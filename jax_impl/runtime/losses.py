@@ -1,0 +1,114 @@
+"""What a loss returns for a part of the batch, and how the parts of a step come together.
+
+A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit engine those of all
+devices. A loss returns the mean over its part, or ``(sum, weight)``, such as summed token losses and their number::
+
+    returned          a part adds                the step's loss and gradients      statistics beside it (``aux``)
+    mean              mean, and 1                sum / number of parts              floats: weighted mean of the parts
+    (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
+
+Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as much as 3 of another.
+A batch whose weights are all zero has loss and gradients of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_impl.comm.collectives import fence
+from jax_impl.modules.uneven_means import mark_loss, mark_weight
+from jax_impl.runtime.precision import divide_exactly
+
+
+class LossParts(NamedTuple):
+    """Of a part, or summed over several. ``weight``: None where every part counts once. ``aux``: a pytree or None."""
+
+    value: jax.Array
+    weight: jax.Array | None
+    aux: Any
+
+
+def as_parts(returned: Any, has_aux: bool) -> LossParts:
+    """What a loss returned, in a form that can be summed over parts; ``ValueError`` for anything else."""
+    aux = None
+    if has_aux:
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise ValueError(f"loss: expected (loss, aux), since has_aux=True, got {_described(returned)}")
+        returned, aux = returned
+    pair = isinstance(returned, tuple) and len(returned) == 2 and all(_is_number(x) for x in returned)
+    if not pair and not (_is_number(returned) and jnp.issubdtype(jnp.result_type(returned), jnp.floating)):
+        raise ValueError(
+            f"loss: expected a floating-point scalar, or (sum, weight) of two scalars, got {_described(returned)}. To "
+            "return statistics beside the loss, give has_aux=True and return (loss, statistics)"
+        )
+    if not pair:
+        return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
+    value, weight = (jnp.asarray(x) for x in returned)
+    # A count in bfloat16 would end at 256.
+    dtype = jnp.promote_types(value.dtype, jnp.float32)
+    weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
+    return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int | np.generic | np.ndarray | jax.Array) and jnp.shape(value) == ()
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return f"a tuple of {', '.join(map(_described, returned)) or 'nothing'}"
+    if isinstance(returned, np.ndarray | jax.Array):
+        return f"{returned.dtype} of shape {returned.shape}"
+    return type(returned).__name__
+
+
+def _addable(aux: Any, weight: jax.Array | None) -> Any:
+    def addable(leaf: Any) -> jax.Array:
+        value = lax.stop_gradient(jnp.asarray(leaf))
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+        return value if weight is None else value * weight.astype(value.dtype)
+
+    return jax.tree.map(addable, aux)
+
+
+def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
+    """Inside ``shard_map``: a collective for each dtype, one after another."""
+    leaves, tree = jax.tree.flatten(parts)
+    by_dtype: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(index)
+    last: list[jax.Array] = []
+    for indices in by_dtype.values():
+        own, last = fence(([leaves[i] for i in indices], last))
+        if len(own) == 1:
+            own = [lax.psum(own[0], axes)]
+        else:
+            summed = lax.psum(jnp.concatenate([x.reshape(-1) for x in own]), axes)
+            ends = np.cumsum([x.size for x in own])[:-1]
+            own = [part.reshape(x.shape) for part, x in zip(jnp.split(summed, ends), own, strict=True)]
+        last = own
+        for index, value in zip(indices, own, strict=True):
+            leaves[index] = value
+    return jax.tree.unflatten(tree, leaves)
+
+
+def divided(parts: LossParts, gradients: Any, count: int) -> tuple[LossParts, Any]:
+    """Means from sums over ``count`` parts, of the loss, its floating-point statistics and the gradients."""
+    divide = _divider(parts.weight, count)
+    aux = jax.tree.map(lambda x: divide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, parts.aux)
+    return LossParts(divide(parts.value), parts.weight, aux), jax.tree.map(divide, gradients)
+
+
+def _divider(weight: jax.Array | None, count: int) -> Callable[[jax.Array], jax.Array]:
+    if weight is None:
+        return lambda x: divide_exactly(x, count)
+    # Without any weight the sums are zeros, too.
+    divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    return lambda x: divide_exactly(x, divisor)
