@@ -22,8 +22,8 @@ own.
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
 all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part, or ``(sum, weight)``.
 Gradients accumulate in the grad dtype, by default the main weights'. A step donates the state that it is given, unless
-``donate=False``. A step is two programs: gradients, then the update. Inside of ``jax.jit`` or ``jax.lax.scan`` a step is
-a part of that one program; ``step.lower(abstract_state(plan, optimizer), shapes)`` compiles it ahead.
+``donate=False``. A step is two programs: gradients, then the update. Inside of ``jax.jit`` or ``jax.lax.scan`` a step
+is a part of that one program; ``step.lower(abstract_state(plan, optimizer), shapes)`` compiles it ahead.
 
 **Collectives** are those of the strategy (bridge/sharding/README.md), with one all-reduce an axis for ``no_shard`` on
 two axes. Tests count them in the jaxpr and in the program that XLA compiled, with sizes and dtypes.

@@ -1,4 +1,4 @@
-"""Losses that return a weight or statistics, against the plain model on the whole batch; steps inside other programs."""
+"""Losses that return a weight or statistics, against the plain model on the whole batch; steps in other programs."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str
     np.testing.assert_allclose(found["per_position"], expected["per_position"], rtol=1e-5)
     assert found["hits"] == expected["hits"]
     assert found["any"] == microbatches * (4 if engine == "shard_map" else 1)
-    state, metrics = step(init_state(plan, weights, optax.sgd(0.1)), full)
+    _, metrics = step(init_state(plan, weights, optax.sgd(0.1)), full)
     assert metrics.keys() == {"loss", "aux"}
     np.testing.assert_allclose(metrics["aux"]["inside"], expected["inside"], rtol=1e-6)
 
