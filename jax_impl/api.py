@@ -30,7 +30,7 @@ from jax_impl.modules.module_tree import (
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
 from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup, cut_dimension
+from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.precision import Precision, main_dtype
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
 
@@ -140,12 +140,11 @@ def _logical_group(
     mesh: Mesh,
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
-    arrays = []
-    for path, shape in zip(paths, shapes, strict=True):
-        cut = cut_dimension(shape, wire.axes.shards(strategy.optimizer)) if strategy.optimizer else None
-        dimension = None if cut is None else cut + len(stack)
-        arrays.append(LogicalArray(path, (*stack, *shape), wire.main, wire, strategy.optimizer, dimension))
-    return LogicalGroup(module.path, tuple(arrays), mesh, wire, strategy, trainable, module.layers)
+    arrays = tuple(
+        logical_array(path, (*stack, *shape), wire, strategy, module.layers)
+        for path, shape in zip(paths, shapes, strict=True)
+    )
+    return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
 
 
 def _wire(axes: DataParallelMesh, precision: Precision, module: UnitModule) -> Wire:

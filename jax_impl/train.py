@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.trial import check_optimizer
+from jax_impl.optimizer.logical import fitted
 from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
@@ -58,8 +58,8 @@ def init_state(
     ``variables``: ``variable_leaves(model)`` of a model that has variables other than parameters. Raises ``ValueError``
     when they are missing, or others than the plan's.
     """
-    trained = trainable(plan, weights)
-    return TrainState(weights, _placed(plan, optimizer.init, trained), place_variables(plan, variables or {}))
+    opt_state = _placed(plan, fitted(plan, optimizer).init, trainable(plan, weights))
+    return TrainState(weights, opt_state, place_variables(plan, variables or {}))
 
 
 def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
@@ -73,7 +73,7 @@ def abstract_state(plan: ShardingPlan, optimizer: optax.GradientTransformation) 
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
         for key, stored in plan.arrays.items()
     }
-    moments = jax.eval_shape(optimizer.init, trainable(plan, weights))
+    moments = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
     opt_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moments,
@@ -171,11 +171,10 @@ class TrainStep:
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"expected microbatches >= 1, got {microbatches}")
-        check_optimizer(plan, optimizer)
         self._plan = plan
         self._microbatches = microbatches
         self._options = options
-        self._optimizer = optimizer
+        self._optimizer = fitted(plan, optimizer)
         self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches, options.has_aux))
         self._checked: set[Any] = set()
         self._update: Callable[..., tuple[Buffers, Any]] | None = None

@@ -52,6 +52,7 @@ from jax_impl.checkpoint.names import (
     train_values,
 )
 from jax_impl.comm.agreement import Processes
+from jax_impl.optimizer.logical import fitted
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.train import TrainState, trainable
@@ -207,7 +208,9 @@ def load_checkpoint(
         weights: dict[str, Any] = {
             key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
         }
-        opt_state = None if optimizer is None else jax.eval_shape(optimizer.init, trainable(plan, weights))
+        opt_state = None
+        if optimizer is not None:
+            opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
         with OrbaxReader(path) as reader:
             check_tensors(reader, kinds(plan, weights, opt_state), with_optimizer=optimizer is not None)
             objects = {reader.object_paths[name]: value for name, value in reader.objects.items()}

@@ -82,9 +82,10 @@ class Contents:
 
     def _declare(self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Buffers) -> None:
         for path, param in self.plan.parameters.items():
-            if param.key in by_key:
-                dtype = np.dtype(by_key[param.key].dtype)
-                blocks = _blocks(self.plan, param.key, param.shape, dtype.itemsize)
+            key = self.plan.holding(by_key, path)
+            if key is not None:
+                dtype = np.dtype(by_key[key].dtype)
+                blocks = _blocks(self.plan, key, param.shape, dtype.itemsize)
                 chunks.add_tensor(
                     writer.add_tensor((*name.split("/"), *path.split("/")), param.shape, dtype, blocks)
                 )

@@ -40,14 +40,19 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
         name = "/".join(parts)
         if located is not None:
             entries.setdefault(name, {})[located[0]] = leaf
-        elif leaf.shape == () and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts):
+        elif not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not _lies(leaf):
             entries[name] = leaf
         else:
             raise ValueError(
-                f"optimizer state {name!r}: expected one array for each of the weights' or a single named number, got "
-                f"{leaf.dtype} of shape {leaf.shape}"
+                f"optimizer state {name!r}: expected an array for each of the weights', or a named one that is whole "
+                f"on every device, got {leaf.dtype} of shape {leaf.shape}"
             )
     return entries
+
+
+def _lies(leaf: Any) -> bool:
+    """Whether an array is cut over devices, in a way that only its optimizer knows."""
+    return isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
 
 
 def parts_of(keys: tuple[Any, ...]) -> list[str]:
@@ -64,8 +69,9 @@ def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kin
     for name, value in {"params": weights, **optimizer_tensors(plan, opt_state)}.items():
         if isinstance(value, Mapping):
             for path, param in plan.parameters.items():
-                if param.key in value:
-                    expected[f"{name}/{path}"] = Kind(param.shape, np.dtype(value[param.key].dtype))
+                key = plan.holding(value, path)
+                if key is not None:
+                    expected[f"{name}/{path}"] = Kind(param.shape, np.dtype(value[key].dtype))
         else:
             expected[name] = Kind(tuple(value.shape), np.dtype(value.dtype))
     for path, variable in plan.variables.items():

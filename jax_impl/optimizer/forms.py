@@ -122,6 +122,15 @@ def by_name(arrays: Sequence[TriedArray]) -> Form:
     return Form(pack, unpack)
 
 
+FORMS = ("name", "unit")
+"""Trees of parameters: the model's own, and parameters under their units."""
+
+
+def form_named(name: str, arrays: Sequence[TriedArray]) -> Form:
+    """One of ``FORMS``."""
+    return by_name(arrays) if name == "name" else by_unit(arrays)
+
+
 def of_each_kind(arrays: tuple[TriedArray, ...]) -> tuple[TriedArray, ...]:
     """The first two and the last of parameters that differ in the numbers in their names only."""
     kinds: dict[Any, list[str]] = {}

@@ -1,10 +1,10 @@
 """A trial of an optimizer before it trains: does it do to a plan's arrays what it would do to the model's parameters?
 
-An optax transformation sees the arrays of the train state: with the shard_map engine one flat array a unit, with the
-pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by ``ndim``) would
-train as something else there, without a word. Whether it does is found out, not looked up: the same small random
-numbers go through the transformation as the engine's arrays and as the model's own tree, and the updates are
-compared::
+An elementwise optax transformation may run on the arrays of the train state: with the shard_map engine one flat array a
+unit, with the pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by
+``ndim``) would train as something else there, without a word; ``logical.py`` is for those. Which an optimizer is is
+found out, not looked up: the same small random numbers go through the transformation as the engine's arrays and as the
+model's own tree, and the updates are compared::
 
     model's tree    {"layers": {"0": {"kernel": [3, 4], "bias": [4]}}}      {"layers/0": [17]}    engine's arrays
                                     | update                                    | update
@@ -28,20 +28,18 @@ import numpy as np
 import optax
 
 from jax_impl.optimizer.forms import (
+    FORMS,
     Form,
     TriedArray,
     Values,
-    arrays_of,
     by_name,
     by_path,
-    by_unit,
     flat_form,
+    form_named,
     numbers,
     of_each_kind,
     reduced,
 )
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.runtime.sharding_plan import ShardingPlan
 
 # Relative to a parameter's largest update. Equal operations on equal numbers give equal bits; only sums over all
 # parameters (a global norm) are taken in another order.
@@ -53,53 +51,52 @@ _MOST_STEPS = 65
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
-def check_optimizer(plan: ShardingPlan, optimizer: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` for an optimizer that would train something else on the plan's arrays than on parameters.
-
-    The error names a parameter whose update differs, and the way out.
-    """
-    # What it does to an element depends on nothing else, by its own specification.
-    if not isinstance(optimizer, MainWeightTransformation):
-        _check(optimizer, arrays_of(plan), plan.engine == "shard_map")
-
-
 # Several steps of one plan (other microbatches, another loss) need one trial.
 @functools.lru_cache(maxsize=16)
-def _check(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool) -> None:
-    difference, raised = None, None
-    # All parameters only where some will not do, as for a mask that is a dictionary by unit: they take seconds.
-    for tried in dict.fromkeys((of_each_kind(arrays), arrays)):
-        try:
-            difference, raised = _difference(optimizer, tried, flat), None
-            break
-        except _OwnFormError as error:
-            raised = error.__cause__
-    if raised is not None:
-        raise ValueError(_cannot(raised, flat)) from raised
-    if difference is not None:
-        raise ValueError(_refusal(difference, flat))
-
-
-def _difference(
+def tried(
     optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool
 ) -> str | None:
-    """What the engine's arrays change, in words. Raises ``_OwnFormError`` where the optimizer cannot update them."""
+    """None where the optimizer may run on the engine's arrays; else the one of ``FORMS`` that it is to be given.
+
+    Raises ``ValueError`` for an optimizer that can update neither.
+    """
+    raised: BaseException | None = None
+    # All parameters only where some will not do, as for a mask that is a dictionary by unit: they take seconds.
+    for some in dict.fromkeys((of_each_kind(arrays), arrays)):
+        try:
+            return _form(optimizer, some, flat)
+        except _NoFormError as error:
+            raised = error.__cause__
+    raise ValueError(_cannot(raised, flat)) from raised
+
+
+def _form(
+    optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool
+) -> str | None:
+    """As ``tried``. Raises ``_NoFormError`` where the optimizer can update no form of these arrays."""
     small = reduced(arrays)
     own = flat_form(small) if flat else by_path(small)
-    # Where the model's own tree does not fit, as for that mask: parameters under their units.
-    references = [by_name(small), by_unit(small)] if flat else [by_name(small)]
+    failed: BaseException | None = None
     with jax.default_device(_cpu()):
-        for reference in references:
+        # Where the model's own tree does not fit, as for that mask: parameters under their units.
+        for name in FORMS if flat else FORMS[:1]:
             try:
                 # Inside of a traced program the trial still has numbers.
                 with jax.ensure_compile_time_eval():
-                    found = _compared(optimizer, small, own, reference)
+                    same = _same(optimizer, small, own, form_named(name, small))
             except _ReferenceFormError:
                 continue
-            if found is None and flat and small != arrays and _sizes_matter(optimizer, small, arrays):
-                return "other operations run on large parameters than on small ones"
-            return found
-    return None
+            except _OwnFormError as error:
+                failed = error.__cause__
+                if _can_update(optimizer, small, form_named(name, small)):
+                    return name
+                continue
+            large = flat and small != arrays
+            return None if same and not (large and _sizes_matter(optimizer, small, arrays)) else name
+    if failed is None:
+        # Only the engine's arrays fit: the optimizer was made for them.
+        return None
+    raise _NoFormError from failed
 
 
 def _cpu() -> Any:
@@ -110,6 +107,10 @@ def _cpu() -> Any:
         return None
 
 
+class _NoFormError(Exception):
+    """An optimizer can update neither the engine's arrays nor a tree of parameters; the cause says why."""
+
+
 class _OwnFormError(Exception):
     """An optimizer cannot update the engine's arrays; the cause says why."""
 
@@ -118,14 +119,27 @@ class _ReferenceFormError(Exception):
     """It cannot update the tree that it is compared on."""
 
 
-def _compared(
+def _can_update(
+    optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], form: Form
+) -> bool:
+    def step(weights: Values) -> Any:
+        tree = form.pack(weights)
+        return optimizer.update(tree, optimizer.init(tree), tree)
+
+    try:
+        jax.eval_shape(step, numbers(arrays, 0, spread=1))
+    except Exception:
+        return False
+    return True
+
+
+def _same(
     optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], own: Form, reference: Form
-) -> str | None:
-    """The first parameter whose update is another in the form ``own`` than in ``reference``, in words.
+) -> bool:
+    """Whether all parameters get the same updates in the form ``own`` as in ``reference``.
 
     Raises ``_OwnFormError`` or ``_ReferenceFormError`` where the optimizer raises for one of them.
     """
-    shapes = {path: shape for array in arrays for path, shape in zip(array.paths, array.shapes, strict=True)}
     steps = [_compiled(optimizer, form) for form in (own, reference)]
     # Gradients of zero show what does not come from them, however small its share (weight decay).
     for zeros, most in ((True, 1), (False, _MOST_STEPS)):
@@ -135,14 +149,12 @@ def _compared(
         for step, mine, theirs in zip(range(1, most + 1), found, expected, strict=False):
             for path, (update, weight) in mine.items():
                 largest = 0.0 if zeros else float(np.max(np.abs(weight), initial=0))
-                share = _share(update, theirs[path][0], largest)
-                if share:
-                    where = f"parameter {path!r} {shapes[path]}"
-                    return f"its update of {where} is off by {share:.0%} of the largest element"
+                if not _agree(update, theirs[path][0], largest):
+                    return False
                 moved = moved or bool(np.any(update))
             if moved and step >= _STEPS:
                 break
-    return None
+    return True
 
 
 def _compiled(
@@ -161,8 +173,8 @@ def _compiled(
     return jax.jit(init, compiler_options=_QUICK), jax.jit(update, compiler_options=_QUICK)
 
 
-def _share(found: np.ndarray, expected: np.ndarray, weight: float) -> float:
-    """The largest difference over the largest element; 0 where it is that of rounding."""
+def _agree(found: np.ndarray, expected: np.ndarray, weight: float) -> bool:
+    """Whether the largest difference is that of rounding."""
     with np.errstate(all="ignore"):
         apart = np.where(
             (found == expected) | (np.isnan(found) & np.isnan(expected)), 0, np.abs(found - expected)
@@ -170,11 +182,8 @@ def _share(found: np.ndarray, expected: np.ndarray, weight: float) -> float:
     largest = float(
         np.max(np.abs(np.stack([found, expected])), initial=0, where=np.isfinite([found, expected]))
     )
-    most = float(np.max(apart, initial=0))
     # Some transformations work with new weights, and give the difference from the old ones.
-    if most <= _TOLERANCE * largest + 2**-22 * weight:
-        return 0.0
-    return most / largest if largest else math.inf
+    return float(np.max(apart, initial=0)) <= _TOLERANCE * largest + 2**-22 * weight
 
 
 def _updates(
@@ -234,25 +243,9 @@ def _operations(
     return [equation.primitive.name for equation in jax.make_jaxpr(update)(weights, gradients).eqns]
 
 
-def _refusal(difference: str, flat: bool) -> str:
-    if flat:
-        return (
-            "optimizer: expected a transformation that does to each element the same wherever the element lies, since "
-            'engine="shard_map" gives it one flat array a unit, got one that looks at shapes or names of parameters, '
-            f'or draws random numbers by shape: in a trial on random numbers {difference}. Give engine="pjit" to '
-            "fully_shard: there it sees {path: array}, each parameter in its own shape"
-        )
-    return (
-        'optimizer: expected a transformation that finds parameters by their whole path, since engine="pjit" gives it '
-        "{path: array} with paths such as 'layers/0/bias', got one that looks at names in the model's own tree: in a "
-        f"trial on random numbers {difference}"
-    )
-
-
-def _cannot(error: BaseException, flat: bool) -> str:
+def _cannot(error: BaseException | None, flat: bool) -> str:
     given = "one flat array a unit, by unit" if flat else "{path: array}"
-    way = '. engine="pjit" gives {path: array}, each parameter in its own shape' if flat else ""
     return (
-        f"optimizer: expected a transformation that updates {given}, from gradients, state and weights alone, got "
-        f"{type(error).__name__}: {str(error)[:500]}{way}"
+        f"optimizer: expected a transformation that updates {given}, or the tree of the model's parameters, from "
+        f"gradients, state and weights alone, got {type(error).__name__}: {str(error)[:500]}"
     )

@@ -104,6 +104,13 @@ class FlatGroup:
             return unpack(self.layout, arrays[0])
         return jax.vmap(lambda flat: unpack(self.layout, flat))(arrays[0])
 
+    def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Parameters as the model has them -> the array; the inverse of ``logical``."""
+        cast = [leaf.astype(self.dtype) for leaf in leaves]
+        if self.layers is None:
+            return (pack(self.layout, cast),)
+        return (jax.vmap(lambda *layer: pack(self.layout, layer))(*cast),)
+
     def numel(self, index: Index) -> int:
         """Elements of parameters in the shard of the array at ``index``, as ``jax.Shard.index`` gives it."""
         rows = self.layout.row_ranges(self._rank(index))

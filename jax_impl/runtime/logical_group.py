@@ -74,6 +74,18 @@ class LogicalArray:
         return tuple(len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True))
 
 
+def logical_array(
+    path: str, shape: Sequence[int], wire: Wire, strategy: Strategy, layers: int | None
+) -> LogicalArray:
+    """A parameter of ``shape``, with that of a stack's layers; a layer is not cut apart from the others."""
+    stack = 0 if layers is None else 1
+    cut = None
+    if strategy.optimizer:
+        cut = cut_dimension(shape[stack:], wire.axes.shards(strategy.optimizer))
+    dimension = None if cut is None else cut + stack
+    return LogicalArray(path, tuple(shape), wire.main, wire, strategy.optimizer, dimension)
+
+
 @dataclass(frozen=True)
 class LogicalGroup:
     """``arrays``: the parameters at rest, in the order of the unit. ``layers``: of a stack, or None."""
@@ -123,6 +135,9 @@ class LogicalGroup:
 
     def logical(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(arrays)
+
+    def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(leaves)
 
     def _lying(
         self, values: Iterable[jax.Array], level: int, *, one_layer: bool = False

@@ -13,6 +13,7 @@ With the shard_map engine a group is one flat array, with the pjit engine one ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ from jax_impl.comm.mesh import DataParallelMesh
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.logical_group import LogicalArray, logical_array
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -79,6 +81,7 @@ class Group(Protocol):
     def reduce(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
     def finish(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
     def logical(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
+    def at_rest(self, leaves: Arrays) -> tuple[jax.Array, ...]: ...
 
 
 def check_not_donated(name: str, array: jax.Array) -> None:
@@ -181,8 +184,19 @@ class ShardingPlan:
             and not any(self.arrays[info.key].spec)
         )
 
+    @cached_property
+    def logical(self) -> Mapping[str, LogicalArray]:
+        """How the moments of an optimizer lie that sees parameters, by path (``optimizer/logical.py``)."""
+        found = {}
+        for unit in self.units.values():
+            for group in unit.groups:
+                for path in group.paths if group.trainable else ():
+                    shape = self.parameters[path].shape
+                    found[path] = logical_array(path, shape, group.wire, group.strategy, group.layers)
+        return MappingProxyType(found)
+
     def sharding(self, key: str) -> NamedSharding:
-        """Of the array ``key`` of weights, gradients and moments."""
+        """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
 
     @property
@@ -195,14 +209,22 @@ class ShardingPlan:
 
     def stored(self, key: str) -> Stored:
         """Raises ``ValueError`` for an unknown key."""
-        if key not in self.arrays:
+        if key in self.arrays:
+            return self.arrays[key]
+        if key not in self.logical:
             raise ValueError(f"expected an array among {list(self.arrays)[:12]}, got {key!r}")
-        return self.arrays[key]
+        return self.logical[key]
+
+    def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
+        """The key under which ``buffers`` have the parameter: its array's, or its own path; None if they lack it."""
+        keys = (self.parameters[path].key, path)
+        return next((key for key in keys if key in buffers), None)
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
         """The key of the array that ``leaf`` at the tree path ``path`` is, and the path without that key.
 
-        None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys.
+        None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys. The state
+        of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
         """
         places = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
         # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
@@ -210,6 +232,12 @@ class ShardingPlan:
             key = path[i].key
             if key in self.arrays and leaf.shape == self.arrays[key].shape:
                 return key, (*path[:i], *path[i + 1 :])
+        for first, last in sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: s[0] - s[1]):
+            keys = [getattr(entry, "key", None) for entry in path[first:last]]
+            if all(isinstance(key, str) for key in keys):
+                name = "/".join(keys)
+                if name in self.logical and leaf.shape == self.logical[name].shape:
+                    return name, (*path[:first], *path[last:])
         return None
 
     def local_pieces(self, key: str, array: jax.Array) -> Iterator[Piece]:

@@ -1,0 +1,90 @@
+"""Optimizers that look at shapes or names (Muon, a decay mask by ``ndim``): they get the model's own parameters.
+
+At rest weights stay as the plan says, and moments lie like the pjit engine's: each parameter's cut along a dimension
+that divides, or whole. Only in the update are weights and gradients brought together, unit by unit::
+
+    flat [padded], sharded -> all-gather -> parameters, cut as the moments are -> update -> flat, sharded
+
+That moves the elements three times more in a step than an elementwise optimizer does, which runs on the shards as they
+are; so `fitted` asks the trial which of the two an optimizer is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.forms import Form, arrays_of, form_named
+from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer.trial import tried
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+
+
+def fitted(plan: ShardingPlan, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation of the plan's arrays that trains as ``optimizer`` does on the unsharded model.
+
+    ``optimizer`` itself where it does the same to each element wherever the element lies; else one that gives it the
+    model's parameters, as a tree by name. A trial on small random numbers tells which (``trial.py``).
+
+    Raises ``ValueError`` for an optimizer that can update neither.
+    """
+    # What this one does to an element depends on nothing else, by its own specification.
+    if isinstance(optimizer, MainWeightTransformation):
+        return optimizer
+    arrays = arrays_of(plan)
+    form = tried(optimizer, arrays, plan.engine == "shard_map")
+    return optimizer if form is None else _on_parameters(plan, optimizer, form_named(form, arrays))
+
+
+def _on_parameters(
+    plan: ShardingPlan, optimizer: optax.GradientTransformation, form: Form
+) -> optax.GradientTransformation:
+    def init(weights: Buffers) -> Any:
+        return optimizer.init(form.pack(_parameters(plan, weights)))
+
+    def update(gradients: Buffers, state: Any, weights: Buffers) -> tuple[Buffers, Any]:
+        given, own = (form.pack(_parameters(plan, buffers)) for buffers in (gradients, weights))
+        updates, state = optimizer.update(given, state, own)
+        return _arrays(plan, form.unpack(updates)), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _parameters(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
+    """By path, what the arrays hold; each cut as its moments are."""
+    found: dict[str, jax.Array] = {}
+    last: Any = ()
+    for unit in plan.units.values():
+        for group in unit.groups:
+            if not group.trainable:
+                continue
+            # One gather after another: see forward.hold.
+            arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
+            if plan.engine == "shard_map":
+                arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
+            last = group.logical(arrays)
+            found.update(zip(group.paths, last, strict=True))
+    return {
+        path: jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, plan.logical[path].spec))
+        for path, x in found.items()
+    }
+
+
+def _arrays(plan: ShardingPlan, parameters: Any) -> Buffers:
+    """The plan's arrays that hold these."""
+    found: Buffers = {}
+    for unit in plan.units.values():
+        for group in unit.groups:
+            if group.trainable:
+                found.update(
+                    zip(group.stored, group.at_rest([parameters[path] for path in group.paths]), strict=True)
+                )
+    return {
+        key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in found.items()
+    }
