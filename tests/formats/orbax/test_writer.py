@@ -594,7 +594,9 @@ def test_numbers_that_json_lacks_keep_their_bits(tmp_path: Path, bits: str) -> N
 
 
 def test_chunks_lie_aligned_in_the_file_so_that_they_are_lent_as_ordinary_arrays(tmp_path: Path) -> None:
-    write(tmp_path / "ckpt", {"a": random_bits((13,), np.dtype(np.int8), 1), "b": random_bits((5, 3), F32, 2)})
+    write(
+        tmp_path / "ckpt", {"a": random_bits((13,), np.dtype(np.int8), 1), "b": random_bits((5, 3), F32, 2)}
+    )
     with OrbaxReader(tmp_path / "ckpt") as reader:
         for name in ("a", "b"):
             loan = reader.lend(name, Box.whole(reader.tensors[name].shape))
