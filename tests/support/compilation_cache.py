@@ -1,8 +1,8 @@
 """JAX's persistent compilation cache for the tests, which spend most of their time compiling.
 
 The cache lies outside of the checkout, so that a fresh clone on the same machine is warm. Its key is the program, the
-options and jaxlib, so that a change of the code under test is compiled. It holds the programs of the tests' own
-processes; the processes that tests start compile for themselves.
+options and jaxlib, so that a change of the code under test is compiled. It holds the programs of processes that call
+`start`: the tests' own, and few others.
 
 One kind of program is never kept: with a collective in a loop or another called computation. Loaded from the cache on
 the CPU (jaxlib 0.10.2), such programs now and then compute NaN, crash or wait for ever. With them in the cache,
@@ -20,7 +20,7 @@ from typing import Any
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)(-start)?\("
 )
-_SECONDS = 0.1  # a program that compiles faster is not worth a file
+_SECONDS = 0.0  # thousands of small programs take as long as a few large ones
 
 _started = False
 

@@ -23,6 +23,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
+from tests.support import compilation_cache
+
 Tree = Any
 ROWS = 24
 
@@ -145,6 +147,9 @@ def main() -> None:
     if processes:
         address, count, index = processes.split(",")
         jax.distributed.initialize(address, int(count), int(index))
+    else:
+        # Every job compiles the same few programs.
+        compilation_cache.start()
     results = []
     for job in json.loads(sys.argv[1]):
         results.append({"save": save, "load": load}[job.pop("do")](**job))
