@@ -12,8 +12,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer.logical import fitted
+from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated

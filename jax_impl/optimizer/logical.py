@@ -11,8 +11,6 @@ are; so `fitted` asks the trial which of the two an optimizer is.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,6 +83,4 @@ def _arrays(plan: ShardingPlan, parameters: Any) -> Buffers:
                 found.update(
                     zip(group.stored, group.at_rest([parameters[path] for path in group.paths]), strict=True)
                 )
-    return {
-        key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in found.items()
-    }
+    return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in found.items()}

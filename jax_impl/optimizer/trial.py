@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,9 +52,7 @@ _QUICK = {"xla_backend_optimization_level": 0}
 
 # Several steps of one plan (other microbatches, another loss) need one trial.
 @functools.lru_cache(maxsize=16)
-def tried(
-    optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool
-) -> str | None:
+def tried(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool) -> str | None:
     """None where the optimizer may run on the engine's arrays; else the one of ``FORMS`` that it is to be given.
 
     Raises ``ValueError`` for an optimizer that can update neither.
@@ -70,9 +67,7 @@ def tried(
     raise ValueError(_cannot(raised, flat)) from raised
 
 
-def _form(
-    optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool
-) -> str | None:
+def _form(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool) -> str | None:
     """As ``tried``. Raises ``_NoFormError`` where the optimizer can update no form of these arrays."""
     small = reduced(arrays)
     own = flat_form(small) if flat else by_path(small)
@@ -119,9 +114,7 @@ class _ReferenceFormError(Exception):
     """It cannot update the tree that it is compared on."""
 
 
-def _can_update(
-    optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], form: Form
-) -> bool:
+def _can_update(optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], form: Form) -> bool:
     def step(weights: Values) -> Any:
         tree = form.pack(weights)
         return optimizer.update(tree, optimizer.init(tree), tree)

@@ -233,11 +233,9 @@ class ShardingPlan:
             if key in self.arrays and leaf.shape == self.arrays[key].shape:
                 return key, (*path[:i], *path[i + 1 :])
         for first, last in sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: s[0] - s[1]):
-            keys = [getattr(entry, "key", None) for entry in path[first:last]]
-            if all(isinstance(key, str) for key in keys):
-                name = "/".join(keys)
-                if name in self.logical and leaf.shape == self.logical[name].shape:
-                    return name, (*path[:first], *path[last:])
+            name = "/".join(str(getattr(entry, "key", "")) for entry in path[first:last])
+            if name in self.logical and leaf.shape == self.logical[name].shape:
+                return name, (*path[:first], *path[last:])
         return None
 
     def local_pieces(self, key: str, array: jax.Array) -> Iterator[Piece]:

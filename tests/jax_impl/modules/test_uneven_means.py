@@ -153,7 +153,8 @@ def test_a_quotient_by_a_sum_over_the_batch_is_refused(loss_fn: Any) -> None:
     plan, weights = sharded(2)
     for microbatches in (1, 2):
         with pytest.raises(
-            ValueError, match=r"quotient by a sum over the batch.*Return \(sum\(loss \* mask\), sum\(mask\)\).*equal_parts"
+            ValueError,
+            match=r"quotient by a sum over the batch.*Return \(sum\(.*\), sum\(mask\)\).*equal_parts",
         ):
             traced(plan, weights, loss_fn, microbatches)
 
