@@ -58,7 +58,7 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
             located = plan.locate_buffer(path, leaf)
             for shard in leaf.addressable_shards:
                 stored = shard.data.nbytes
-                real = plan.arrays[located[0]].numel(shard.index) * leaf.dtype.itemsize if located else stored
+                real = plan.stored(located[0]).numel(shard.index) * leaf.dtype.itemsize if located else stored
                 (kind if located else other)[shard.device] += real
                 padding[shard.device] += stored - real
 
