@@ -174,7 +174,8 @@ class TrainStep:
         self._plan = plan
         self._microbatches = microbatches
         self._options = options
-        self._optimizer = fitted(plan, optimizer)
+        self._optimizer = optimizer
+        self._fitted = fitted(plan, optimizer)
         self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches, options.has_aux))
         self._checked: set[Any] = set()
         self._update: Callable[..., tuple[Buffers, Any]] | None = None
@@ -192,14 +193,16 @@ class TrainStep:
         loss, gradients, variables = self._run(state.weights, batch, state.variables)
         if _is_traced(state):
             shardings = self._plan.shardings, _shardings(self._plan, state.opt_state)
-            updated = self._updated(state.weights, state.opt_state, gradients)
+            updated = self._updated(state.weights, state.opt_state, gradients, loss.value)
             weights, opt_state = jax.lax.with_sharding_constraint(updated, shardings)
         else:
             if self._update is None:
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
                 donated = (0, 1) if self._options.donate else ()
                 self._update = jax.jit(self._updated, donate_argnums=donated, out_shardings=shardings)
-            weights, opt_state = self._settled(self._update(state.weights, state.opt_state, gradients))
+            weights, opt_state = self._settled(
+                self._update(state.weights, state.opt_state, gradients, loss.value)
+            )
         return TrainState(weights, opt_state, variables), self._metrics(loss)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
@@ -257,12 +260,14 @@ class TrainStep:
                 "them to init_state, or to gradients"
             )
 
-    def _updated(self, weights: Buffers, opt_state: Any, gradients: Buffers) -> tuple[Buffers, Any]:
-        optimizer, trained = self._optimizer, trainable(self._plan, weights)
-        if isinstance(optimizer, MainWeightTransformation):
-            trained, opt_state = optimizer.apply(gradients, opt_state, trained)
+    def _updated(
+        self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array
+    ) -> tuple[Buffers, Any]:
+        trained = trainable(self._plan, weights)
+        if isinstance(self._optimizer, MainWeightTransformation):
+            trained, opt_state = self._optimizer.apply(gradients, opt_state, trained)
         else:
-            updates, opt_state = optimizer.update(gradients, opt_state, trained)
+            updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
             trained = optax.apply_updates(trained, updates)
         return {key: trained.get(key, array) for key, array in weights.items()}, opt_state
 
@@ -301,12 +306,12 @@ def make_train_step(
     ``donate``: whether a step may take the memory of the state that it is given. ``wait``: whether a step returns when
     its results are there; by default only on simulated devices, which need it.
 
-    ``optimizer``: an optax transformation. With the shard_map engine it sees one flat array a unit,
-    ``{"layers/0": [n]}``, so it must do the same to each element wherever the element lies, but for sums over
-    everything (a global norm); with the pjit engine it sees ``{path: array}``. A trial on small random numbers shows
-    whether that changes what it does.
+    ``optimizer``: an optax transformation. One that does the same to each element wherever the element lies, but for
+    sums over everything (a global norm), runs on the shards as they are. One that looks at shapes or names is given the
+    model's own tree of parameters, at the cost of bringing them together in each step (``optimizer/logical.py``). A
+    trial on small random numbers tells which. Transformations that ask for ``value`` get the loss.
 
-    Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that would train something else than on the
-    model's own parameters.
+    Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that needs more than gradients, its state,
+    weights and the loss.
     """
     return TrainStep(plan, loss_fn, optimizer, microbatches, StepOptions(equal_parts, has_aux, donate, wait))

@@ -24,34 +24,41 @@ from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 
-def fitted(plan: ShardingPlan, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def fitted(
+    plan: ShardingPlan, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """A transformation of the plan's arrays that trains as ``optimizer`` does on the unsharded model.
 
-    ``optimizer`` itself where it does the same to each element wherever the element lies; else one that gives it the
-    model's parameters, as a tree by name. A trial on small random numbers tells which (``trial.py``).
+    It is ``optimizer`` on the arrays as they are where that does the same to each element wherever the element lies;
+    else ``optimizer`` on the model's parameters, as a tree by name. A trial on small random numbers tells which
+    (``trial.py``). ``update`` takes ``value``, the loss.
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
     # What this one does to an element depends on nothing else, by its own specification.
     if isinstance(optimizer, MainWeightTransformation):
-        return optimizer
+        return optax.with_extra_args_support(optimizer)
     arrays = arrays_of(plan)
     form = tried(optimizer, arrays, plan.engine == "shard_map")
-    return optimizer if form is None else _on_parameters(plan, optimizer, form_named(form, arrays))
+    able = optax.with_extra_args_support(optimizer)
+    return able if form is None else _on_parameters(plan, able, form_named(form, arrays))
 
 
 def _on_parameters(
-    plan: ShardingPlan, optimizer: optax.GradientTransformation, form: Form
-) -> optax.GradientTransformation:
+    plan: ShardingPlan, optimizer: optax.GradientTransformationExtraArgs, form: Form
+) -> optax.GradientTransformationExtraArgs:
     def init(weights: Buffers) -> Any:
         return optimizer.init(form.pack(_parameters(plan, weights)))
 
-    def update(gradients: Buffers, state: Any, weights: Buffers) -> tuple[Buffers, Any]:
+    def update(
+        gradients: Buffers, state: Any, weights: Buffers | None = None, **extra: Any
+    ) -> tuple[Buffers, Any]:
+        assert weights is not None
         given, own = (form.pack(_parameters(plan, buffers)) for buffers in (gradients, weights))
-        updates, state = optimizer.update(given, state, own)
+        updates, state = optimizer.update(given, state, own, **extra)
         return _arrays(plan, form.unpack(updates)), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _parameters(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:

@@ -44,6 +44,8 @@ from jax_impl.optimizer.forms import (
 # parameters (a global norm) are taken in another order.
 _TOLERANCE = 1e-4
 _STEPS = 3
+# The loss, for transformations that look at it.
+_VALUE = 1.0
 # Transformations that accumulate gradients give updates of zero at first.
 _MOST_STEPS = 65
 # A trial runs once: what the compiler would gain takes longer.
@@ -115,9 +117,12 @@ class _ReferenceFormError(Exception):
 
 
 def _can_update(optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], form: Form) -> bool:
+    able = optax.with_extra_args_support(optimizer)
+
     def step(weights: Values) -> Any:
         tree = form.pack(weights)
-        return optimizer.update(tree, optimizer.init(tree), tree)
+        updates, _ = able.update(tree, able.init(tree), tree, value=_VALUE)
+        return form.unpack(updates)
 
     try:
         jax.eval_shape(step, numbers(arrays, 0, spread=1))
@@ -155,9 +160,11 @@ def _compiled(
 ) -> tuple[Callable[[Values], Any], Callable[[Values, Any, Values], tuple[Values, Any, Values]]]:
     """``weights -> state`` and ``(gradients, state, weights) -> (updates, state, new weights)``, by path."""
 
+    able = optax.with_extra_args_support(optimizer)
+
     def update(gradients: Values, state: Any, weights: Values) -> tuple[Values, Any, Values]:
         tree = form.pack(weights)
-        updates, state = optimizer.update(form.pack(gradients), state, tree)
+        updates, state = able.update(form.pack(gradients), state, tree, value=_VALUE)
         return form.unpack(updates), state, form.unpack(optax.apply_updates(tree, updates))
 
     def init(weights: Values) -> Any:
@@ -221,9 +228,11 @@ def _sizes_matter(
 def _operations(
     optimizer: optax.GradientTransformation, arrays: Sequence[TriedArray], form: Form
 ) -> list[str]:
+    able = optax.with_extra_args_support(optimizer)
+
     def update(weights: Values, gradients: Values) -> Any:
         packed = form.pack(weights)
-        return optimizer.update(form.pack(gradients), optimizer.init(packed), packed)
+        return able.update(form.pack(gradients), able.init(packed), packed, value=_VALUE)
 
     weights, gradients = (
         {
@@ -240,5 +249,5 @@ def _cannot(error: BaseException | None, flat: bool) -> str:
     given = "one flat array a unit, by unit" if flat else "{path: array}"
     return (
         f"optimizer: expected a transformation that updates {given}, or the tree of the model's parameters, from "
-        f"gradients, state and weights alone, got {type(error).__name__}: {str(error)[:500]}"
+        f"gradients, state, weights and the loss alone, got {type(error).__name__}: {str(error)[:500]}"
     )

@@ -16,7 +16,6 @@ import pytest
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
 from jax_impl.optimizer.forms import arrays_of
-from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.gradients import unchecked_gradients
 
@@ -105,7 +104,11 @@ def transformations() -> dict[str, Any]:
                 ]
                 arguments = ARGUMENTS.get(name, (RATE,) * len(required))
                 built = FACTORIES.get(name, functools.partial(make, *arguments))
-                found[name] = functools.partial(with_a_rate, built) if name.startswith("scale_by_") else built
+                found[name] = (
+                    functools.partial(with_a_rate, built)
+                    if name.startswith("scale_by_") or name == "centralize"
+                    else built
+                )
     return found
 
 
@@ -128,8 +131,6 @@ COMPOSED: dict[str, Any] = {
     "clipped main weights": lambda: optax.chain(optax.clip_by_global_norm(0.1), main_weight_adamw(RATE)),
     "main weights": lambda: main_weight_adamw(RATE),
 }
-# What is computed from more than gradients, state and weights.
-NEEDS_MORE: set[str] = set()
 ON_PARAMETERS = [
     "muon", "lamb", "lars", "adafactor", "sm3", "adaptive_grad_clip", "clip_by_block_rms", "decay of matrices",
     "labels by ndim", "labels by name", "accumulated long", "novograd", "add_noise",
@@ -199,15 +200,16 @@ class Everything:
 def plainly_trained(optimizer: optax.GradientTransformation) -> Any:
     weights = parameters()
     state = optimizer.init(weights)
+    able = optax.with_extra_args_support(optimizer)
 
     @jax.jit
-    def update(gradients: Any, state: Any, weights: Any) -> Any:
-        updates, state = optimizer.update(gradients, state, weights)
+    def update(gradients: Any, state: Any, weights: Any, value: jax.Array) -> Any:
+        updates, state = able.update(gradients, state, weights, value=value)
         return optax.apply_updates(weights, updates), state
 
     for batch in batches():
-        _, gradients = plain_gradients()(weights, batch)
-        weights, state = update(gradients, state, weights)
+        value, gradients = plain_gradients()(weights, batch)
+        weights, state = update(gradients, state, weights, value)
     return weights
 
 
@@ -266,8 +268,11 @@ def test_what_is_elementwise_runs_on_the_shards(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(transformations()))
 def test_every_public_transformation_trains_as_on_the_unsharded_model(name: str) -> None:
-    if name in NEEDS_MORE:
-        with pytest.raises(ValueError, match="from gradients, state and weights alone"):
+    try:
+        plainly_trained(PLAIN.get(name, transformations()[name])())
+    except Exception:
+        # It needs more (a function of the loss, gradients of single rows), also on the unsharded model.
+        with pytest.raises(ValueError, match="from gradients, state, weights and the loss alone"):
             trained(transformations()[name]())
     else:
         assert_trains_as_unsharded(name)
@@ -291,7 +296,7 @@ def test_names_in_the_models_own_tree_are_given_where_arrays_have_paths() -> Non
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optax.polyak_sgd(), "from gradients, state and weights alone, got TypeError: .*'value'"),
+        (optax.lbfgs(), "from gradients, state, weights and the loss alone, got TypeError: .*'value_fn'"),
         (
             optax.adamw(RATE, mask={"blocks": True}),
             "updates one flat array a unit, by unit, or the tree of the model's parameters.*got ValueError",
@@ -333,4 +338,4 @@ def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
     ],
 )
 def test_a_large_model_accepts_what_is_elementwise(optimizer: Any) -> None:
-    assert fitted(large_plan(6), optimizer) is optimizer
+    assert tried(optimizer, arrays_of(large_plan(6)), True) is None
