@@ -66,14 +66,16 @@ variable_leaves(model))``. Within a step each device has its own: it normalises 
 numbers. After the step floating-point variables are the mean over the devices. The pjit engine computes on the whole
 microbatch instead.
 
-**Optimizers.** An optax transformation sees one flat array a unit in the shard_map engine, and ``{path: array}`` in the
-pjit engine. A transformation that does the same to each element, wherever the element lies, trains as on the unsharded
-model. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global norms are right, because
-padding is zero and arrays are global. A transformation that looks at shapes or names (Muon, lamb, adafactor, a decay
-mask by ``ndim``) or that draws random numbers by shape would train something else. ``make_train_step`` tries each
-optimizer on small random numbers, as the engine's arrays and as the model's own tree, and refuses an optimizer whose
-updates differ; ``engine="pjit"`` gives it logical shapes. The trial cannot see a difference that begins only after some
-steps, and a program that calls ``optimizer.update`` itself has no trial.
+**Optimizers.** Any optax transformation trains as on the unsharded model. One that does the same to each element,
+wherever the element lies, runs on the arrays as they are: one flat array a unit in the shard_map engine,
+``{path: array}`` in the pjit engine. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global
+norms are right, because padding is zero and arrays are global. A transformation that looks at shapes or names (Muon,
+lamb, adafactor, a decay mask by ``ndim``) or that draws random numbers by shape is given the model's own tree of
+trainable parameters. Its moments are cut along a dimension that divides by the number of shards, or whole where there
+is none. Each step then gathers weights and gradients unit by unit for the update, which an elementwise one does not
+need. Which of the two an optimizer is comes from a trial on small random numbers; the trial cannot see a difference
+that begins only after some steps. Refused is what needs more than gradients, state, weights and the loss (a line
+search). A program that calls ``optimizer.update`` itself has no trial.
 
 **AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
