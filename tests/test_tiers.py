@@ -1,4 +1,4 @@
-"""The fast tier leaves no pair of values out."""
+"""The fast tier leaves no pair of values out, and the list of faults that it must see is up to date."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from tests.support.mutations import MUTATIONS, ROOT, place
 from tests.support.pairwise import covering, together
 
 
@@ -37,3 +38,9 @@ def test_cases_beyond_the_covering_are_slow(request: pytest.FixtureRequest, a: i
     mine = [item for item in request.session.items if item.originalname == name]
     fast = [item.callspec.params for item in mine if not item.get_closest_marker("slow")]
     assert len(fast) in (6, len(mine)), "of one or some cases chosen by hand all are run"
+
+
+def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:
+    for mutation in MUTATIONS:
+        place(mutation, ROOT)
+        assert all((ROOT / "tests" / test).exists() for test in mutation.tests.split()), mutation
