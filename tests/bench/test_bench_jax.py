@@ -111,6 +111,7 @@ def test_ratios_above_their_limit_are_marked() -> None:
     assert any("| 1.06 (1.06-1.06) **above** |" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_hand_written_step_equals_one_on_a_single_device_without_shardings() -> None:
     model = model_of(TINY)
     optimizer = optax.adamw(**ADAMW)

@@ -409,7 +409,7 @@ run_leg(job(Path(sys.argv[2]) / "leg", leg, Path(sys.argv[3])), lambda step, los
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
-@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_leg_ends_when_the_relay_is_killed(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:

@@ -138,10 +138,10 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     ("strategy", "recompute", "microbatches"),
     [
         ("optim_grads_params", False, 1),
-        ("optim_grads_params", True, 2),
+        pytest.param("optim_grads_params", True, 2, marks=pytest.mark.slow),
         pytest.param("optim_grads", False, 2, marks=pytest.mark.slow),
         ("optim", True, 2),
-        ("no_shard", False, 1),
+        pytest.param("no_shard", False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
@@ -160,6 +160,7 @@ def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
     assert recomputed or abs(unrolled.peak.total - peak.compiled) > abs(peak.planned - peak.compiled)
 
 
+@pytest.mark.slow
 def test_the_plan_of_few_tokens_where_gradients_weigh_most_agrees_with_what_xla_compiles() -> None:
     chosen = parse_policy(policy("optim", "float32", False), "test")
     check = check_compiled("decoder:default", chosen, 8, Workload(1, 64, 2))

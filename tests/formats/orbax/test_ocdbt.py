@@ -300,6 +300,7 @@ def test_entries_and_keys_are_counted_as_tensorstore_finds_them(tmp_path: Path, 
                 entries_and_keys(content[:length], 1000, "s")
 
 
+@pytest.mark.slow
 def test_keys_that_share_all_but_a_byte_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
     """100 kB of them take 200 MB of memory, and twice as many four times that."""
     write(tmp_path / "s", {"a" * length: b"" for length in range(1, 20_000)})
