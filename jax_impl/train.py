@@ -191,7 +191,7 @@ class TrainStep:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
         loss, gradients, variables = self._run(state.weights, batch, state.variables)
-        if _is_traced(state):
+        if _is_traced((state, gradients)):
             shardings = self._plan.shardings, _shardings(self._plan, state.opt_state)
             updated = self._updated(state.weights, state.opt_state, gradients, loss.value)
             weights, opt_state = jax.lax.with_sharding_constraint(updated, shardings)
