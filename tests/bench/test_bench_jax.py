@@ -162,6 +162,7 @@ def test_all_contestants_train_the_same(dtype: str) -> None:
     assert len(broken_promises([other])) == 1
 
 
+@pytest.mark.slow
 def test_a_contestant_that_trains_on_other_weights_is_reported() -> None:
     mesh = data_parallel_mesh(4)
     model, other = model_of(TINY), model_of(TINY)

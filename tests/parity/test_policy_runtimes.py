@@ -434,7 +434,7 @@ def losses_in_jax(policy: str, source: Path) -> list[float]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("hfsdp", "two_levels") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "two_levels" else pytest.mark.slow)
         for name in [*SHIPPED, "two_levels"]
     ],
 )

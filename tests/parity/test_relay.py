@@ -312,7 +312,8 @@ def share_of_bfloat16_gradients(before: Path, after: Path) -> float:
     return float(np.mean(shares))
 
 
-@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_bfloat16_leg_computes_in_bfloat16_and_sums_gradients_in_float32(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:

@@ -492,6 +492,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "large")
 
 
+@pytest.mark.slow
 def test_600_mb_are_written_and_read_in_less_than_150_mb(large: Path) -> None:
     for job in ("write", "rows", "columns", "points"):
         peak = peak_above_imports(large, job, 9600)

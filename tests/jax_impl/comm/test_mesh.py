@@ -164,6 +164,7 @@ def test_the_tests_run_under_the_flags_of_simulate_devices():
     assert sorted(result.stdout.split()) == sorted(os.environ["XLA_FLAGS"].split())
 
 
+@pytest.mark.slow
 def test_twenty_steps_on_eight_simulated_devices_neither_hang_nor_abort():
     # Gathers of all units at once, unordered, abort the simulator within about as many steps.
     result = in_fresh_process(
