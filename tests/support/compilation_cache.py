@@ -6,7 +6,7 @@ options and jaxlib, so that a change of the code under test is compiled. It hold
 
 One kind of program is never kept: with a collective in a loop or another called computation. Loaded from the cache on
 the CPU (jaxlib 0.10.2), such programs now and then compute NaN, crash or wait for ever. With them in the cache,
-`tests/parity/test_jax_checkpoint_matrix.py` failed in 6 of 9 warm runs; without them in none of 11.
+`tests/parity/test_jax_checkpoint_matrix.py` failed in 7 of 9 warm runs; without them in none of 11.
 """
 
 from __future__ import annotations
