@@ -40,7 +40,7 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
         name = "/".join(parts)
         if located is not None:
             entries.setdefault(name, {})[located[0]] = leaf
-        elif not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not _lies(leaf):
+        elif not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not _is_cut(leaf):
             entries[name] = leaf
         else:
             raise ValueError(
@@ -50,7 +50,7 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
     return entries
 
 
-def _lies(leaf: Any) -> bool:
+def _is_cut(leaf: Any) -> bool:
     """Whether an array is cut over devices, in a way that only its optimizer knows."""
     return isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
 

@@ -3,8 +3,8 @@
 A step averages the losses of its parts (the rows of each device in each microbatch), every part with the same weight.
 ``sum(loss * mask) / sum(mask)`` is a mean over as many tokens as the mask has in that part, so tokens of a part that
 has few of them would count more, without a word, and a part without any would give NaN. A loss that returns
-``(sum, weight)`` is right instead. The traced program shows a quotient:
-the loss is a quotient whose denominator is a sum over the batch alone::
+``(sum, weight)`` is right (``runtime/losses.py``). One that divides shows in the traced program: the loss is a
+quotient whose denominator is a sum over the batch alone::
 
     rows -> mask -> sum -> max(., 1) --------.
         \\-> model -> losses * mask -> sum -> div -> * constant, + penalty, ... -> loss        refused

@@ -5,8 +5,8 @@ that divides, or whole. Only in the update are weights and gradients brought tog
 
     flat [padded], sharded -> all-gather -> parameters, cut as the moments are -> update -> flat, sharded
 
-That moves the elements three times more in a step than an elementwise optimizer does, which runs on the shards as they
-are; so `fitted` asks the trial which of the two an optimizer is.
+Weights and gradients are then gathered in every step, which an elementwise optimizer, on the shards as they are, does
+without; so `fitted` asks the trial which of the two an optimizer is.
 """
 
 from __future__ import annotations
