@@ -132,10 +132,12 @@ from bridge.sharding import (
 )
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
+from jax_impl.batch import pad_batch, shard_batch
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
+from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.modules.linen_model import apply_linen
 from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
@@ -143,11 +145,12 @@ from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.train import TrainState, abstract_state, init_state, make_train_step, shard_batch
+from jax_impl.train import TrainState, abstract_state, init_state, make_train_step
 
 __all__ = [
     "STRATEGIES",
     "AdamWState",
+    "EvalStep",
     "Layout",
     "LoadedCheckpoint",
     "MemoryReport",
@@ -168,9 +171,11 @@ __all__ = [
     "init_state",
     "load_checkpoint",
     "main_weight_adamw",
+    "make_eval_step",
     "make_gradients",
     "make_train_step",
     "memory_report",
+    "pad_batch",
     "plan_layout",
     "plan_sharding",
     "save_checkpoint",
