@@ -81,21 +81,25 @@ search). A program that calls ``optimizer.update`` itself has no trial.
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
 
-**Forward only.** ``make_eval_step(plan, fn)`` evaluates losses, and gives what ``fn`` has for each row (logits, samples),
-from weights that stay sharded: units are gathered one at a time, and nothing is reduced but a loss.
+**Forward only.** ``make_eval_step(plan, fn)`` evaluates losses, and gives what ``fn`` has for each row (logits,
+samples), from weights that stay sharded: units are gathered one at a time, and nothing is reduced but a loss.
 
-**Inputs.** A batch is cut over the devices. What comes after it, ``step(state, batch, key, teacher)``, is whole on every
-device. ``pad_batch`` fills up a last batch, and tells which rows count.
+**Inputs.** A batch is cut over the devices. What comes after it, ``step(state, batch, key, teacher)``, is whole on
+every device. ``pad_batch`` fills up a last batch, and tells which rows count.
+
+**Initial values.** ``init_sharded(make, mesh)`` is ``fully_shard(make(), mesh)`` for models that fit nowhere: each
+device makes the values, a unit at a time, and keeps its own rows.
 
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
 weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum
 over the whole batch by the weight of the whole batch, whatever the parts. A loss that is divided by a sum over the
 batch is refused, unless the step has one part (one microbatch on one device or in the pjit engine), or
-``equal_parts=True`` says that all sums are equal. ``grad_divisor`` divides by a number instead of the number of parts, for
-all or for some units.
+``equal_parts=True`` says that all sums are equal. ``grad_divisor`` divides by a number instead of the number of parts,
+for all or for some units.
 
-**float16.** Reductions in float16 take means over the devices, since sums of many overflow. Gradients of ``(sum, weight)``
-are sums over a device's tokens all the same: divide both by a constant, such as rows times length, where they overflow.
+**float16.** Reductions in float16 take means over the devices, since sums of many overflow. Gradients of
+``(sum, weight)`` are sums over a device's tokens all the same: divide both by a constant, such as rows times length,
+where they overflow.
 
 **Metrics.** With ``has_aux=True`` a loss returns ``(loss, aux)``, and metrics have "aux": floating-point leaves are
 averaged over ranks and microbatches like the loss, integers and bools are summed. Values of single rows have no place
@@ -147,6 +151,7 @@ from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
 from jax_impl.evaluate import EvalStep, make_eval_step
+from jax_impl.initialize import init_sharded
 from jax_impl.modules.linen_model import apply_linen
 from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
@@ -177,6 +182,7 @@ __all__ = [
     "count_compiled_collectives",
     "data_parallel_mesh",
     "fully_shard",
+    "init_sharded",
     "init_state",
     "load_checkpoint",
     "main_weight_adamw",

@@ -1,0 +1,152 @@
+"""Weights that are born sharded: each device makes a model's initial values itself, and keeps its own rows.
+
+::
+
+    make()  -> traced once ->  parameters of unit 0 | of unit 1 | ...      on each device, one unit after another
+                                   | own rows           | own rows
+    at rest                    [shard of "layers/0"] [shard of "layers/1"]
+
+Nothing is sent, and nothing whole comes to the host or stays on a device. While a unit's parameters are made they are
+whole, where XLA does not compute the wanted rows alone; of a stack all layers are. The pjit engine lets XLA compute
+each device's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, PartitionSpec
+
+from bridge.sharding import ShardingPolicy
+from jax_impl.api import plan_sharding
+from jax_impl.comm.collectives import fence
+from jax_impl.modules.module_tree import parameter_leaves, variable_leaves
+from jax_impl.modules.seal import jaxpr_of
+from jax_impl.modules.tree_model import Tree, as_module
+from jax_impl.options import ShardingOptions
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.variables import Variables
+
+Values = dict[str, jax.Array]
+
+
+def init_sharded(
+    make: Callable[[], nnx.Module | Tree],
+    mesh: Mesh | None = None,
+    policy: ShardingPolicy | str | Path | None = None,
+    **options: Unpack[ShardingOptions],
+) -> tuple[ShardingPlan, Buffers, Variables]:
+    """``fully_shard(make(), ...)`` for a model that no device or host can hold: plan, main weights, other variables.
+
+    ::
+
+        plan, weights, variables = init_sharded(lambda: Model(config, rngs=nnx.Rngs(0)), mesh, "fsdp")
+        plan, weights, _ = init_sharded(lambda: net.init(key, rows)["params"], mesh, units=["Block_*"])
+        state = init_state(plan, weights, optimizer, variables)
+
+    make: gives an nnx model or a pytree of parameters, by operations of JAX that can be traced; what it looks up
+        elsewhere (a file, an array of NumPy) becomes a constant of the program, whole on each device.
+
+    Values are those of ``make()`` without ``jit``, of flax's initializers bit for bit on devices of
+    ``simulate_devices``. Where a compiler drops barriers (CPUs without it), and of divisions by a number, the last bit
+    may be another. Values do not depend on the mesh.
+
+    Raises ``ValueError`` as ``fully_shard`` does.
+    """
+    plan = plan_sharding(nnx.eval_shape(make), mesh, policy, **options)
+
+    def values() -> tuple[Values, Values]:
+        module = as_module(make())
+        return parameter_leaves(module), variable_leaves(module)
+
+    values = _op_by_op(values)
+    program = _on_shards if plan.engine == "shard_map" else _by_parameter
+    weights, variables = program(plan, values)()
+    return plan, weights, {path: variables[path] for path in plan.variables}
+
+
+def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The same results as without ``jit``, in a program: XLA may not put two operations together.
+
+    It would multiply the constants of ``truncated_normal(key) * sqrt(2) * stddev`` first, and so change the last bits.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)()
+
+    def run() -> Any:
+        known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+        def value(operand: Any) -> Any:
+            # A known divisor would become a product with its inverse.
+            return (
+                fence(jnp.asarray(operand.val, operand.aval.dtype))
+                if hasattr(operand, "val")
+                else known[operand]
+            )
+
+        for equation in closed.jaxpr.eqns:
+            given = [value(x) for x in equation.invars]
+            known.update(zip(equation.outvars, fence(_bound(closed.jaxpr, equation, given)), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shapes), [value(x) for x in closed.jaxpr.outvars])
+
+    return run
+
+
+def _bound(around: Any, equation: Any, given: list[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr."""
+    called = jaxpr_of(equation.params.get("jaxpr"))
+    if called is not None and equation.primitive.name in ("jit", "pjit"):
+        return list(jaxpr_as_fun(equation.params["jaxpr"])(*given))
+    if not any(jaxpr_of(x) is not None for x in equation.params.values()):
+        results = equation.primitive.bind(*given, **equation.params)
+        return list(results) if equation.primitive.multiple_results else [results]
+    operands = [(x, v) for x, v in zip(equation.invars, given, strict=True) if not hasattr(x, "val")]
+    one = around.replace(
+        constvars=[], invars=[x for x, _ in operands], outvars=equation.outvars, eqns=[equation]
+    )
+    return list(jaxpr_as_fun(ClosedJaxpr(one, []))(*(v for _, v in operands)))
+
+
+def _on_shards(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) -> Any:
+    def local() -> tuple[Buffers, Values]:
+        parameters, variables = values()
+        weights: Buffers = {}
+        last: Any = ()
+        for unit in plan.units.values():
+            for group in unit.groups:
+                assert isinstance(group, FlatGroup)
+                # One unit after another, so that parameters of one are whole at a time.
+                leaves, last = fence(([parameters[path] for path in group.paths], last))
+                last = _own(group, group.at_rest(leaves)[0])
+                weights[group.key] = last
+        return weights, variables
+
+    specs = {key: stored.spec for key, stored in plan.arrays.items()}
+    return jax.jit(
+        jax.shard_map(local, mesh=plan.mesh, in_specs=(), out_specs=(specs, PartitionSpec()), check_vma=False)
+    )
+
+
+def _own(group: FlatGroup, whole: jax.Array) -> jax.Array:
+    """This device's shard of a whole array."""
+    axes = group.spec[-1] if len(group.spec) else None
+    if axes is None:
+        return whole
+    size = group.layout.shard_size
+    return lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * size, size, axis=whole.ndim - 1)
+
+
+def _by_parameter(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) -> Any:
+    def whole() -> tuple[Buffers, Values]:
+        parameters, variables = values()
+        return {path: parameters[path].astype(plan.parameters[path].dtype) for path in plan.arrays}, variables
+
+    placed = plan.shardings, dict.fromkeys(plan.variables, plan.replicated)
+    return jax.jit(whole, out_shardings=placed)
