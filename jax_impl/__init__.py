@@ -12,12 +12,13 @@ What a program may rely on:
 
 **Units.** A unit is a submodule that a pattern names; the root unit owns all other parameters. A unit's trainable
 parameters lie in one flat array (in the default engine), in float32, or in float64 where they are float64. The array is
-cut into equal shards. Frozen parameters have an array of their own, without gradient and moments. The unit's ``Layout``
-says where each parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor") keeps whole
-blocks of rows on one rank, for all parameters or by path: ``fully_shard(..., granularity={"layers/0/mlp/up/kernel":
-"block(32)"})``. A layout has up to three buffers with a shard size each. A rank's part of the array is its shard of
-each buffer in turn, so a unit still has one gather and one reduction. In a policy every unit may have a strategy of its
-own.
+cut into equal shards. Frozen parameters have arrays of their own, one a dtype, without gradient and moments. They keep
+the dtype in which they were given: float8 is float8 at rest, on the wire, in compute and in a checkpoint, bit for bit.
+Trainable float8 is refused. The unit's ``Layout`` says where each parameter lies, and so who owns which rows.
+``granularity`` ("row", "block(n)", "tensor") keeps whole blocks of rows on one rank, for all parameters or by path:
+``fully_shard(..., granularity={"layers/0/mlp/up/kernel": "block(32)"})``. A layout has up to three buffers with a shard
+size each. A rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one
+reduction. In a policy every unit may have a strategy of its own.
 
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
 all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part, or ``(sum, weight)``.
@@ -108,7 +109,7 @@ there. ``metrics=["grad_norm", "learning_rate"]`` adds those two.
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
 
-**Tied weights** must lie in one unit, and all parameters of a unit must share a main dtype.
+**Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 
 **Order of collectives.** Every collective waits for the one before it, because collectives that do not depend on each
 other abort or hang the simulator (see ``simulate_devices``). The order also forbids prefetch: a unit's gather does not

@@ -84,8 +84,8 @@ def plan_sharding(
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
-        wire = _wire(axes, resolved.precision, module)
-        groups = tuple(_groups(module, unit, wire, frozen, resolved.mesh if engine == "pjit" else None))
+        wired = _wired(axes, resolved.precision, module, frozen)
+        groups = tuple(_groups(module, unit, wired, resolved.mesh if engine == "pjit" else None))
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(resolved.mesh, engine, units, whole_model(model), variable_infos(model))
     _warn_of_whole_parameters(plan)
@@ -106,13 +106,13 @@ def _warn_of_whole_parameters(plan: ShardingPlan) -> None:
 
 
 def _groups(
-    module: UnitModule, options: UnitOptions, wire: Wire, frozen: frozenset[str], mesh: Mesh | None
+    module: UnitModule,
+    options: UnitOptions,
+    wired: Mapping[tuple[bool, Wire], Sequence[int]],
+    mesh: Mesh | None,
 ) -> Iterator[Group]:
-    """The trainable group, then the frozen one; flat ones, or logical ones on ``mesh``."""
-    for trainable in (True, False):
-        own = [i for i, path in enumerate(module.parameters) if (path not in frozen) == trainable]
-        if not own:
-            continue
+    """Flat groups, or logical ones on ``mesh``."""
+    for (trainable, wire), own in wired.items():
         paths = tuple(module.parameters[i] for i in own)
         shapes = [module.shapes[i] for i in own]
         if mesh is not None:
@@ -126,7 +126,8 @@ def _groups(
             granularity=chosen.granularity,
             rows=chosen.rows,
         )
-        key = module.path if trainable else f"{module.path} (frozen)"
+        kept = "" if wire.main == main_dtype(wire.main) else f", {wire.main.name}"
+        key = module.path if trainable else f"{module.path} (frozen{kept})"
         yield FlatGroup(key, module.path, paths, layout, wire, options.strategy, trainable, module.layers)
 
 
@@ -147,15 +148,32 @@ def _logical_group(
     return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
 
 
-def _wire(axes: DataParallelMesh, precision: Precision, module: UnitModule) -> Wire:
-    for path, dtype in zip(module.parameters, module.dtypes, strict=True):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"parameter {path!r}: expected a floating dtype, got {dtype}")
-    mains = {main_dtype(dtype): path for path, dtype in zip(module.parameters, module.dtypes, strict=True)}
-    if len(mains) > 1:
-        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in mains.items())
+def _wired(
+    axes: DataParallelMesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
+) -> dict[tuple[bool, Wire], list[int]]:
+    """The numbers of a unit's parameters by group: the trainable one, then a frozen one of each dtype."""
+    mains: dict[tuple[bool, np.dtype], list[int]] = {}
+    for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
+            raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
+        trainable = path not in frozen
+        if trainable and jnp.finfo(dtype).bits < 16:
+            raise ValueError(
+                f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
+                f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+            )
+        mains.setdefault((trainable, main_dtype(dtype) if trainable else dtype), []).append(i)
+    trained = {dtype: module.parameters[own[0]] for (trainable, dtype), own in mains.items() if trainable}
+    if len(trained) > 1:
+        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
         raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
-    main = next(iter(mains), jnp.dtype(jnp.float32))
+    return {
+        (trainable, _wire(axes, precision, main)): mains[trainable, main]
+        for trainable, main in sorted(mains, key=lambda kind: not kind[0])
+    }
+
+
+def _wire(axes: DataParallelMesh, precision: Precision, main: np.dtype) -> Wire:
     return Wire(axes, main, precision.compute(main), precision.reduce(main), precision.grad(main))
 
 

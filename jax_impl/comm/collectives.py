@@ -81,9 +81,13 @@ class Wire:
         The cast comes first, so fewer bytes travel.
         """
         gathered = self.cast(shard)
+        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN.
+        narrow = self.compute.itemsize == 1
+        if narrow:
+            gathered = lax.bitcast_convert_type(gathered, np.uint8)
         for axis in reversed(range(to, level)):
             gathered = self._over(axis, partial(lax.all_gather, tiled=True), gathered)
-        return gathered
+        return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
 
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
         """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``."""

@@ -1,6 +1,7 @@
 """Which dtype weights have in compute, and gradients have on the wire and for the optimizer.
 
-Main weights and moments are float32, or float64 where the given parameters are.
+Main weights and moments are float32, or float64 where the given parameters are. Frozen weights, which no update needs
+more bits of, stay in the dtype in which they were given; in float8, whose scale only the model knows, also in compute.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Precision:
                 raise ValueError(f'{field}: float64 needs jax.config.update("jax_enable_x64", True) first')
 
     def compute(self, main: np.dtype) -> np.dtype:
-        return main if self.param_dtype is None else jnp.dtype(self.param_dtype)
+        own = self.param_dtype is None or jnp.finfo(main).bits < 16
+        return main if own else jnp.dtype(self.param_dtype)
 
     def reduce(self, main: np.dtype) -> np.dtype:
         return self.compute(main) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
@@ -46,5 +48,5 @@ class Precision:
 
 
 def main_dtype(given: np.dtype) -> np.dtype:
-    """The dtype of the main weights of a parameter that was given in dtype ``given``."""
+    """The dtype of the main weights of a trainable parameter that was given in dtype ``given``."""
     return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)

@@ -246,6 +246,13 @@ JAX = [
         "jax_impl/test_losses.py",
     ),
     M(
+        "frozen parameters become float32",
+        "jax_impl",
+        "main_dtype(dtype) if trainable else dtype",
+        "main_dtype(dtype)",
+        "jax_impl/test_frozen_dtypes.py",
+    ),
+    M(
         "optimizers that look at shapes run on the shards",
         "jax_impl/optimizer",
         "return able if form is None else",
