@@ -126,7 +126,7 @@ def _groups(
             granularity=chosen.granularity,
             rows=chosen.rows,
         )
-        kept = "" if wire.main == main_dtype(wire.main) else f", {wire.main.name}"
+        kept = "" if wire.main == np.float32 else f", {wire.main.name}"
         key = module.path if trainable else f"{module.path} (frozen{kept})"
         yield FlatGroup(key, module.path, paths, layout, wire, options.strategy, trainable, module.layers)
 

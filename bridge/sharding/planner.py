@@ -15,7 +15,7 @@ from bridge.sharding.aligned_packing import pack_aligned
 from bridge.sharding.layout import Layout, check_num_shards
 from bridge.sharding.packing import Kind
 from bridge.sharding.partition import plan_buffers, total_size
-from bridge.sharding.rows import rows_of
+from bridge.sharding.rows import rows_of, rows_together
 from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_size
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
@@ -30,7 +30,8 @@ def plan_layout(
         shapes: parameter name -> shape, or pairs of them, in model order.
         num_shards: shards to cut each buffer into, >= 1; may exceed the number of rows.
         granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
-            these for which parameter, "row" for those left out.
+            these for which parameter, "row" for those left out. Blocks start anew at each matrix ``shape[-2:]`` of a
+            stack, which stays whole where they do not divide its rows.
         rows: rows of a "block".
         max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
 
@@ -110,12 +111,12 @@ def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _units(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
-    """The block, at most all rows; the tensor in such blocks; and in blocks of slices of dimension 0.
+    """The rows that stay together; the tensor in such blocks; and in blocks of slices of dimension 0.
 
     Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
     """
     row_size, num_rows = rows_of(shape)
-    block = max(1, num_rows if block is None else min(block, num_rows))
+    block = rows_together(shape, block)
     tensor = Kind(row_size * num_rows, block * row_size)
     if len(shape) <= 2 or not num_rows:
         return block, tensor, tensor

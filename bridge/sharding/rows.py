@@ -43,6 +43,20 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     return row_size, numel // row_size
 
 
+def rows_together(shape: Sequence[int], block: int | None) -> int:
+    """Rows that no boundary separates, where ``block`` rows are asked for, or None: all; at least 1.
+
+    A tensor of three dimensions or more is a stack of matrices ``shape[-2:]``. Blocks are counted within each matrix, so
+    where ``block`` does not divide a matrix's rows, whole matrices stay together: boundaries of equal shards, which
+    are equally far apart, cannot cut several such matrices between their blocks.
+    """
+    _, num_rows = rows_of(shape)
+    if block is None or not num_rows:
+        return max(1, num_rows)
+    matrix = shape[-2] if len(shape) > 2 else num_rows
+    return block if block < matrix and (matrix == num_rows or matrix % block == 0) else matrix
+
+
 def local_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
     """Shape of a local tensor with ``rows`` rows of a parameter of this global shape."""
     return (rows,) if len(shape) <= 1 else (rows, shape[-1])

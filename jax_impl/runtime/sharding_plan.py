@@ -5,7 +5,8 @@
     unit        group                      arrays by key
     layers/0    trainable                  "layers/0"
     layers/1    trainable                  "layers/1"
-                frozen                     "layers/1 (frozen)"
+                frozen, float32            "layers/1 (frozen)"
+                frozen, bfloat16           "layers/1 (frozen, bfloat16)"
     ""          trainable                  ""
 
 With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
@@ -107,7 +108,7 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit: its module, strategy, and groups (trainable, then frozen; those that have parameters)."""
+    """One unit: its module, strategy, and groups (trainable, then frozen by dtype; those that have parameters)."""
 
     module: UnitModule
     strategy: Strategy

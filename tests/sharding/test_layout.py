@@ -42,7 +42,12 @@ def planned(draw: st.DrawFn) -> tuple[Layout, dict[str, tuple[int, ...]], dict[s
         grain = grains[name] if isinstance(grains, dict) else grains
         row = shape[-1] if len(shape) > 1 else 1
         unit = {"row": row, "tensor": math.prod(shape)}.get(grain)
-        units[name] = min(row * int(grain[6:-1]), math.prod(shape)) if unit is None else unit
+        if unit is None:
+            matrix = math.prod(shape[-2:])
+            unit = min(row * int(grain[6:-1]), matrix)
+            # Of several matrices, those are whole that do not divide into blocks.
+            unit = matrix if matrix < math.prod(shape) and matrix % unit else unit
+        units[name] = unit
     return layout, shapes, units
 
 

@@ -57,8 +57,11 @@ def unit_of(shape: tuple[int, ...], granularity: str, rows: int) -> int:
         return row
     if granularity == "tensor":
         return math.prod(shape)
-    blocks = rows if granularity == "block" else int(granularity.removeprefix("block(")[:-1])
-    return min(blocks * row, math.prod(shape))
+    block = row * (rows if granularity == "block" else int(granularity.removeprefix("block(")[:-1]))
+    matrix = math.prod(shape[-2:])
+    # One matrix may end in a short block; of several, all are cut alike.
+    one = matrix == math.prod(shape)
+    return min(block, matrix) if one or matrix % block == 0 else matrix
 
 
 def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any]) -> None:

@@ -368,6 +368,13 @@ JAX = [
 ]
 SHARDING = [
     M(
+        "blocks run on from matrix to matrix",
+        "bridge/sharding",
+        "matrix = shape[-2] if len(shape) > 2 else num_rows",
+        "matrix = num_rows",
+        "sharding/test_blocks.py",
+    ),
+    M(
         "a row range shifted",
         "bridge/sharding",
         "return slot.rows_before(rank * self.shard_sizes[slot.buffer])",

@@ -223,7 +223,12 @@ def plan_layout(
     blocks = {}
     for name, shape in by_name.items():
         num_rows, block = rows_of(shape)[1], asked[name]
-        blocks[name] = max(1, num_rows if block is None else min(block, num_rows))
+        if block is None or num_rows == 0:
+            block = max(num_rows, 1)
+        elif num_rows > (rows := shape[-2] if len(shape) > 2 else num_rows):
+            # A stack of matrices, in each of which blocks start anew.
+            block = rows if rows % block else block
+        blocks[name] = max(1, min(block, num_rows))
     filled = [name for name, shape in by_name.items() if 0 not in shape]
     sizes, places = plan_places(
         [by_name[name] for name in filled], [blocks[name] for name in filled], num_shards, max_buffers
