@@ -46,9 +46,9 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
 def rows_together(shape: Sequence[int], block: int | None) -> int:
     """Rows that no boundary separates, where ``block`` rows are asked for, or None: all; at least 1.
 
-    A tensor of three dimensions or more is a stack of matrices ``shape[-2:]``. Blocks are counted within each matrix, so
-    where ``block`` does not divide a matrix's rows, whole matrices stay together: boundaries of equal shards, which
-    are equally far apart, cannot cut several such matrices between their blocks.
+    A tensor of three dimensions or more is a stack of matrices ``shape[-2:]``, and blocks are counted within each
+    matrix. Where ``block`` does not divide a matrix's rows, whole matrices stay together: boundaries of equal shards,
+    which are equally far apart, cannot cut several such matrices between their blocks.
     """
     _, num_rows = rows_of(shape)
     if block is None or not num_rows:
