@@ -109,6 +109,11 @@ there. ``metrics=["grad_norm", "learning_rate"]`` adds those two.
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
 
+**Host memory.** Arrays of a state may be put into ``pinned_host`` memory (``jax.device_put(x,
+x.sharding.with_memory_kind("pinned_host"))``). A step brings them to the device whole, not unit by unit, and returns
+them to where they were. ``load_checkpoint(..., like=state)`` loads into the same memory. Random keys return on the
+device.
+
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 
 **Order of collectives.** Every collective waits for the one before it, because collectives that do not depend on each

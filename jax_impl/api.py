@@ -31,6 +31,7 @@ from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
+from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.precision import Precision, main_dtype
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
 
@@ -243,4 +244,6 @@ def unshard(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
 def _gathered(
     arrays: tuple[jax.Array, ...], group: Group, replicated: NamedSharding
 ) -> tuple[jax.Array, ...]:
-    return group.logical(tuple(jax.lax.with_sharding_constraint(array, replicated) for array in arrays))
+    return group.logical(
+        tuple(jax.lax.with_sharding_constraint(array, replicated) for array in on_device(arrays))
+    )

@@ -26,6 +26,7 @@ from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import call_model, collectors, hold
 from jax_impl.runtime.gradients import Shared
 from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices
+from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_this_device
 from jax_impl.train import TrainState, check_state, settled
@@ -70,10 +71,15 @@ class EvalStep:
     @cached_property
     def _program(self) -> Any:
         plan = self._plan
+
+        def program(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
+            return run(on_device(weights), batch, on_device(variables), shared)
+
+        run: Any = self._whole
         if plan.engine == "pjit":
-            return jax.jit(self._whole)
+            return jax.jit(program)
         specs = {key: stored.spec for key, stored in plan.arrays.items()}
-        mapped = jax.shard_map(
+        run = jax.shard_map(
             self._local,
             mesh=plan.mesh,
             in_specs=(specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
@@ -81,7 +87,7 @@ class EvalStep:
             # As in training: no reduction happens that is not written.
             check_vma=False,
         )
-        return jax.jit(mapped)
+        return jax.jit(program)
 
     def _local(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         own = of_this_device(variables, self._plan.axes)

@@ -16,6 +16,7 @@ from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
+from jax_impl.runtime.memory_kinds import as_before, memory_kinds, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
 from jax_impl.runtime.variables import Variables
 from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
@@ -91,7 +92,7 @@ def abstract_state(plan: ShardingPlan, optimizer: optax.GradientTransformation) 
 
 def _placed(plan: ShardingPlan, init: Callable[[Buffers], Any], weights: Buffers) -> Any:
     shardings = _shardings(plan, jax.eval_shape(init, weights))
-    return jax.jit(init, out_shardings=shardings)(weights)
+    return jax.jit(lambda weights: init(on_device(weights)), out_shardings=shardings)(weights)
 
 
 def _shardings(plan: ShardingPlan, opt_state: Any) -> Any:
@@ -160,7 +161,8 @@ class TrainStep:
             unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor)
         )
         self._checked: set[Any] = set()
-        self._update: Callable[..., tuple[Buffers, Any, Metrics]] | None = None
+        # By the kinds of memory that a state lies in.
+        self._updates: dict[Any, Callable[..., tuple[Buffers, Any, Metrics]]] = {}
 
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
@@ -176,16 +178,18 @@ class TrainStep:
         if _is_traced((state, gradients)):
             shardings = self._plan.shardings, _shardings(self._plan, state.opt_state)
             *updated, found = self._updated(state.weights, state.opt_state, gradients, loss.value)
-            weights, opt_state = jax.lax.with_sharding_constraint(tuple(updated), shardings)
+            updated = jax.lax.with_sharding_constraint(tuple(updated), shardings)
+            weights, opt_state = as_before(updated, (state.weights, state.opt_state))
         else:
-            if self._update is None:
+            kinds = memory_kinds((state.weights, state.opt_state))
+            if kinds not in self._updates:
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
                 donated = (0, 1) if self._options.donate else ()
-                self._update = jax.jit(
+                self._updates[kinds] = jax.jit(
                     self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
                 )
             weights, opt_state, found = self._settled(
-                self._update(state.weights, state.opt_state, gradients, loss.value)
+                self._updates[kinds](state.weights, state.opt_state, gradients, loss.value)
             )
         return TrainState(weights, opt_state, variables), {**self._metrics(loss), **found}
 
@@ -236,7 +240,8 @@ class TrainStep:
     def _updated(
         self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array
     ) -> tuple[Buffers, Any, Metrics]:
-        trained, before = trainable(self._plan, weights), opt_state
+        trained, before = on_device((trainable(self._plan, weights), opt_state))
+        opt_state = before
         found: Metrics = {}
         if GRAD_NORM in self._options.metrics:
             found[GRAD_NORM] = grad_norm(gradients)

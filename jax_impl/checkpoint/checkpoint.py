@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from bridge.formats import Box, CheckpointError, TreePath, detect_format
 from bridge.formats.base import CheckpointReader
@@ -53,6 +54,7 @@ from jax_impl.checkpoint.names import (
 )
 from jax_impl.comm.agreement import Processes
 from jax_impl.optimizer.logical import fitted
+from jax_impl.runtime.memory_kinds import in_memory, kinds_like
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.train import TrainState, trainable
@@ -181,6 +183,7 @@ def load_checkpoint(
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation | None = None,
     *,
+    like: TrainState | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
     """Load an Orbax checkpoint onto the plan's devices, whoever saved it on however many.
@@ -193,10 +196,13 @@ def load_checkpoint(
         path: the checkpoint, or a directory of steps with exactly one step.
         plan: from ``fully_shard`` or ``plan_sharding``, of the model that was saved.
         optimizer: the one that the run goes on with. None: weights only, with ``opt_state`` None in the result.
+        like: a state of this plan and optimizer, in whose kinds of memory (``pinned_host``) arrays are placed; by
+            default all are in the devices' own. ``abstract_state`` with other ``sharding``s will do.
         timeout: seconds that processes wait for one another.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
+        ValueError: ``like`` is a state of another plan or optimizer.
         CheckpointError: damaged, of another format, or of another model or optimizer (the differences are listed); or
             another process failed or was not heard of.
     """
@@ -216,21 +222,32 @@ def load_checkpoint(
             objects = {reader.object_paths[name]: value for name, value in reader.objects.items()}
             impls = key_impls(plan)
             check_key_impls(reader, impls, objects.pop(_KEY_IMPLS, None))
+            variables: dict[str, Any] = {
+                path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in plan.variables.items()
+            }
+            if like is not None and optimizer is None:
+                like = TrainState(like.weights, None, like.variables)
+            places: Any = kinds_like(like, TrainState(weights, opt_state, variables))
             state = TrainState(
-                {key: _read_array(reader, plan, "params", key, weights[key].dtype) for key in weights},
-                _read_optimizer(reader, plan, opt_state),
-                _read_variables(reader, plan, impls),
+                {
+                    key: _read_array(reader, plan, "params", key, weights[key].dtype, places.weights[key])
+                    for key in weights
+                },
+                _read_optimizer(reader, plan, opt_state, places.opt_state),
+                _read_variables(reader, plan, impls, places.variables),
             )
             return LoadedCheckpoint(state, train_values(reader), objects)
 
 
 def _read_array(
-    reader: CheckpointReader, plan: ShardingPlan, name: str, key: str, dtype: np.dtype
+    reader: CheckpointReader, plan: ShardingPlan, name: str, key: str, dtype: np.dtype, kind: str
 ) -> jax.Array:
+    """``kind``: of memory, "" for the default."""
+
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
         return reader.read(f"{name}/{path}", Box(offsets, sizes))
 
-    stored, sharding = plan.stored(key), plan.sharding(key)
+    stored, sharding = plan.stored(key), in_memory(plan.sharding(key), kind)
     devices: defaultdict[str, list[jax.Device]] = defaultdict(list)
     indices: dict[jax.Device, Any] = dict(sharding.addressable_devices_indices_map(stored.shape))
     for device, index in indices.items():
@@ -239,36 +256,40 @@ def _read_array(
     for index in {repr(index): index for index in indices.values()}.values():
         values = stored.shard(index, dtype, read)
         # Waiting frees the host's copy of one shard before the next is read.
-        placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[repr(index)]])
+        places = [SingleDeviceSharding(device, memory_kind=kind or None) for device in devices[repr(index)]]
+        placed += jax.block_until_ready([jax.device_put(values, place) for place in places])
     return jax.make_array_from_single_device_arrays(stored.shape, sharding, placed)
 
 
-def _read_optimizer(reader: CheckpointReader, plan: ShardingPlan, opt_state: Any) -> Any:
+def _read_optimizer(reader: CheckpointReader, plan: ShardingPlan, opt_state: Any, kinds: Any) -> Any:
     """Arrays in the place of the abstract ones of ``opt_state``."""
 
-    def read(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, kind: str) -> jax.Array:
         located = plan.locate_buffer(keys, leaf)
         if located is None:
-            return _replicated(plan, reader.read("/".join(parts_of(keys))))
+            return _replicated(plan, reader.read("/".join(parts_of(keys))), kind)
         key, rest = located
-        return _read_array(reader, plan, "/".join(parts_of(rest)), key, leaf.dtype)
+        return _read_array(reader, plan, "/".join(parts_of(rest)), key, leaf.dtype, kind)
 
-    return jax.tree.map_with_path(read, opt_state)
+    return jax.tree.map_with_path(read, opt_state, kinds)
 
 
-def _read_variables(reader: CheckpointReader, plan: ShardingPlan, impls: Mapping[str, str]) -> Variables:
+def _read_variables(
+    reader: CheckpointReader, plan: ShardingPlan, impls: Mapping[str, str], kinds: Mapping[str, str]
+) -> Variables:
     variables: Variables = {}
     for path, info in plan.variables.items():
-        array = _replicated(plan, reader.read(f"variables/{path}"))
+        kind = kinds[path]
+        array = _replicated(plan, reader.read(f"variables/{path}"), "" if is_key(info) else kind)
         if is_key(info):
-            wrap = jax.jit(partial(jax.random.wrap_key_data, impl=impls[path]), out_shardings=plan.replicated)
-            array = wrap(array)
+            place = in_memory(plan.replicated, kind)
+            array = jax.jit(partial(jax.random.wrap_key_data, impl=impls[path]), out_shardings=place)(array)
         variables[path] = array
     return variables
 
 
-def _replicated(plan: ShardingPlan, values: np.ndarray) -> jax.Array:
+def _replicated(plan: ShardingPlan, values: np.ndarray, kind: str) -> jax.Array:
     # Not device_put, which has all processes compare their values by a collective.
     return jax.make_array_from_callback(
-        values.shape, plan.replicated, lambda index: np.asarray(values[index])
+        values.shape, in_memory(plan.replicated, kind), lambda index: np.asarray(values[index])
     )

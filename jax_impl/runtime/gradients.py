@@ -23,6 +23,7 @@ from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
 from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
+from jax_impl.runtime.memory_kinds import as_before, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
 
@@ -98,7 +99,15 @@ def unchecked_gradients(
     def parts(model: Any, rows: Any, *shared: Any) -> LossParts:
         return as_parts(loss_fn(model, rows, *shared), has_aux)
 
-    return computed(plan, parts, microbatches, divisors)
+    function = computed(plan, parts, microbatches, divisors)
+
+    def gradients(
+        weights: Buffers, batch: Batch, variables: Variables, shared: Shared
+    ) -> tuple[LossParts, Buffers, Variables]:
+        loss, found, changed = function(on_device(weights), batch, on_device(variables), shared)
+        return loss, found, as_before(changed, variables)
+
+    return gradients
 
 
 def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:

@@ -33,6 +33,7 @@ from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
+from jax_impl.runtime.memory_kinds import in_memory
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -271,13 +272,17 @@ class ShardingPlan:
         return jax.make_array_from_callback(stored.shape, self.sharding(key), values)
 
     def check_array(self, key: str, array: jax.Array) -> None:
-        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values."""
+        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values.
+
+        It may lie in any kind of memory.
+        """
         stored, sharding = self.stored(key), self.sharding(key)
         check_not_donated(f"array {key!r}", array)
         # While a program is traced, arrays have no places yet.
         traced = isinstance(array, jax.core.Tracer)
         if array.shape != stored.shape or not (
-            traced or array.sharding.is_equivalent_to(sharding, array.ndim)
+            traced
+            or array.sharding.is_equivalent_to(in_memory(sharding, array.sharding.memory_kind), array.ndim)
         ):
             found = "" if traced else f" with {array.sharding}"
             raise ValueError(

@@ -246,6 +246,13 @@ JAX = [
         "jax_impl/test_losses.py",
     ),
     M(
+        "the kind of memory is forgotten",
+        "jax_impl/runtime",
+        "sharding.with_memory_kind(kind) if kind else sharding",
+        "sharding",
+        "jax_impl/test_host_memory.py",
+    ),
+    M(
         "frozen parameters become float32",
         "jax_impl",
         "main_dtype(dtype) if trainable else dtype",

@@ -1,0 +1,54 @@
+"""Arrays of a train state in the host's memory (``pinned_host``), which programs compute with on the device.
+
+A state may lie wherever its user puts it with ``jax.device_put`` and ``sharding.with_memory_kind``. A program brings
+what it needs to the device, and returns what it changes to where it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding
+
+Tree = TypeVar("Tree")
+_DEVICE = jax.memory.Space.Device
+
+
+def on_device(tree: Tree) -> Tree:
+    """Inside of a program: the same arrays, all of them in the device's memory."""
+    return jax.tree.map(lambda x: x if _space(x) == _DEVICE else jax.device_put(x, _DEVICE), tree)
+
+
+def as_before(tree: Tree, before: Tree) -> Tree:
+    """Inside of a program: each array of ``tree`` in the kind of memory in which its counterpart in ``before`` is."""
+    return jax.tree.map(
+        lambda x, given: x if _space(x) == _space(given) else jax.device_put(x, _space(given)), tree, before
+    )
+
+
+def memory_kinds(tree: object) -> tuple[str | None, ...]:
+    """Of the arrays of a tree."""
+    return tuple(leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree))
+
+
+def in_memory(sharding: NamedSharding, kind: str | None) -> NamedSharding:
+    """``sharding`` in memory of this kind; "" or None: the default."""
+    return sharding.with_memory_kind(kind) if kind else sharding
+
+
+def kinds_like(example: object, expected: Tree) -> Tree:
+    """In place of each array of ``expected`` the kind of memory of its counterpart in ``example``, "" for the default.
+
+    Raises ``ValueError`` for an example of another structure; without one (None) all is the default.
+    """
+    if example is None:
+        return jax.tree.map(lambda _: "", expected)
+    mine, theirs = (str(jax.tree.structure(tree)) for tree in (expected, example))
+    if mine != theirs:
+        raise ValueError(f"like: expected a state of the same plan and optimizer, {mine}, got {theirs}")
+    return jax.tree.map(lambda x: x.sharding.memory_kind or "", example)
+
+
+def _space(x: jax.Array) -> Any:
+    return jax.typeof(x).memory_space
