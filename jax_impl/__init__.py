@@ -68,15 +68,15 @@ numbers. After the step floating-point variables are the mean over the devices. 
 microbatch instead.
 
 **Optimizers.** Any optax transformation trains as on the unsharded model. One that does the same to each element,
-wherever the element lies, runs on the arrays as they are: one flat array a unit in the shard_map engine,
-``{path: array}`` in the pjit engine. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global
-norms are right, because padding is zero and arrays are global. A transformation that looks at shapes or names (Muon,
-lamb, adafactor, a decay mask by ``ndim``) or that draws random numbers by shape is given the model's own tree of
-trainable parameters. Its moments are cut along a dimension that divides by the number of shards, or whole where there
-is none. Each step then gathers weights and gradients unit by unit for the update, which an elementwise one does not
-need. Which of the two an optimizer is comes from a trial on small random numbers; the trial cannot see a difference
-that begins only after some steps. Refused is what needs more than gradients, state, weights and the loss (a line
-search). A program that calls ``optimizer.update`` itself has no trial.
+wherever the element lies, runs on the arrays as they are: one flat array a unit in the shard_map engine, ``{path:
+array}`` in the pjit engine. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global norms are
+right, because padding is zero and arrays are global. A transformation that looks at shapes or names (Muon, lamb,
+adafactor, a decay mask by ``ndim``) or that draws random numbers by shape is given the model's own tree of trainable
+parameters. Its moments are cut along a dimension that divides by the number of shards, or whole where there is none, of
+which a warning tells. Each step then gathers weights and gradients unit by unit for the update, which an elementwise
+one does not need. Which of the two an optimizer is comes from a trial on small random numbers; the trial cannot see a
+difference that begins only after some steps. Refused is what needs more than gradients, state, weights and the loss (a
+line search). A program that calls ``optimizer.update`` itself has no trial.
 
 **AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jax_impl.batch import place_shared, place_whole, shard_batch
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.optimizer.logical import fitted
+from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
@@ -60,9 +60,11 @@ def init_state(
     """The state before the first step; moments are born sharded, and frozen weights have none.
 
     ``variables``: ``variable_leaves(model)`` of a model that has variables other than parameters. Raises ``ValueError``
-    when they are missing, or others than the plan's.
+    when they are missing, or others than the plan's. A ``RuntimeWarning`` names parameters whose moments are whole on
+    every device, because the optimizer looks at shapes and no dimension divides.
     """
     opt_state = _placed(plan, fitted(plan, optimizer).init, trainable(plan, weights))
+    warn_of_whole_moments(plan, opt_state)
     return TrainState(weights, opt_state, place_variables(plan, variables or {}))
 
 

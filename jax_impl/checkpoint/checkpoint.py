@@ -53,7 +53,7 @@ from jax_impl.checkpoint.names import (
     train_values,
 )
 from jax_impl.comm.agreement import Processes
-from jax_impl.optimizer.logical import fitted
+from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.runtime.memory_kinds import in_memory, kinds_like
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.runtime.variables import Variables
@@ -236,6 +236,7 @@ def load_checkpoint(
                 _read_optimizer(reader, plan, opt_state, places.opt_state),
                 _read_variables(reader, plan, impls, places.variables),
             )
+            warn_of_whole_moments(plan, state.opt_state)
             return LoadedCheckpoint(state, train_values(reader), objects)
 
 

@@ -11,6 +11,8 @@ without; so `fitted` asks the trial which of the two an optimizer is.
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from jax_impl.optimizer.forms import Form, arrays_of, form_named
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+
+_SHARE_TO_WARN_OF = 0.01
 
 
 def fitted(
@@ -42,6 +46,40 @@ def fitted(
     form = tried(optimizer, arrays, plan.engine == "shard_map")
     able = optax.with_extra_args_support(optimizer)
     return able if form is None else _on_parameters(plan, able, form_named(form, arrays))
+
+
+def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
+    """``RuntimeWarning`` naming parameters whose moments in ``opt_state`` no device has a part of, but all have whole.
+
+    Only of moments by parameter beside flat weights; what the pjit engine cannot cut, it says when it plans.
+    """
+    if plan.engine != "shard_map":
+        return
+    uncut, whole = _uncut(plan), dict[str, int]()
+    for keys, leaf in jax.tree.leaves_with_path(opt_state):
+        located = plan.locate_buffer(keys, leaf)
+        path = "" if located is None else located[0]
+        if path not in plan.arrays and path in uncut:
+            whole[path] = math.prod(leaf.shape)
+    share = sum(whole.values()) / max(1, sum(math.prod(x.shape) for x in plan.logical.values()))
+    if share > _SHARE_TO_WARN_OF:
+        warnings.warn(
+            f"shard_map engine: this optimizer looks at shapes or names of parameters. No dimension of {len(whole)} of "
+            f"{len(plan.logical)} of them, {share:.0%} of the elements, divides by the number of shards, so their "
+            f"moments are whole on every device: {tuple(whole)[:5]}; an optimizer that treats all elements alike "
+            "(adamw without a mask) shards any shape",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _uncut(plan: ShardingPlan) -> frozenset[str]:
+    """Paths of parameters that a strategy shards and that no dimension allows to cut."""
+    return frozenset(
+        path
+        for path, array in plan.logical.items()
+        if array.dimension is None and array.wire.axes.shards(array.level) > 1
+    )
 
 
 def _on_parameters(

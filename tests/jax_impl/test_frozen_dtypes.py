@@ -128,7 +128,7 @@ SLOW = [
     ("engine", "strategy", "devices"),
     [
         ("shard_map", "hfsdp", {"dp_outer": 2, "dp": 2}),
-        ("pjit", "optim_grads_params", 8),
+        pytest.param("pjit", "optim_grads_params", 8, marks=pytest.mark.slow),
         pytest.param("shard_map", "optim_grads_params", 8, marks=pytest.mark.slow),
         pytest.param("pjit", "hfsdp", {"dp_outer": 2, "dp": 2}, marks=pytest.mark.slow),
         *SLOW,

@@ -99,7 +99,7 @@ OPTIMIZERS = {"main weights": lambda: main_weight_adamw(0.01), "muon": lambda: o
     ("engine", "name", "move"),
     [
         ("shard_map", "main weights", on_host),
-        ("pjit", "muon", moments_on_host),
+        pytest.param("pjit", "muon", moments_on_host, marks=pytest.mark.slow),
         pytest.param("shard_map", "muon", moments_on_host, marks=pytest.mark.slow),
         pytest.param("pjit", "main weights", on_host, marks=pytest.mark.slow),
     ],

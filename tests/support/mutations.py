@@ -246,6 +246,13 @@ JAX = [
         "jax_impl/test_losses.py",
     ),
     M(
+        "moments that are whole everywhere without a word",
+        "jax_impl/optimizer",
+        "if path not in plan.arrays and path in uncut:",
+        "if path in plan.arrays and path in uncut:",
+        "jax_impl/optimizer/test_logical.py",
+    ),
+    M(
         "the kind of memory is forgotten",
         "jax_impl/runtime",
         "sharding.with_memory_kind(kind) if kind else sharding",

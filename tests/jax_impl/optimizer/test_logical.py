@@ -130,6 +130,40 @@ def test_moments_are_cut_over_the_devices_and_counted_as_moments() -> None:
         assert device.other == 4
 
 
+def odd_sizes() -> dict[str, Any]:
+    return {"layers": [{"w": jnp.ones((5, 7)), "b": jnp.ones(8)}], "head": jnp.ones((3, 7))}
+
+
+def test_moments_that_no_device_can_have_a_part_of_are_named(tmp_path: Path) -> None:
+    plan, weights = fully_shard(odd_sizes(), data_parallel_mesh(4), units=["layers/*"])
+    optimizer = optax.lamb(RATE)
+    message = r"No dimension of 2 of 3 of them, 88% of the elements.*\('head', 'layers/0/w'\)"
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        state = init_state(plan, weights, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    save_checkpoint(tmp_path / "a", plan, state)
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        load_checkpoint(tmp_path / "a", plan, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        ({}, optax.adamw(RATE)),
+        ({"strategy": "no_shard"}, optax.lamb(RATE)),
+        ({"frozen": ["head", "layers/0/w"]}, optax.lamb(RATE)),
+        ({}, optax.masked(optax.lamb(RATE), {"layers": [{"w": False, "b": True}], "head": False})),
+    ],
+)
+def test_no_moments_are_named_that_are_cut_or_whole_on_purpose_or_not_there(
+    options: dict[str, Any], optimizer: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    plan, weights = fully_shard(odd_sizes(), data_parallel_mesh(4), units=["layers/*"], **options)
+    init_state(plan, weights, optimizer)
+    assert not [warning for warning in recwarn if "moments" in str(warning.message)]
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor", "decay of matrices"])
 def test_a_run_goes_on_from_its_checkpoint_on_other_devices_in_the_other_engine(
     tmp_path: Path, name: str
