@@ -69,7 +69,8 @@ microbatch instead.
 
 **Optimizers.** Any optax transformation trains as on the unsharded model. One that does the same to each element,
 wherever the element lies, runs on the arrays as they are: one flat array a unit in the shard_map engine, ``{path:
-array}`` in the pjit engine. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work. Global norms are
+array}`` in the pjit engine. Masks by unit (``optax.masked(optimizer, {"layers/0": True, ...})``) work, and so do masks
+and labels made of the model's own pytree, or of ``nnx.to_pure_dict(nnx.state(model, nnx.Param))``. Global norms are
 right, because padding is zero and arrays are global. A transformation that looks at shapes or names (Muon, lamb,
 adafactor, a decay mask by ``ndim``) or that draws random numbers by shape is given the model's own tree of trainable
 parameters. Its moments are cut along a dimension that divides by the number of shards, or whole where there is none, of

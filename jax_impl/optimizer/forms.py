@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from jax_impl.modules.tree_model import as_given
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 # By path.
@@ -42,6 +44,14 @@ class TriedArray:
 
 
 @dataclass(frozen=True)
+class ModelTree:
+    """The pytree that a program knows a model by: its structure, and the path of each leaf."""
+
+    structure: jax.tree_util.PyTreeDef
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Form:
     """A tree that a transformation may be given, and how parameters come into it and out of it."""
 
@@ -60,6 +70,27 @@ def arrays_of(plan: ShardingPlan) -> tuple[TriedArray, ...]:
                 dtypes = group.wire.main, group.wire.grad
                 found.append(TriedArray(key, paths, shapes, dtypes, group.layers is not None, padded))
     return tuple(found)
+
+
+def tree_of(plan: ShardingPlan) -> ModelTree:
+    """The given pytree; of an nnx model nested dictionaries, with numbers for the items of lists, as
+    ``nnx.to_pure_dict(nnx.state(model, nnx.Param))`` has them."""
+    paths: Any = plan.model.parameters
+    # Only nnx models have other variables.
+    model = None if plan.variables else as_given(plan.model.merge(paths, (), {}))
+    leaves, structure = jax.tree.flatten(_nested(paths) if isinstance(model, nnx.Module | None) else model)
+    return ModelTree(structure, tuple(leaves))
+
+
+def _nested(paths: Sequence[str]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for path in paths:
+        *above, name = (int(part) if part.isdigit() else part for part in path.split("/"))
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = path
+    return tree
 
 
 def flat_form(arrays: Sequence[TriedArray]) -> Form:
@@ -122,12 +153,27 @@ def by_name(arrays: Sequence[TriedArray]) -> Form:
     return Form(pack, unpack)
 
 
-FORMS = ("name", "unit")
-"""Trees of parameters: the model's own, and parameters under their units."""
+def by_tree(model: ModelTree) -> Form:
+    """The model's own pytree, with None for frozen parameters."""
+
+    def pack(values: Values) -> Any:
+        return jax.tree.unflatten(model.structure, [values.get(path) for path in model.paths])
+
+    def unpack(tree: Any) -> Values:
+        leaves = model.structure.flatten_up_to(tree)
+        return {path: x for path, x in zip(model.paths, leaves, strict=True) if x is not None}
+
+    return Form(pack, unpack)
 
 
-def form_named(name: str, arrays: Sequence[TriedArray]) -> Form:
+FORMS = ("name", "tree", "unit")
+"""Trees of parameters: the model's own names, its own pytree, and parameters under their units."""
+
+
+def form_named(name: str, arrays: Sequence[TriedArray], model: ModelTree) -> Form:
     """One of ``FORMS``."""
+    if name == "tree":
+        return by_tree(model)
     return by_name(arrays) if name == "name" else by_unit(arrays)
 
 

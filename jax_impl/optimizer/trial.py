@@ -29,6 +29,7 @@ import optax
 from jax_impl.optimizer.forms import (
     FORMS,
     Form,
+    ModelTree,
     TriedArray,
     Values,
     by_name,
@@ -54,7 +55,9 @@ _QUICK = {"xla_backend_optimization_level": 0}
 
 # Several steps of one plan (other microbatches, another loss) need one trial.
 @functools.lru_cache(maxsize=16)
-def tried(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool) -> str | None:
+def tried(
+    optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], model: ModelTree, flat: bool
+) -> str | None:
     """None where the optimizer may run on the engine's arrays; else the one of ``FORMS`` that it is to be given.
 
     Raises ``ValueError`` for an optimizer that can update neither.
@@ -63,29 +66,31 @@ def tried(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...
     # All parameters only where some will not do, as for a mask that is a dictionary by unit: they take seconds.
     for some in dict.fromkeys((of_each_kind(arrays), arrays)):
         try:
-            return _form(optimizer, some, flat)
+            return _form(optimizer, some, model, flat)
         except _NoFormError as error:
             raised = error.__cause__
     raise ValueError(_cannot(raised, flat)) from raised
 
 
-def _form(optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], flat: bool) -> str | None:
+def _form(
+    optimizer: optax.GradientTransformation, arrays: tuple[TriedArray, ...], model: ModelTree, flat: bool
+) -> str | None:
     """As ``tried``. Raises ``_NoFormError`` where the optimizer can update no form of these arrays."""
     small = reduced(arrays)
     own = flat_form(small) if flat else by_path(small)
     failed: BaseException | None = None
     with jax.default_device(_cpu()):
-        # Where the model's own tree does not fit, as for that mask: parameters under their units.
-        for name in FORMS if flat else FORMS[:1]:
+        # Where names do not fit: the pytree that a mask may be made from, or parameters under their units.
+        for name in FORMS if flat else FORMS[:2]:
             try:
                 # Inside of a traced program the trial still has numbers.
                 with jax.ensure_compile_time_eval():
-                    same = _same(optimizer, small, own, form_named(name, small))
+                    same = _same(optimizer, small, own, form_named(name, small, model))
             except _ReferenceFormError:
                 continue
             except _OwnFormError as error:
                 failed = error.__cause__
-                if _can_update(optimizer, small, form_named(name, small)):
+                if _can_update(optimizer, small, form_named(name, small, model)):
                     return name
                 continue
             large = flat and small != arrays

@@ -234,8 +234,12 @@ class ShardingPlan:
             key = path[i].key
             if key in self.arrays and leaf.shape == self.arrays[key].shape:
                 return key, (*path[:i], *path[i + 1 :])
-        for first, last in sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: s[0] - s[1]):
-            name = "/".join(str(getattr(entry, "key", "")) for entry in path[first:last])
+        names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+        # The longest name that is known, and of equally long ones the innermost.
+        for first, last in sorted(
+            itertools.combinations(range(len(path) + 1), 2), key=lambda s: (s[0] - s[1], -s[0])
+        ):
+            name = "/".join(names[first:last])
             if name in self.logical and leaf.shape == self.logical[name].shape:
                 return name, (*path[:first], *path[last:])
         return None

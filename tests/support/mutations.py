@@ -253,6 +253,13 @@ JAX = [
         "jax_impl/optimizer/test_logical.py",
     ),
     M(
+        "a mask made of the model's pytree falls on other parameters",
+        "jax_impl/optimizer",
+        "[values.get(path) for path in model.paths]",
+        "[values.get(path) for path in reversed(model.paths)]",
+        "jax_impl/optimizer/test_logical.py",
+    ),
+    M(
         "the kind of memory is forgotten",
         "jax_impl/runtime",
         "sharding.with_memory_kind(kind) if kind else sharding",

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 
 from bridge.formats import open_checkpoint
 from jax_impl import (
@@ -28,6 +29,12 @@ from jax_impl import (
 from jax_impl.optimizer.logical import fitted
 
 RATE = 0.02
+
+
+def static_mask() -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, parameters())
+
+
 OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(RATE),
     "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4),
@@ -41,6 +48,7 @@ OPTIMIZERS = {
             lambda keys, _: "kernel" if keys[-1].key == "w" else "other", tree
         ),
     ),
+    "by a mask made of the tree": lambda: optax.adamw(RATE, weight_decay=0.5, mask=static_mask()),
     "by unit and shape": lambda: optax.masked(
         optax.contrib.muon(RATE), {"layers/0": True, "layers/1": True, "": False}
     ),
@@ -164,7 +172,14 @@ def test_no_moments_are_named_that_are_cut_or_whole_on_purpose_or_not_there(
     assert not [warning for warning in recwarn if "moments" in str(warning.message)]
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "decay of matrices"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "muon",
+        "by a mask made of the tree",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("adafactor", "decay of matrices")),
+    ],
+)
 def test_a_run_goes_on_from_its_checkpoint_on_other_devices_in_the_other_engine(
     tmp_path: Path, name: str
 ) -> None:
@@ -250,3 +265,23 @@ def test_frozen_parameters_are_not_in_the_tree() -> None:
     found = unshard(plan, after.weights)
     for path in ("layers/0/w", "layers/0/b"):
         np.testing.assert_array_equal(found[path], by_path(parameters())[path])
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_a_mask_made_of_an_nnx_models_state_fits_also_where_parameters_are_frozen(engine: str) -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    mask = jax.tree.map(lambda x: x.ndim > 1, nnx.to_pure_dict(nnx.state(Model(), nnx.Param)))
+    plan, weights = fully_shard(Model(), data_parallel_mesh(4), engine=engine, frozen=["layers/0/*"])
+    optimizer = fitted(plan, optax.chain(optax.identity(), optax.add_decayed_weights(0.5, mask)))
+    zeros = {key: jnp.zeros_like(weights[key]) for key in plan.trainable}
+    trained = {key: weights[key] for key in plan.trainable}
+    updates, _ = optimizer.update(zeros, optimizer.init(trained), trained)
+    found, given = unshard(plan, updates), unshard(plan, weights)
+    assert found.keys() == {"layers/1/kernel", "layers/1/bias", "norm/scale", "norm/bias"}
+    for path, update in found.items():
+        np.testing.assert_array_equal(update, 0.5 * given[path] * path.endswith("kernel"))

@@ -14,7 +14,7 @@ import pytest
 
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
-from jax_impl.optimizer.forms import arrays_of
+from jax_impl.optimizer.forms import arrays_of, tree_of
 from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
@@ -154,7 +154,8 @@ def assert_trains_as_unsharded(name: str) -> None:
 
 
 def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") -> str | None:
-    return tried(optimizer, arrays_of(plan_and_weights(engine)[0]), engine == "shard_map")
+    plan = plan_and_weights(engine)[0]
+    return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
 
 
 @pytest.mark.parametrize("name", ON_PARAMETERS)
@@ -182,6 +183,12 @@ def test_names_in_the_models_own_tree_are_given_where_arrays_have_paths() -> Non
         )
     )
     assert form_of(by_end, "pjit") is None
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_the_models_own_pytree_is_given_where_a_mask_was_made_of_it(engine: str) -> None:
+    mask = jax.tree.map(lambda x: x.ndim > 1, parameters())
+    assert form_of(optax.adamw(RATE, mask=mask), engine) == "tree"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,8 @@ def large_plan(layers: int) -> Any:
     ],
 )
 def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
-    assert tried(optimizer, arrays_of(large_plan(6)), True) == "name"
+    plan = large_plan(6)
+    assert tried(optimizer, arrays_of(plan), tree_of(plan), True) == "name"
 
 
 @pytest.mark.parametrize(
@@ -229,4 +237,5 @@ def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
     ],
 )
 def test_a_large_model_accepts_what_is_elementwise(optimizer: Any) -> None:
-    assert tried(optimizer, arrays_of(large_plan(6)), True) is None
+    plan = large_plan(6)
+    assert tried(optimizer, arrays_of(plan), tree_of(plan), True) is None
