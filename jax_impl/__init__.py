@@ -113,7 +113,7 @@ forces) would miss the unit's weights and is refused. A gradient through the roo
 **Host memory.** Arrays of a state may be put into ``pinned_host`` memory (``jax.device_put(x,
 x.sharding.with_memory_kind("pinned_host"))``). A step brings them to the device whole, not unit by unit, and returns
 them to where they were. ``load_checkpoint(..., like=state)`` loads into the same memory. Random keys return on the
-device.
+device. On simulated devices steps need jax 0.10.2 for it.
 
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 

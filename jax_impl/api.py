@@ -52,7 +52,7 @@ def fully_shard(
     none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
     Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
-    nothing, tied weights in different units, and parameters that are not floating point.
+    nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
     """
     model = as_module(model)
     plan = plan_sharding(model, mesh, policy, **options)

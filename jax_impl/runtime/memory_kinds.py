@@ -13,17 +13,19 @@ from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
 _DEVICE = jax.memory.Space.Device
+# Before, the CPU compiler refuses transfers in a program of several devices.
+_MOVES_ON_CPU = (0, 10, 2)
 
 
 def on_device(tree: Tree) -> Tree:
     """Inside of a program: the same arrays, all of them in the device's memory."""
-    return jax.tree.map(lambda x: x if _space(x) == _DEVICE else jax.device_put(x, _DEVICE), tree)
+    return jax.tree.map(lambda x: x if _space(x) == _DEVICE else _put(x, _DEVICE), tree)
 
 
 def as_before(tree: Tree, before: Tree) -> Tree:
     """Inside of a program: each array of ``tree`` in the kind of memory in which its counterpart in ``before`` is."""
     return jax.tree.map(
-        lambda x, given: x if _space(x) == _space(given) else jax.device_put(x, _space(given)), tree, before
+        lambda x, given: x if _space(x) == _space(given) else _put(x, _space(given)), tree, before
     )
 
 
@@ -48,6 +50,16 @@ def kinds_like(example: object, expected: Tree) -> Tree:
     if mine != theirs:
         raise ValueError(f"like: expected a state of the same plan and optimizer, {mine}, got {theirs}")
     return jax.tree.map(lambda x: x.sharding.memory_kind or "", example)
+
+
+def _put(x: jax.Array, space: Any) -> jax.Array:
+    if jax.default_backend() == "cpu" and jax.__version_info__ < _MOVES_ON_CPU:
+        version = ".".join(map(str, _MOVES_ON_CPU))
+        raise ValueError(
+            f"state: on CPU devices, arrays in the host's memory need jax {version} or later in a step, got "
+            f"{jax.__version__}: put them on the device first (sharding.with_memory_kind), or update jax"
+        )
+    return jax.device_put(x, space)
 
 
 def _space(x: jax.Array) -> Any:

@@ -29,7 +29,10 @@ from jax_impl import (
 )
 
 HOST = "pinned_host"
+DEVICE = jax.devices()[0].default_memory().kind
 SIZE = 8
+IS_OLD = jax.__version_info__ < (0, 10, 2)
+needs_moves = pytest.mark.skipif(IS_OLD, reason="the CPU compiler moves no arrays between memories")
 
 
 class Model(nnx.Module):
@@ -95,6 +98,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 OPTIMIZERS = {"main weights": lambda: main_weight_adamw(0.01), "muon": lambda: optax.contrib.muon(0.01)}
 
 
+@needs_moves
 @pytest.mark.parametrize(
     ("engine", "name", "move"),
     [
@@ -118,13 +122,13 @@ def test_a_state_on_the_host_trains_there_to_the_same_bits_and_is_saved_and_load
         assert metrics["loss"] == wanted["loss"]
     assert_equal(state, expected)
     assert kinds(state) == kinds(move(expected))
-    assert set(kinds(expected)) == {"device"}
+    assert set(kinds(expected)) == {DEVICE}
 
     save_checkpoint(tmp_path / "a", plan, state)
     found = load_checkpoint(tmp_path / "a", plan, optimizer, like=state).state
     assert_equal(found, expected)
     assert kinds(found) == kinds(state)
-    assert set(kinds(load_checkpoint(tmp_path / "a", plan, optimizer).state)) == {"device"}
+    assert set(kinds(load_checkpoint(tmp_path / "a", plan, optimizer).state)) == {DEVICE}
 
     further, _ = step(found, batches(3)[2])
     assert kinds(further) == kinds(state)
@@ -132,6 +136,7 @@ def test_a_state_on_the_host_trains_there_to_the_same_bits_and_is_saved_and_load
     assert_equal(unshard(plan, state.weights), unshard(plan, expected.weights))
 
 
+@needs_moves
 def test_an_abstract_state_says_where_arrays_are_loaded_on_other_devices(tmp_path: Path) -> None:
     optimizer = main_weight_adamw(0.01)
     plan, weights = sharded("shard_map")
@@ -149,7 +154,7 @@ def test_an_abstract_state_says_where_arrays_are_loaded_on_other_devices(tmp_pat
     )
     loaded = load_checkpoint(tmp_path / "a", other, optimizer, like=like).state
     assert set(kinds(loaded.weights)) == {HOST}
-    assert set(kinds((loaded.opt_state, loaded.variables))) == {"device"}
+    assert set(kinds((loaded.opt_state, loaded.variables))) == {DEVICE}
     weights_only = load_checkpoint(tmp_path / "a", other, like=like).state
     assert set(kinds(weights_only.weights)) == {HOST}
     step = make_train_step(other, loss, optimizer)
@@ -160,6 +165,7 @@ def test_an_abstract_state_says_where_arrays_are_loaded_on_other_devices(tmp_pat
         load_checkpoint(tmp_path / "a", plan, optimizer, like=like)
 
 
+@needs_moves
 @pytest.mark.slow
 def test_a_program_around_the_steps_keeps_the_memory_of_its_state() -> None:
     optimizer = optax.adam(0.01)
@@ -190,8 +196,20 @@ def test_bytes_on_the_host_are_no_bytes_of_the_device() -> None:
         assert mine.total + mine.host == theirs.total
 
 
+@needs_moves
 def test_moments_are_born_on_the_device_from_weights_on_the_host() -> None:
     plan, weights = sharded("shard_map")
     state = state_of(plan, on_host(weights), optax.contrib.schedule_free_adamw(0.01))
     assert set(kinds(state.weights)) == {HOST}
-    assert set(kinds(state.opt_state)) == {"device"}
+    assert set(kinds(state.opt_state)) == {DEVICE}
+
+
+@pytest.mark.skipif(not IS_OLD, reason="the CPU compiler moves arrays between memories")
+def test_what_old_versions_cannot_do_is_said() -> None:
+    plan, weights = sharded("shard_map")
+    optimizer = optax.adam(0.01)
+    state = moments_on_host(state_of(plan, weights, optimizer))
+    with pytest.raises(
+        ValueError, match=r"in the host's memory need jax 0\.10\.2 or later in a step, got 0\.10"
+    ):
+        make_train_step(plan, loss, optimizer)(state, batches(1)[0])
