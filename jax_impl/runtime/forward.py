@@ -23,6 +23,11 @@ AllCollectors = dict[str, Collectors]
 AllSources = dict[str, Sources]
 
 
+def scope_of(path: str) -> str:
+    """A unit's name in profiles and in XLA's text."""
+    return path or "(root)"
+
+
 def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
     """What all microbatches of one step use of the weights at rest.
 
@@ -39,7 +44,8 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
                 held.append(group.hold(arrays))
                 continue
             arrays, last = fence((arrays, last))
-            last = group.hold(arrays)
+            with jax.named_scope(scope_of(path)), jax.named_scope("gather"):
+                last = group.hold(arrays)
             held.append(last)
         sources[path] = seal(path, tuple(held))
     return sources
@@ -58,7 +64,8 @@ def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
         for group, collected in zip(unit.groups, gradients[path], strict=True):
             if group.trainable:
                 collected, last = fence((collected, last))
-                last = group.finish(collected)
+                with jax.named_scope(scope_of(path)), jax.named_scope("reduce"):
+                    last = group.finish(collected)
                 finished.update(zip(group.stored, last, strict=True))
     return finished
 
@@ -115,8 +122,9 @@ def _call_unit(
 
     changed: list[int] = []
     inner = {below: held[below] for below in _units_inside(plan, path)}
+    name = scope_of(path)
     output, values = sharded_call(
-        apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays
+        name, apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays
     )
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)

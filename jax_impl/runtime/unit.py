@@ -35,6 +35,7 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 
 
 def sharded_call(
+    name: str,
     apply: Callable[..., Any],
     groups: Sequence[Group],
     recompute: bool,
@@ -46,7 +47,9 @@ def sharded_call(
     """``apply(leaves of each group, inner, *inputs)`` with the weights taken from ``sources``.
 
     ``inner`` holds collectors and sources of the units inside this one; ``inputs`` are pytrees of arrays.
-    Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
+    Differentiating by ``collectors`` gives each group's reduced gradient; sources have none. What profiles show of the
+    unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is no plain forward or
+    backward.
     """
 
     def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
@@ -56,7 +59,8 @@ def sharded_call(
                 # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
                 source, after = fence((source, after))
             if group.strategy.shard_parameters:
-                gathered = group.gather(source)
+                with jax.named_scope("gather"):
+                    gathered = group.gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((gathered, after))
             leaves.append(group.leaves(source))
@@ -65,10 +69,12 @@ def sharded_call(
     keeps_order = any(group.strategy.shard_parameters for group in groups)
 
     @jax.custom_vjp
+    @jax.named_scope(name)
     def call(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
         leaves, inputs = weights(sources, inputs)
         return apply(leaves, inner, *inputs)
 
+    @jax.named_scope(name)
     def forward(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         leaves, inputs = weights(sources, inputs)
         if recompute:
@@ -81,6 +87,7 @@ def sharded_call(
             output, vjp = fence((output, vjp))
         return output, (sources, inner, vjp)
 
+    @jax.named_scope(name)
     def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
         sources, inner, rest = saved
         if recompute:
@@ -88,7 +95,8 @@ def sharded_call(
             cotangent, rest = fence((cotangent, rest))
         leaves, (cotangent, rest) = weights(sources, (cotangent, rest), again=True)
         if recompute:
-            _, vjp = jax.vjp(apply, leaves, inner, *rest)
+            with jax.named_scope("recompute"):
+                _, vjp = jax.vjp(apply, leaves, inner, *rest)
         else:
             vjp = rest
             vjp.args_res[:2] = [leaves, inner]
@@ -99,7 +107,8 @@ def sharded_call(
             if group.trainable:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, collected, reduced = fence((values, collected, reduced))
-            reduced.append(group.reduce(values) if group.trainable else ())
+            with jax.named_scope("reduce"):
+                reduced.append(group.reduce(values) if group.trainable else ())
         # Also without a reduction: else XLA may put off all gradients of weights, and keep activations for them.
         reduced, input_gradients = fence((reduced, input_gradients))
         return (
