@@ -156,7 +156,11 @@ from jax_impl.batch import pad_batch, shard_batch
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
+from jax_impl.diagnostics.layout_report import LayoutReport, layout_report
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
+from jax_impl.diagnostics.nonfinite import NonFinite, find_nonfinite
+from jax_impl.diagnostics.norms import parameter_norms
+from jax_impl.diagnostics.outputs import NonFiniteOutput, watch_nonfinite_outputs
 from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.initialize import init_sharded
 from jax_impl.modules.linen_model import apply_linen
@@ -173,8 +177,11 @@ __all__ = [
     "AdamWState",
     "EvalStep",
     "Layout",
+    "LayoutReport",
     "LoadedCheckpoint",
     "MemoryReport",
+    "NonFinite",
+    "NonFiniteOutput",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
@@ -188,9 +195,11 @@ __all__ = [
     "count_collectives",
     "count_compiled_collectives",
     "data_parallel_mesh",
+    "find_nonfinite",
     "fully_shard",
     "init_sharded",
     "init_state",
+    "layout_report",
     "load_checkpoint",
     "main_weight_adamw",
     "make_eval_step",
@@ -198,6 +207,7 @@ __all__ = [
     "make_train_step",
     "memory_report",
     "pad_batch",
+    "parameter_norms",
     "plan_layout",
     "plan_sharding",
     "save_checkpoint",
@@ -208,4 +218,5 @@ __all__ = [
     "stack_layers",
     "unshard",
     "variable_leaves",
+    "watch_nonfinite_outputs",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
+from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
 from jax_impl.modules.tree_model import as_given
@@ -48,6 +49,8 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
                 last = group.hold(arrays)
             held.append(last)
         sources[path] = seal(path, tuple(held))
+        if watching() and unit.module.layers is not None:
+            sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
     return sources
 
 
@@ -108,7 +111,7 @@ def _call_unit(
     arrays, rebuild = _split_arrays((args, kwargs))
 
     def apply(
-        leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], variables: Any, arrays: Any
+        leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], variables: Any, arrays: Any, layer: Any
     ) -> Any:
         args, kwargs = rebuild(arrays)
         calls = {below: _slot_call(plan, below, inner) for below in unit.module.inner}
@@ -116,15 +119,28 @@ def _call_unit(
             _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
         )
         output = run(module, *args, **kwargs)
+        if watching():
+            look_at_output(plan, path, layer, arrays, output)
         after = unit.module.changed_variables(module)
         changed[:] = [i for i, value in enumerate(after) if value is not variables[i]]
         return output, jax.lax.stop_gradient([after[i] for i in changed])
 
     changed: list[int] = []
     inner = {below: held[below] for below in _units_inside(plan, path)}
-    name = scope_of(path)
+    collectors, sources = held[path]
+    # What comes after the groups' sources, while a watch is open, is the number of the layer.
+    ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
     output, values = sharded_call(
-        name, apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays
+        scope_of(path),
+        apply,
+        unit.groups,
+        unit.recompute,
+        collectors,
+        sources[: len(unit.groups)],
+        inner,
+        list(variables),
+        arrays,
+        layer,
     )
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)

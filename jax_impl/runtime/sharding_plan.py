@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.sharding import Layout, Strategy
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh
+from jax_impl.diagnostics.layout_report import layout_report
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
@@ -127,9 +128,9 @@ class UnitPlan:
         return layouts[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardingPlan:
-    """How one model is sharded over one mesh; made by ``fully_shard``, holds no values.
+    """How one model is sharded over one mesh; made by ``fully_shard``, holds no values. ``print`` shows a table.
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
     what is no parameter. ``engine``: "shard_map" or "pjit".
@@ -140,6 +141,12 @@ class ShardingPlan:
     units: Mapping[str, UnitPlan]
     model: UnitModule
     variables: Mapping[str, VariableInfo]
+
+    def __repr__(self) -> str:
+        return f"<ShardingPlan: {layout_report(self).summary()}>"
+
+    def __str__(self) -> str:
+        return layout_report(self).render(merge=True)
 
     @property
     def num_devices(self) -> int:

@@ -1,0 +1,240 @@
+"""What a sharded model consists of: units, groups, shards, their sizes and dtypes, as data and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from jax.sharding import Mesh
+
+from jax_impl.runtime.flat_group import FlatGroup
+
+_RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "bytes/device"})
+
+
+class Plan(Protocol):
+    """What is described, a ``ShardingPlan``, which shows itself by this report."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def units(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group: the trainable or the frozen parameters of a unit.
+
+    parameters: paths in the model.
+    whole: those of them that the strategy shards but that are whole on every device (pjit engine).
+    numel: elements, of all layers of a stack; padded_numel: with padding, each once however many devices hold it.
+    num_shards: how many the main weights are cut into.
+    shard_sizes: elements of a shard of one layer, by buffer; in the pjit engine one number, with the whole ones.
+    nbytes: of the main weights at rest on each device, of all layers.
+    main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``PrecisionPolicy``.
+    fingerprint: of the layout; "" in the pjit engine, which has none.
+    """
+
+    parameters: tuple[str, ...]
+    whole: tuple[str, ...]
+    trainable: bool
+    numel: int
+    padded_numel: int
+    num_shards: int
+    shard_sizes: tuple[int, ...]
+    nbytes: int
+    fingerprint: str
+    main_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    grad_dtype: str
+
+    @property
+    def padding(self) -> float:
+        """Padding as a fraction of the real elements."""
+        return self.padded_numel / self.numel - 1 if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit; ``layers``: of the stack that it stands for, or None."""
+
+    name: str
+    layers: int | None
+    strategy: str
+    recompute: bool
+    groups: tuple[GroupReport, ...]
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """All units of a plan, in the order of the model, the root last. ``str`` is a table."""
+
+    engine: str
+    mesh: Mapping[str, int]
+    units: tuple[UnitReport, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(group.numel for group in self._groups())
+
+    @property
+    def padded_numel(self) -> int:
+        """The same with padding."""
+        return sum(group.padded_numel for group in self._groups())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the main weights at rest on each device."""
+        return sum(group.nbytes for group in self._groups())
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Parameters that a strategy shards, but that are whole on every device (pjit engine)."""
+        return tuple(path for group in self._groups() for path in group.whole)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(replace(self, mesh=dict(self.mesh)))
+
+    def summary(self) -> str:
+        """One line."""
+        count = sum(len(group.parameters) for group in self._groups())
+        return (
+            f"{self.engine} engine, {math.prod(self.mesh.values())} devices {dict(self.mesh)}, {len(self.units)} "
+            f"units, {count} parameters, {self.numel:,} elements"
+        )
+
+    def render(self, *, merge: bool = False) -> str:
+        """The table; ``merge``: consecutive units that differ by name only share a line."""
+        rows = [tuple(row.values()) for row in self._merged(merge)]
+        header = tuple(_row(None, None))
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+                for cell, width, title in zip(row, widths, header, strict=True)
+            ).rstrip()
+            for row in (header, *rows)
+        ]
+        if self.whole:
+            rest = len(self.whole) - 8
+            more = f" and {rest} more" if rest > 0 else ""
+            lines.append(f"whole on every device: {', '.join(self.whole[:8])}{more}")
+        return "\n".join([self.summary(), *lines])
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _groups(self) -> Iterator[GroupReport]:
+        return (group for unit in self.units for group in unit.groups)
+
+    def _merged(self, merge: bool) -> Iterator[dict[str, str]]:
+        alike: list[tuple[str, list[dict[str, str]]]] = []
+        for unit in self.units:
+            rows = [_row(unit, group) for group in unit.groups or (None,)]
+            nameless = [row | {"unit": ""} for row in rows]
+            if merge and alike and [row | {"unit": ""} for row in alike[-1][1]] == nameless:
+                alike[-1] = (unit.name, alike[-1][1])
+                continue
+            alike.append((unit.name, rows))
+        for last, rows in alike:
+            for row in rows:
+                same = row["unit"] in (last, "(root)")
+                yield row if same else row | {"unit": f"{row['unit']} .. {last}, each"}
+        yield _row(None, None) | dict.fromkeys(_row(None, None), "") | self._total()
+
+    def _total(self) -> dict[str, str]:
+        padding = 100 * (self.padded_numel / self.numel - 1) if self.numel else 0.0
+        count = sum(len(group.parameters) for group in self._groups())
+        return {
+            "unit": "total",
+            "params": f"{count}",
+            "elements": f"{self.numel:,}",
+            "padding": f"{padding:.2f} %",
+            "bytes/device": f"{self.nbytes:,}",
+        }
+
+
+def layout_report(plan: Plan) -> LayoutReport:
+    """Describe a ``ShardingPlan``: per unit its strategy, shards, elements, padding, and what is whole.
+
+    All processes have the same report. ``print(plan)`` is the same table, with equal units in one line.
+    """
+    units = tuple(
+        UnitReport(
+            name,
+            unit.module.layers,
+            unit.strategy.name,
+            unit.recompute,
+            tuple(_group_report(group) for group in unit.groups),
+        )
+        for name, unit in plan.units.items()
+    )
+    return LayoutReport(plan.engine, dict(plan.mesh.shape), units)
+
+
+def _group_report(group: Any) -> GroupReport:
+    wire, layers = group.wire, group.layers or 1
+    num_shards = wire.axes.shards(group.strategy.optimizer)
+    whole: tuple[str, ...] = ()
+    fingerprint = ""
+    if isinstance(group, FlatGroup):
+        layout = group.layout
+        numel, padded, sizes = layers * layout.numel, layers * layout.padded_size, layout.shard_sizes
+        fingerprint = layout.fingerprint
+    else:
+        cut = [math.prod(array.shape) for array in group.arrays if array.dimension is not None]
+        kept = [math.prod(array.shape) for array in group.arrays if array.dimension is None]
+        if num_shards > 1:
+            whole = tuple(array.path for array in group.arrays if array.dimension is None)
+        numel = padded = sum(cut) + sum(kept)
+        sizes = ((sum(cut) // num_shards + sum(kept)) // layers,)
+    return GroupReport(
+        parameters=tuple(group.paths),
+        whole=whole,
+        trainable=group.trainable,
+        numel=numel,
+        padded_numel=padded,
+        num_shards=num_shards,
+        shard_sizes=sizes,
+        nbytes=layers * sum(sizes) * wire.main.itemsize,
+        fingerprint=fingerprint,
+        main_dtype=wire.main.name,
+        compute_dtype=wire.compute.name,
+        reduce_dtype=wire.reduce.name,
+        grad_dtype=wire.grad.name,
+    )
+
+
+def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
+    row = {
+        "unit": (unit.name or "(root)") if unit else "",
+        "layers": str(unit.layers or "") if unit else "",
+        "strategy": unit.strategy if unit else "",
+        "params": "0",
+        "elements": "0",
+        "padding": "",
+        "shards": "",
+        "shard": "",
+        "bytes/device": "0",
+        "dtypes": "",
+    }
+    if unit is None or group is None:
+        return row
+    dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
+    of_group = {
+        "params": f"{len(group.parameters)}{'' if group.trainable else ' frozen'}",
+        "elements": f"{group.numel:,}",
+        "padding": f"{100 * group.padding:.2f} %",
+        "shards": str(group.num_shards),
+        "shard": " + ".join(f"{size:,}" for size in group.shard_sizes) or "0",
+        "bytes/device": f"{group.nbytes:,}",
+        "dtypes": dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes),
+    }
+    return row | of_group

@@ -1,0 +1,187 @@
+"""Where a NaN or an infinity is: in which weight, gradient or moment, in which rows, on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl.runtime.sharding_plan import ShardingPlan, check_not_donated
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """One parameter, or other array, that holds elements which are not finite.
+
+    kind: where in the given pytree: "weights", "opt_state/mu"; "" in a dictionary of arrays by key.
+    name: path of the parameter or variable; ``"padding of 'layers/0'"`` where no parameter lies.
+    nan, inf: how many elements; of copies on the one that has most.
+    rows: indices of the first rows that hold such elements, over all dimensions but the last; elements of vectors.
+    devices: of this process, that hold such rows.
+    """
+
+    kind: str
+    name: str
+    nan: int
+    inf: int
+    rows: tuple[Index, ...]
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = ", ".join(str(list(row)) for row in self.rows)
+        what = f"{self.kind} {self.name}".strip()
+        return f"{what}: {self.nan} NaN, {self.inf} infinite, rows {rows} (devices {', '.join(self.devices)})"
+
+
+@dataclass
+class _Found:
+    """What is known of one name; ``counts`` of NaN and infinities by copy."""
+
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    rows: set[Index] = field(default_factory=set)
+    devices: dict[str, None] = field(default_factory=dict)
+
+    def add(self, replica: int, nan: int, inf: int, device: str) -> None:
+        total = self.counts.setdefault(replica, [0, 0])
+        total[0] += nan
+        total[1] += inf
+        self.devices[device] = None
+
+
+def find_nonfinite(plan: ShardingPlan, values: Any, *, max_rows: int = 8) -> tuple[NonFinite, ...]:
+    """The parameters in ``values`` that are not finite, each with at most ``max_rows`` of its rows, in model order.
+
+    ``values``: a ``TrainState``, arrays by key such as ``state.weights`` or the gradients of ``step.gradients``, an
+    optimizer state, or any pytree of these. Integers and random keys are left out.
+
+    Nothing is gathered: each device says which of its shards are finite, and the others are read from where they are.
+    All processes must call it. Each reports what its own devices hold, so reports of several processes differ.
+
+    Raises ``ValueError`` inside of ``jax.jit``, and for arrays that were donated.
+    """
+    listed: list[tuple[Any, jax.Array]] = []
+    for path, leaf in jax.tree.leaves_with_path(values):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"values{jax.tree_util.keystr(path)}: expected an array with values, got a traced one: call "
+                "find_nonfinite on what the jitted function returns, or use watch_nonfinite_outputs"
+            )
+        check_not_donated(f"values{jax.tree_util.keystr(path)}", leaf)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            listed.append((path, leaf))
+    suspects = _suspects(plan, [leaf for _, leaf in listed])
+    found: dict[tuple[str, str], _Found] = {}
+    for number, (path, leaf) in enumerate(listed):
+        for shard in leaf.addressable_shards:
+            if (number, shard.device) in suspects:
+                _look(plan, path, leaf, shard, max_rows, found)
+    order = {path: place for place, path in enumerate(plan.parameters)}
+    kinds = {kind: place for place, kind in enumerate(dict.fromkeys(kind for kind, _ in found))}
+    keys = sorted(found, key=lambda key: (kinds[key[0]], order.get(key[1], len(order))))
+    return tuple(_report(*key, found[key], max_rows) for key in keys)
+
+
+def _suspects(plan: ShardingPlan, leaves: Sequence[jax.Array]) -> set[tuple[int, jax.Device]]:
+    """``(number, device)`` of the shards that are not finite, or that the program cannot look at."""
+    specs: dict[int, PartitionSpec] = {
+        number: leaf.sharding.spec
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == plan.mesh
+    }
+    suspects = {
+        (number, shard.device)
+        for number, leaf in enumerate(leaves)
+        if number not in specs
+        for shard in leaf.addressable_shards
+    }
+    if not specs:
+        return suspects
+    finite = _finite([leaves[number] for number in specs], mesh=plan.mesh, specs=tuple(specs.values()))
+    for shard in finite.addressable_shards:
+        flags = np.asarray(shard.data)[0]
+        suspects |= {(number, shard.device) for number, fine in zip(specs, flags, strict=True) if not fine}
+    return suspects
+
+
+@partial(jax.jit, static_argnames=("mesh", "specs"))
+def _finite(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.Array:
+    """``[devices, leaves]``: whether all elements of a device's shard are finite."""
+
+    def local(shards: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.isfinite(shard).all() for shard in shards])[None]
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(list(specs),),
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
+    )(leaves)
+
+
+def _look(
+    plan: ShardingPlan,
+    path: tuple[Any, ...],
+    leaf: jax.Array,
+    shard: Any,
+    max_rows: int,
+    found: dict[tuple[str, str], _Found],
+) -> None:
+    values = np.asarray(shard.data)
+    rest = _counts(values)
+    kind, name = "", jax.tree_util.keystr(path, simple=True, separator="/")
+    for kind, name, offsets, piece in _pieces(plan, path, leaf, shard, values):
+        nan, inf = _counts(piece)
+        rest = (rest[0] - nan, rest[1] - inf)
+        if nan or inf:
+            one = found.setdefault((kind, name), _Found())
+            one.add(shard.replica_id, nan, inf, str(shard.device))
+            one.rows |= set(_rows(piece, offsets, max_rows))
+    if any(rest):
+        located = plan.locate_buffer(path, leaf)
+        key = located[0] if located else name
+        one = found.setdefault((kind, f"padding of {key!r}"), _Found())
+        one.add(shard.replica_id, *rest, str(shard.device))
+
+
+def _pieces(
+    plan: ShardingPlan, path: tuple[Any, ...], leaf: jax.Array, shard: Any, values: np.ndarray
+) -> Iterator[tuple[str, str, Index, np.ndarray]]:
+    located = plan.locate_buffer(path, leaf)
+    if located is None:
+        # A variable's own path is its key in the state.
+        kind = jax.tree_util.keystr(path[:-1], simple=True, separator="/")
+        name = jax.tree_util.keystr(path[-1:], simple=True, separator="/")
+        yield kind, name, tuple(part.start or 0 for part in shard.index), values
+        return
+    key, outer = located
+    kind = jax.tree_util.keystr(outer, simple=True, separator="/")
+    for piece in plan.stored(key).pieces(shard.index, values):
+        yield kind, piece.path, piece.offsets, piece.values
+
+
+def _counts(values: np.ndarray) -> tuple[int, int]:
+    nan = int(np.isnan(values).sum())
+    return nan, int((~np.isfinite(values)).sum()) - nan
+
+
+def _rows(values: np.ndarray, offsets: Index, max_rows: int) -> Iterator[Index]:
+    bad = ~np.isfinite(values)
+    if values.ndim >= 2:
+        bad = bad.any(axis=-1)
+    for index in np.argwhere(bad)[:max_rows].tolist():
+        yield tuple(at + start for at, start in zip(index, offsets, strict=False))
+
+
+def _report(kind: str, name: str, found: _Found, max_rows: int) -> NonFinite:
+    nan, inf = max(tuple(count) for count in found.counts.values())
+    rows = tuple(sorted(found.rows)[:max_rows])
+    return NonFinite(kind, name, nan, inf, rows, tuple(found.devices))

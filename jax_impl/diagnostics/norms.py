@@ -1,0 +1,207 @@
+"""Norms of whole parameters from their shards: sums on each device, then one reduction for all parameters together.
+
+A parameter's rows are one range of a device's shard, which begins and ends elsewhere on each device. All devices run the
+same program, so each looks at as many elements as the largest range has, from where its own begins::
+
+    device 0   |. . a a a a a b b|        a: 5 elements from 2      b: 2 elements from 7
+    device 1   |b b b b . . . . .|        a: nothing                b: 4 elements from 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_impl.comm.collectives import fence
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.logical_group import LogicalArray
+from jax_impl.runtime.sharding_plan import ShardingPlan
+
+
+def parameter_norms(
+    plan: ShardingPlan, buffers: Any, *, norm_type: float = 2.0, by_layer: bool = False
+) -> dict[str, Any]:
+    """The norm of each whole parameter in ``buffers``, by path, in the order of the model. Nothing is gathered.
+
+    ``buffers``: arrays by key, such as ``state.weights`` or the gradients of ``step.gradients``, or one kind of moments
+    (``state.opt_state.mu``). Other scalars in it, such as a step count, are left out.
+    ``by_layer``: for a parameter of a stack ``[layers, ...]`` a norm for each layer, shape ``[layers]``.
+
+    Numbers (with ``by_layer`` NumPy arrays), computed in float64; the same in all processes, which must all call it.
+    Inside of ``jax.jit`` they are traced scalars, in float32 unless x64 is on, and a norm neither overflows nor
+    underflows there where its elements do not. One all-reduce for each number of axes that arrays are cut over, two in
+    float32.
+
+    Raises ``ValueError`` for a norm type that is not positive, for an array that is none of the plan's, and for two
+    arrays of one key, such as a whole optimizer state has.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
+    arrays: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(buffers):
+        located = plan.locate_buffer(path, leaf)
+        if located is None:
+            if leaf.ndim:
+                raise ValueError(
+                    f"buffers{jax.tree_util.keystr(path)}: expected an array of the plan, {list(plan.arrays)[:8]}, got "
+                    f"shape {leaf.shape}"
+                )
+            continue
+        key = located[0]
+        if key in arrays:
+            raise ValueError(
+                f"buffers: expected one array {key!r}, got two, the second at {jax.tree_util.keystr(path)}: give one "
+                "kind of moments, such as state.opt_state.mu"
+            )
+        plan.check_array(key, leaf)
+        arrays[key] = leaf
+    held = _Held(plan)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in arrays.values()):
+        return _norms(arrays, held=held, norm_type=float(norm_type), by_layer=by_layer)
+    with jax.enable_x64(True):
+        found = jax.device_get(_norms(arrays, held=held, norm_type=float(norm_type), by_layer=by_layer))
+    return {path: norm if norm.ndim else float(norm) for path, norm in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A plan as a static argument: equal to itself alone."""
+
+    plan: ShardingPlan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other.plan is self.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
+@partial(jax.jit, static_argnames=("held", "norm_type", "by_layer"))
+def _norms(
+    arrays: dict[str, jax.Array], *, held: _Held, norm_type: float, by_layer: bool
+) -> dict[str, jax.Array]:
+    plan = held.plan
+    dtype = jnp.float64 if jax.config.read("jax_enable_x64") else jnp.float32
+    specs = {key: plan.stored(key).spec for key in arrays}
+    local = jax.shard_map(
+        partial(_on_each_device, plan, norm_type, dtype),
+        mesh=plan.mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    # Keys lose their order in a program.
+    found = local(arrays) if arrays else {}
+    norms = {path: found[path] for path in plan.parameters if path in found}
+    if by_layer:
+        return {path: norm[0] if _layers(plan, path) is None else norm for path, norm in norms.items()}
+    return {path: _norm_of(norm, norm_type) for path, norm in norms.items()}
+
+
+def _on_each_device(
+    plan: ShardingPlan, norm_type: float, dtype: Any, arrays: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Norms ``[layers]``, or ``[1]``, of all parameters."""
+    axes = plan.axes.names
+    parts: dict[int, dict[str, jax.Array]] = {}
+    for key, array in arrays.items():
+        stored = cast(FlatGroup | LogicalArray, plan.stored(key))
+        level = _level(stored)
+        # [layers, elements] of this device, with zeros for what is not the parameter's.
+        parts.setdefault(level, {}).update(_values(plan, stored, array, axes[:level]))
+    found: dict[str, jax.Array] = {}
+    last: Any = ()
+    for level, values in parts.items():
+        paths = list(values)
+        sizes = [jnp.abs(value).astype(dtype) for value in values.values()]
+        tops = [jnp.max(size, axis=1, initial=0) for size in sizes]
+        scales = [jnp.ones_like(top) for top in tops]
+        if norm_type == math.inf or dtype == jnp.float32:
+            tops, last = _reduced(lax.pmax, tops, axes[:level], last)
+            scales = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
+        if norm_type == math.inf:
+            # A maximum over devices may lose a NaN, a sum does not.
+            nans, last = _reduced(
+                lax.psum,
+                [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes],
+                axes[:level],
+                last,
+            )
+            found.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
+            continue
+        sums, last = _reduced(
+            lax.psum,
+            [
+                jnp.sum((size / scale[:, None]) ** norm_type, axis=1)
+                for size, scale in zip(sizes, scales, strict=True)
+            ],
+            axes[:level],
+            last,
+        )
+        norms = (scale * total ** (1 / norm_type) for scale, total in zip(scales, sums, strict=True))
+        found.update(zip(paths, norms, strict=True))
+    return found
+
+
+def _values(
+    plan: ShardingPlan, stored: FlatGroup | LogicalArray, array: jax.Array, axes: Sequence[str]
+) -> Iterator[tuple[str, jax.Array]]:
+    if not isinstance(stored, FlatGroup):
+        layers = _layers(plan, stored.path)
+        yield stored.path, array.reshape(1 if layers is None else layers, -1)
+        return
+    layout = stored.layout
+    flat = array.reshape(-1, layout.shard_size)
+    rank = lax.axis_index(tuple(axes)) if axes else 0
+    for path, slot in zip(stored.paths, layout.slots, strict=True):
+        bounds = layout.row_bounds(slot.name)
+        lengths = np.array([(b - a) * slot.row_size for a, b in zip(bounds, bounds[1:], strict=False)])
+        starts = np.array([layout.shard_start(slot.name, r) for r in range(layout.num_shards)])
+        most = int(lengths.max(initial=0))
+        # A slice must end inside of the shard.
+        begins = np.minimum(starts, layout.shard_size - most)
+        skipped = jnp.asarray(starts - begins)[rank]
+        piece = lax.dynamic_slice_in_dim(flat, jnp.asarray(begins)[rank], most, axis=1)
+        place = jnp.arange(most)
+        own = (place >= skipped) & (place < skipped + jnp.asarray(lengths)[rank])
+        yield path, jnp.where(own, piece, 0)
+
+
+def _reduced(
+    reduction: Any, values: Sequence[jax.Array], axes: Sequence[str], last: Any
+) -> tuple[list[jax.Array], Any]:
+    """Over the devices of ``axes``, as one collective after ``last``."""
+    if not axes:
+        return list(values), last
+    own, last = fence((list(values), last))
+    whole = reduction(jnp.concatenate(own), tuple(axes))
+    ends = np.cumsum([value.size for value in own])[:-1]
+    return jnp.split(whole, ends), whole
+
+
+def _norm_of(norms: jax.Array, norm_type: float) -> jax.Array:
+    top = jnp.max(norms)
+    if norm_type == math.inf or norms.size == 1:
+        return top
+    scale = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
+    return scale * jnp.sum((norms / scale) ** norm_type) ** (1 / norm_type)
+
+
+def _level(stored: FlatGroup | LogicalArray) -> int:
+    """How many axes the array is cut over."""
+    if isinstance(stored, FlatGroup):
+        return stored.strategy.optimizer
+    return 0 if stored.dimension is None else stored.level
+
+
+def _layers(plan: ShardingPlan, path: str) -> int | None:
+    return plan.units[plan.parameters[path].unit].module.layers

@@ -1,0 +1,222 @@
+"""Which unit's output is not finite first, seen while compiled steps run.
+
+A step that is traced while a watch is open has a callback at the end of each unit, which tells the host what the output
+holds on each device. The watch is part of the key of ``jax.jit``'s caches, so steps with and without it are programs of
+their own, and both are kept::
+
+    step(...)                                 compiled
+    with watch_nonfinite_outputs(plan):
+        step(...)                             compiled again, with callbacks
+    step(...)                                 the first program
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_impl.comm.mesh import DataParallelMesh
+
+
+class Plan(Protocol):
+    """What is watched, a ``ShardingPlan``."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def axes(self) -> DataParallelMesh: ...
+
+
+@dataclass(frozen=True)
+class NonFiniteOutput:
+    """A unit whose output is not finite.
+
+    unit: its path, "" for the root, whose output is what the loss returns.
+    layer: of the stack that the unit is in, or None.
+    begins: whether such an output came from finite inputs; otherwise the fault lies before the unit.
+    nan, inf: how many elements, in the call and on the device that has most.
+    devices: of this process, that have such outputs. In the pjit engine an array whose first dimension is not a
+        multiple of the devices is seen by all.
+    """
+
+    unit: str
+    layer: int | None
+    begins: bool
+    nan: int
+    inf: int
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        where = "from finite inputs" if self.begins else "from inputs that are not finite"
+        return (
+            f"output of {self.unit or '(root)'}{layer}: {self.nan} NaN, {self.inf} infinite, {where} (devices "
+            f"{', '.join(self.devices)})"
+        )
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A unit's call in a program; ``order``: in which calls were traced."""
+
+    unit: str
+    order: int
+
+
+@dataclass
+class _Seen:
+    order: int
+    begins: bool
+    nan: int
+    inf: int
+    devices: set[int]
+
+
+class _Watch:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.found: list[NonFiniteOutput] = []
+        self.calls = 0
+        self._seen: dict[tuple[str, int | None], _Seen] = {}
+        # Where a stack begins: its units run layer by layer.
+        self._first: dict[str, int] = {}
+
+    def add(self, site: _Site, layer: int | None, nan: int, inf: int, begins: bool, device: int) -> None:
+        self.calls += 1
+        if not nan and not inf:
+            return
+        if layer is not None:
+            stack = _stack(site.unit)
+            self._first[stack] = min(site.order, self._first.get(stack, site.order))
+        seen = self._seen.setdefault((site.unit, layer), _Seen(site.order, False, 0, 0, set()))
+        seen.order = min(seen.order, site.order)
+        seen.begins |= begins
+        seen.nan, seen.inf = max((seen.nan, seen.inf), (nan, inf))
+        seen.devices.add(device)
+        self.found[:] = [self._output(*key) for key in sorted(self._seen, key=self._place)]
+
+    def _place(self, key: tuple[str, int | None]) -> tuple[bool, int, int, int]:
+        unit, layer = key
+        seen = self._seen[key]
+        if layer is None:
+            return not seen.begins, seen.order, 0, seen.order
+        return not seen.begins, self._first[_stack(unit)], layer, seen.order
+
+    def _output(self, unit: str, layer: int | None) -> NonFiniteOutput:
+        seen = self._seen[unit, layer]
+        devices = self.plan.mesh.devices.flat
+        names = tuple(str(devices[number]) for number in sorted(seen.devices))
+        return NonFiniteOutput(unit, layer, seen.begins, seen.nan, seen.inf, names)
+
+
+def _stack(unit: str) -> str:
+    return unit.partition("/")[0]
+
+
+_watching = jax.make_user_context(default_value=False)
+_open: list[_Watch] = []
+_lock = threading.Lock()
+_orders = itertools.count()
+
+
+@contextmanager
+def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
+    """Look at the output of every unit of ``plan`` in the steps that run while the context is open.
+
+    ::
+
+        with watch_nonfinite_outputs(plan) as found:
+            state, metrics = step(state, batch)
+        print(found[0])    # output of layers, layer 3: 12 NaN, 0 infinite, from finite inputs (devices TFRT_CPU_1)
+
+    The list is complete when the context closes. First come outputs that are not finite although the unit's inputs are,
+    in the order in which units end, so the first entry is the innermost unit where it began. A unit in a stack is
+    listed layer by layer; microbatches and recomputed forwards count as one. Each process sees its own devices.
+
+    A step that was compiled before is compiled again with callbacks (``jax.debug.callback``), and is as fast as before
+    when the context is closed. What cannot be compiled again, a program of ``step.lower(...).compile()`` from before,
+    goes unwatched: where nothing was seen at all, closing the context gives a ``RuntimeWarning``. Watched units in a
+    program that is compiled ahead inside of the context are watched whenever one is open.
+    """
+    watch = _Watch(plan)
+    with _lock:
+        _open.append(watch)
+    try:
+        with _watching(True):
+            yield watch.found
+        jax.effects_barrier()
+        if not watch.calls:
+            warnings.warn(
+                "watch_nonfinite_outputs: expected a step of the plan to run, saw none: run the step inside of the "
+                "context. A program compiled ahead of it (lower, compile) has no callbacks, compile it inside, too",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    finally:
+        with _lock:
+            _open.remove(watch)
+
+
+def watching() -> bool:
+    """Whether a program that is traced now is to be watched."""
+    return bool(_watching.value)
+
+
+def layer_numbers(layers: int) -> jax.Array:
+    """What a stacked unit carries so that its calls know their layer."""
+    return jnp.arange(layers, dtype=jnp.int32)
+
+
+def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
+    """Add to the program a callback that tells of the output of a unit's call. ``layer``: int32, -1 outside of stacks."""
+    site = _Site(unit, next(_orders))
+    given, held = (
+        [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
+        for tree in (inputs, output)
+    )
+
+    def local(layer: jax.Array, given: list[jax.Array], held: list[jax.Array]) -> None:
+        nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
+        bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
+        before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in given), jnp.int32(0))
+        device = lax.axis_index(plan.mesh.axis_names).astype(jnp.int32)
+        jax.debug.callback(
+            partial(_record, plan, site), jnp.stack([device, layer, nan, bad - nan, before])
+        )
+
+    if plan.engine == "shard_map":
+        local(layer, given, held)
+        return
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        # Rows of a batch lie so already; anything else would be gathered.
+        return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.mesh.size == 0 else PartitionSpec()
+
+    specs = (PartitionSpec(), [spec(x) for x in given], [spec(x) for x in held])
+    jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=None, check_vma=False)(layer, given, held)
+
+
+def _may_be_nonfinite(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _record(plan: Plan, site: _Site, counts: Any) -> None:
+    device, layer, nan, inf, before = (int(count) for count in np.asarray(counts))
+    with _lock:
+        for watch in _open:
+            if watch.plan is plan:
+                watch.add(site, None if layer < 0 else layer, nan, inf, not before, device)
