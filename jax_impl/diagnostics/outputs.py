@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -79,11 +79,14 @@ class _Site:
 
 @dataclass
 class _Seen:
+    """``clean``, ``spoiled``: whether such outputs came from finite inputs, and from others."""
+
     order: int
-    begins: bool
-    nan: int
-    inf: int
-    devices: set[int]
+    clean: bool = False
+    spoiled: bool = False
+    nan: int = 0
+    inf: int = 0
+    devices: set[int] = field(default_factory=set)
 
 
 class _Watch:
@@ -95,16 +98,17 @@ class _Watch:
         # Where a stack begins: its units run layer by layer.
         self._first: dict[str, int] = {}
 
-    def add(self, site: _Site, layer: int | None, nan: int, inf: int, begins: bool, device: int) -> None:
+    def add(self, site: _Site, layer: int | None, nan: int, inf: int, clean: bool, device: int) -> None:
         self.calls += 1
         if not nan and not inf:
             return
         if layer is not None:
             stack = _stack(site.unit)
             self._first[stack] = min(site.order, self._first.get(stack, site.order))
-        seen = self._seen.setdefault((site.unit, layer), _Seen(site.order, False, 0, 0, set()))
+        seen = self._seen.setdefault((site.unit, layer), _Seen(site.order))
         seen.order = min(seen.order, site.order)
-        seen.begins |= begins
+        seen.clean |= clean
+        seen.spoiled |= not clean
         seen.nan, seen.inf = max((seen.nan, seen.inf), (nan, inf))
         seen.devices.add(device)
         self.found[:] = [self._output(*key) for key in sorted(self._seen, key=self._place)]
@@ -113,14 +117,18 @@ class _Watch:
         unit, layer = key
         seen = self._seen[key]
         if layer is None:
-            return not seen.begins, seen.order, 0, seen.order
-        return not seen.begins, self._first[_stack(unit)], layer, seen.order
+            return not self._begins(seen), seen.order, 0, seen.order
+        return not self._begins(seen), self._first[_stack(unit)], layer, seen.order
+
+    def _begins(self, seen: _Seen) -> bool:
+        # In the pjit engine a device may hold a result of all devices' inputs.
+        return seen.clean and not (seen.spoiled and self.plan.engine == "pjit")
 
     def _output(self, unit: str, layer: int | None) -> NonFiniteOutput:
         seen = self._seen[unit, layer]
         devices = self.plan.mesh.devices.flat
         names = tuple(str(devices[number]) for number in sorted(seen.devices))
-        return NonFiniteOutput(unit, layer, seen.begins, seen.nan, seen.inf, names)
+        return NonFiniteOutput(unit, layer, self._begins(seen), seen.nan, seen.inf, names)
 
 
 def _stack(unit: str) -> str:
@@ -189,25 +197,28 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
         for tree in (inputs, output)
     )
 
-    def local(layer: jax.Array, given: list[jax.Array], held: list[jax.Array]) -> None:
+    def count(layer: jax.Array, given: list[jax.Array], held: list[jax.Array]) -> jax.Array:
         nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
         bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
         before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in given), jnp.int32(0))
         device = lax.axis_index(plan.mesh.axis_names).astype(jnp.int32)
-        jax.debug.callback(
-            partial(_record, plan, site), jnp.stack([device, layer, nan, bad - nan, before])
-        )
+        return jnp.stack([device, layer, nan, bad - nan, before])[None]
 
     if plan.engine == "shard_map":
-        local(layer, given, held)
-        return
+        counts = count(layer, given, held)
+    else:
+        specs = (PartitionSpec(), [_spec(plan, x) for x in given], [_spec(plan, x) for x in held])
+        by_device = PartitionSpec(plan.mesh.axis_names)
+        counts = jax.shard_map(
+            count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False
+        )(layer, given, held)
+    # Each device tells of its own part, so nothing is gathered.
+    jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
 
-    def spec(x: jax.Array) -> PartitionSpec:
-        # Rows of a batch lie so already; anything else would be gathered.
-        return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.mesh.size == 0 else PartitionSpec()
 
-    specs = (PartitionSpec(), [spec(x) for x in given], [spec(x) for x in held])
-    jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=None, check_vma=False)(layer, given, held)
+def _spec(plan: Plan, x: jax.Array) -> PartitionSpec:
+    # Rows of a batch lie so already; anything else would be gathered.
+    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.mesh.size == 0 else PartitionSpec()
 
 
 def _may_be_nonfinite(x: Any) -> bool:
@@ -215,7 +226,7 @@ def _may_be_nonfinite(x: Any) -> bool:
 
 
 def _record(plan: Plan, site: _Site, counts: Any) -> None:
-    device, layer, nan, inf, before = (int(count) for count in np.asarray(counts))
+    device, layer, nan, inf, before = np.asarray(counts)[0].tolist()
     with _lock:
         for watch in _open:
             if watch.plan is plan:
