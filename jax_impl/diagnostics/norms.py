@@ -1,7 +1,7 @@
 """Norms of whole parameters from their shards: sums on each device, then one reduction for all parameters together.
 
-A parameter's rows are one range of a device's shard, which begins and ends elsewhere on each device. All devices run the
-same program, so each looks at as many elements as the largest range has, from where its own begins::
+A parameter's rows are one range of a device's shard, which begins and ends elsewhere on each device. All devices run
+one program, so each looks at as many elements as the largest range has, from where its own begins::
 
     device 0   |. . a a a a a b b|        a: 5 elements from 2      b: 2 elements from 7
     device 1   |b b b b . . . . .|        a: nothing                b: 4 elements from 0
@@ -9,6 +9,7 @@ same program, so each looks at as many elements as the largest range has, from w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _values(
     rank = lax.axis_index(tuple(axes)) if axes else 0
     for path, slot in zip(stored.paths, layout.slots, strict=True):
         bounds = layout.row_bounds(slot.name)
-        lengths = np.array([(b - a) * slot.row_size for a, b in zip(bounds, bounds[1:], strict=False)])
+        lengths = np.array([(b - a) * slot.row_size for a, b in itertools.pairwise(bounds)])
         starts = np.array([layout.shard_start(slot.name, r) for r in range(layout.num_shards)])
         most = int(lengths.max(initial=0))
         # A slice must end inside of the shard.

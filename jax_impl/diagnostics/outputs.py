@@ -190,7 +190,7 @@ def layer_numbers(layers: int) -> jax.Array:
 
 
 def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
-    """Add to the program a callback that tells of the output of a unit's call. ``layer``: int32, -1 outside of stacks."""
+    """Add a callback to the program that tells of the output of a unit's call. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
     given, held = (
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
@@ -209,9 +209,9 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
     else:
         specs = (PartitionSpec(), [_spec(plan, x) for x in given], [_spec(plan, x) for x in held])
         by_device = PartitionSpec(plan.mesh.axis_names)
-        counts = jax.shard_map(
-            count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False
-        )(layer, given, held)
+        counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
+            layer, given, held
+        )
     # Each device tells of its own part, so nothing is gathered.
     jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
 

@@ -111,7 +111,11 @@ def _call_unit(
     arrays, rebuild = _split_arrays((args, kwargs))
 
     def apply(
-        leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], variables: Any, arrays: Any, layer: Any
+        leaves: Sequence[Sequence[jax.Array]],
+        inner: Mapping[str, Any],
+        variables: Any,
+        arrays: Any,
+        layer: Any,
     ) -> Any:
         args, kwargs = rebuild(arrays)
         calls = {below: _slot_call(plan, below, inner) for below in unit.module.inner}

@@ -41,7 +41,8 @@ def test_numbers_are_those_of_the_arrays(engine, stacked, mesh, strategy):
         assert group.nbytes == sum(weights[key].addressable_shards[0].data.nbytes for key in keys)
         assert sum(group.shard_sizes) * (unit.layers or 1) * 4 == group.nbytes
         assert (group.main_dtype, group.compute_dtype) == ("float32", "bfloat16")
-        assert unit.strategy == strategy and unit.layers == (2 if stacked and unit.name else None)
+        assert unit.strategy == strategy
+        assert unit.layers == (2 if stacked and unit.name else None)
     assert json.loads(json.dumps(report.as_dict()))["units"][0]["name"] == report.units[0].name
     table = str(report).splitlines()
     assert all(any(line.startswith(name or "(root)") for line in table) for name in plan.units)
@@ -57,7 +58,8 @@ def test_print_is_a_short_table_and_repr_a_line():
     assert lines[0].startswith("shard_map engine, 4 devices {'dp': 4}, 13 units")
     assert [line.split("  ")[0] for line in lines[2:]] == ["layers/0 .. layers/11, each", "(root)", "total"]
     assert len(str(layout_report(plan)).splitlines()) == 2 + 13 + 1
-    assert repr(plan) == f"<ShardingPlan: {lines[0]}>" and len(repr(plan)) < 120
+    assert repr(plan) == f"<ShardingPlan: {lines[0]}>"
+    assert len(repr(plan)) < 120
 
 
 def test_frozen_parameters_and_units_without_parameters():
@@ -70,7 +72,8 @@ def test_frozen_parameters_and_units_without_parameters():
     by_name = {unit.name: unit for unit in layout_report(plan).units}
     assert [group.trainable for group in by_name["a"].groups] == [True, False]
     assert by_name["a"].groups[1].parameters == ("a/embed",)
-    assert by_name["b/0"].groups == () and "1 frozen" in str(plan)
+    assert by_name["b/0"].groups == ()
+    assert "1 frozen" in str(plan)
 
 
 def test_whole_parameters_are_named():

@@ -34,12 +34,12 @@ def spoiled(plan, values, places):
     return {key: plan.build_buffer(key, read) for key in plan.arrays}
 
 
-def holders(plan, array, path, row):
-    """The devices that hold the row, from the shards themselves."""
+def holders(plan, array, path, index):
+    """The devices that hold the element, from the shards themselves."""
     found = []
     for shard in array.addressable_shards:
         for piece in plan.stored(plan.parameters[path].key).pieces(shard.index, np.asarray(shard.data)):
-            inside = all(a <= i < a + n for i, a, n in zip(row, piece.offsets, piece.sizes, strict=False))
+            inside = all(a <= i < a + n for i, a, n in zip(index, piece.offsets, piece.sizes, strict=True))
             if piece.path == path and inside and piece.values.size:
                 found.append(str(shard.device))
     return found
@@ -72,7 +72,7 @@ def test_parameter_rows_and_devices(engine, mesh, strategy, stacked):
         rows = {index[:-1] if len(index) > 1 else index for index in indices}
         assert one.rows == tuple(sorted(rows))
         array = bad[plan.parameters[path].key]
-        assert set(one.devices) == {d for row in rows for d in holders(plan, array, path, row)}
+        assert set(one.devices) == {d for i in indices for d in holders(plan, array, path, i)}
         assert path in str(one)
 
 
@@ -106,7 +106,9 @@ def test_bfloat16_and_what_has_no_values():
     half = {key: weights[key].astype(jnp.bfloat16).at[0].set(jnp.inf), "key": jax.random.key(0), "n": 1}
     (one,) = find_nonfinite(plan, half)
     assert (one.nan, one.inf, one.devices) == (0, 1, (str(plan.mesh.devices[0]),))
-    with pytest.raises(ValueError, match=r"expected an array with values, got a traced one: .* watch_nonfinite"):
+    with pytest.raises(
+        ValueError, match=r"expected an array with values, got a traced one: .* watch_nonfinite"
+    ):
         jax.jit(lambda w: find_nonfinite(plan, w))(weights)
     for array in weights.values():
         array.delete()

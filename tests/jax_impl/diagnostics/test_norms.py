@@ -76,7 +76,10 @@ def test_gradients_and_moments(engine):
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4), engine=engine)
     batch = shard_batch(plan, diagnosed.rows(8))
     gradients = jax.grad(diagnosed.loss)(diagnosed.parameters(), diagnosed.rows(8))
-    named = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(gradients)}
+    named = {
+        jax.tree_util.keystr(p, simple=True, separator="/"): x
+        for p, x in jax.tree.leaves_with_path(gradients)
+    }
     optimizer = main_weight_adamw(1e-3, b1=0.75)
     step = make_train_step(plan, diagnosed.loss, optimizer)
     state = init_state(plan, weights, optimizer)
@@ -133,6 +136,8 @@ def test_bad_input():
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4))
     with pytest.raises(ValueError, match="norm_type: expected a positive number or inf, got 0"):
         parameter_norms(plan, weights, norm_type=0)
-    with pytest.raises(ValueError, match=r"buffers\['layers'\]: expected an array of the plan, .* got shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"buffers\['layers'\]: expected an array of the plan, .* got shape \(3,\)"
+    ):
         parameter_norms(plan, {"layers": jnp.ones(3)})
     assert parameter_norms(plan, {}) == {}

@@ -86,7 +86,8 @@ def test_the_device_whose_rows_are_bad(engine):
     with watch_nonfinite_outputs(plan) as found:
         gradients(plan, weights, 2, rows)
     inside = [one for one in found if one.unit]
-    assert len(inside) == 2 * diagnosed.LAYERS and not any(one.begins for one in found)
+    assert len(inside) == 2 * diagnosed.LAYERS
+    assert not any(one.begins for one in found)
     assert {one.devices for one in inside} == {(str(plan.mesh.devices[2]),)}
 
 
@@ -116,8 +117,10 @@ def test_a_step_compiled_before_is_watched_and_unwatched_after():
         gradients(other, fine)
         before = list(found)
         assert "callback" in step.lower(state, batch).as_text()
-    assert found == before and none == []
-    assert step.lower(state, batch).as_text() == plain and "callback" not in plain
+    assert found == before
+    assert none == []
+    assert step.lower(state, batch).as_text() == plain
+    assert "callback" not in plain
     found.clear()
     step(state, batch)
     jax.effects_barrier()
@@ -134,7 +137,8 @@ def test_bits_of_a_watched_step_are_those_of_an_unwatched_one():
     loss, plain, _ = gradients(plan, weights)
     with watch_nonfinite_outputs(plan) as found:
         watched_loss, watched, _ = gradients(plan, weights)
-    assert found == [] and loss == watched_loss
+    assert found == []
+    assert loss == watched_loss
     for key, array in plain.items():
         np.testing.assert_array_equal(array, watched[key])
 
@@ -143,9 +147,9 @@ def test_a_program_compiled_ahead_is_said_to_be_unwatched():
     plan, weights = sharded()
     batch = shard_batch(plan, diagnosed.rows(4))
     compiled = jax.jit(make_gradients(plan, diagnosed.loss)).lower(weights, batch).compile()
-    with pytest.warns(RuntimeWarning, match="expected a step of the plan to run, saw none"):
-        with watch_nonfinite_outputs(plan):
-            compiled(weights, batch)
+    unwatched = pytest.warns(RuntimeWarning, match="expected a step of the plan to run, saw none")
+    with unwatched, watch_nonfinite_outputs(plan):
+        compiled(weights, batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(KeyError), watch_nonfinite_outputs(plan):

@@ -20,7 +20,9 @@ def parameters(stacked: bool = False) -> dict[str, Any]:
     def values(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    layers = [{"mlp": {"w": values(WIDTH, WIDTH), "b": values(WIDTH)}, "scale": values()} for _ in range(LAYERS)]
+    layers = [
+        {"mlp": {"w": values(WIDTH, WIDTH), "b": values(WIDTH)}, "scale": values()} for _ in range(LAYERS)
+    ]
     found = jax.tree.map(lambda *x: np.stack(x), *layers) if stacked else layers
     return jax.tree.map(jnp.asarray, {"embed": values(WIDTH, WIDTH), "layers": found})
 
