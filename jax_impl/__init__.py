@@ -122,6 +122,11 @@ other abort or hang the simulator (see ``simulate_devices``). The order also for
 overlap with the unit before it. Units that do not depend on each other (parallel branches) have unordered collectives:
 fine on accelerators, not in the simulator.
 
+**Diagnostics.** ``print(plan)`` is a table of units. ``parameter_norms`` and ``find_nonfinite`` read weights, gradients
+or moments where they lie. ``with watch_nonfinite_outputs(plan) as found`` compiles the steps inside anew, with a
+callback at the end of each unit. Operations in profiles and in XLA's text carry the path of their unit, then "gather",
+"reduce" or "recompute", or neither.
+
 **Platforms.** XLA:GPU and TPU are untested: no fence, combiner or scheduling behaviour has been seen there. The CPU
 compiler carries bfloat16 collectives in float32 and rounds once, so simulated bfloat16 sums are better than an
 accelerator's.

@@ -1,1 +1,1 @@
-"""What a user looks at when something is odd: collectives and memory."""
+"""What a user looks at when something is odd: layouts, norms, values that are not finite, collectives, memory."""

@@ -190,7 +190,7 @@ def layer_numbers(layers: int) -> jax.Array:
 
 
 def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
-    """Add a callback to the program that tells of the output of a unit's call. ``layer``: int32, -1 outside of stacks."""
+    """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
     given, held = (
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]

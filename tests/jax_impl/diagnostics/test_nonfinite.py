@@ -39,8 +39,10 @@ def holders(plan, array, path, index):
     found = []
     for shard in array.addressable_shards:
         for piece in plan.stored(plan.parameters[path].key).pieces(shard.index, np.asarray(shard.data)):
-            inside = all(a <= i < a + n for i, a, n in zip(index, piece.offsets, piece.sizes, strict=True))
-            if piece.path == path and inside and piece.values.size:
+            if piece.path != path:
+                continue
+            box = zip(index, piece.offsets, piece.sizes, strict=True)
+            if all(start <= i < start + size for i, start, size in box):
                 found.append(str(shard.device))
     return found
 
