@@ -132,7 +132,8 @@ from bridge.sharding import (
 )
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
-from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from jax_impl.checkpoint.checkpoint import save_checkpoint
+from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report

@@ -1,0 +1,99 @@
+"""The moments of another optimizer that fit: which part of a saved optimizer state is which part of this one's.
+
+A part is what one transformation keeps: its arrays by parameter, and numbers that belong to them::
+
+    chain(clip, adamw)         1/0  count mu nu    ->    ""  count mu nu     main_weight_adamw
+    adamw with a schedule      0    count mu nu    ->    ""
+                               2    count
+
+Parts are matched whole, so that a count never goes to the moments of another transformation. The more kinds of arrays
+two parts share, and the more of their places' ends, the better they fit; positions in a chain may differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from jax_impl.checkpoint.names import Kind
+
+# What is kept under a part: the last word of its name, and whether it is kept for each parameter.
+_Key = tuple[str, bool]
+_Place = tuple[str, ...]
+_Part = dict[_Key, dict[str, tuple[str, Kind]]]
+Tensors = Mapping[str, tuple[str, Kind]]
+
+
+def match_moments(expected: Tensors, found: Tensors, parameters: Collection[str]) -> dict[str, str]:
+    """The name of the saved tensor for each expected one that has one of its shape and dtype.
+
+    ``expected``, ``found``: full name and kind, by the name inside of the optimizer state.
+    """
+    own, saved = _parts(expected, parameters), _parts(found, parameters)
+    sources: dict[str, str] = {}
+    for place, other in _pairs(own, saved):
+        part, stored = own[place], saved[other]
+        arrays = _same(part, stored, by_parameter=True)
+        has_arrays = any(by_parameter for _, by_parameter in part)
+        # A count without the moments that it counts would correct their bias for steps that they did not see.
+        if arrays or not has_arrays:
+            sources |= arrays | _same(part, stored, by_parameter=False)
+    return sources
+
+
+def _parts(tensors: Tensors, parameters: Collection[str]) -> dict[_Place, _Part]:
+    parts: defaultdict[_Place, _Part] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        words = name.split("/")
+        start = next((i for i in range(len(words)) if "/".join(words[i:]) in parameters), len(words))
+        entry, path = words[:start], "/".join(words[start:])
+        key = (entry[-1] if entry else "", bool(path))
+        parts[tuple(entry[:-1])].setdefault(key, {})[path] = tensor
+    return dict(parts)
+
+
+def _same(part: _Part, stored: _Part, *, by_parameter: bool) -> dict[str, str]:
+    return {
+        name: stored[key][path][0]
+        for key in part.keys() & stored.keys()
+        if key[1] == by_parameter
+        for path, (name, kind) in part[key].items()
+        if path in stored[key] and stored[key][path][1] == kind
+    }
+
+
+def _pairs(own: dict[_Place, _Part], saved: dict[_Place, _Part]) -> list[tuple[_Place, _Place]]:
+    """Each part with the one that fits it best, of which no other part is as good; best pairs first."""
+    scores = {
+        (place, other): (
+            len(part.keys() & stored.keys()),
+            _common_end(place, other),
+            place == other,
+            -len(part.keys() ^ stored.keys()),
+        )
+        for place, part in own.items()
+        for other, stored in saved.items()
+        if part.keys() & stored.keys() and _alike(place, other)
+    }
+    pairs: list[tuple[_Place, _Place]] = []
+    while scores:
+        best = max(scores.values())
+        tied = [pair for pair, score in scores.items() if score == best]
+        for place, other in tied:
+            if sum(place == pair[0] or other == pair[1] for pair in tied) == 1:
+                pairs.append((place, other))
+        # Those that are tied have no better partner left, so they are left out with all that they could be.
+        gone, taken = {place for place, _ in tied}, {other for _, other in tied}
+        scores = {p: score for p, score in scores.items() if p[0] not in gone and p[1] not in taken}
+    return pairs
+
+
+def _common_end(a: _Place, b: _Place) -> int:
+    return next((i for i in range(min(len(a), len(b))) if a[-1 - i] != b[-1 - i]), min(len(a), len(b)))
+
+
+def _alike(a: _Place, b: _Place) -> bool:
+    """Whether two places have the same words, as far as both have any; positions in chains are none."""
+    one, other = ([word for word in place if not word.isdigit()] for place in (a, b))
+    shorter = min(len(one), len(other))
+    return one[len(one) - shorter :] == other[len(other) - shorter :]
