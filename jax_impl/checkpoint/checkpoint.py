@@ -53,6 +53,7 @@ def save_checkpoint(
     train: Mapping[str, Any] | None = None,
     *,
     objects: Mapping[TreePath, object] | None = None,
+    item: str | None = None,
     timeout: float = TIMEOUT,
 ) -> None:
     """Save weights, optimizer state and ``train`` as a new Orbax checkpoint that stock Orbax reads on any devices.
@@ -69,11 +70,14 @@ def save_checkpoint(
         train: nested mapping of str to int (64 bits) or NumPy array. ints become 0-d int64 arrays. Of several processes
             the first one's are saved.
         objects: JSON values by tree path: None, bool, int, float, str, and lists, tuples and dicts of these.
+        item: name of a directory in ``path`` for the arrays. Stock ``CheckpointManager`` restores ``path`` as one of
+            its steps with ``item="default"`` only; stock ``StandardCheckpointer`` then restores ``path/default``, and
+            ``path`` without an item. ``load_checkpoint`` and ``twinshard`` take either.
         timeout: seconds that processes wait for one another in each of the four steps.
 
     Raises:
         FileExistsError: something is at ``path``.
-        ValueError: a state or train value that cannot be saved, by name.
+        ValueError: a state or train value that cannot be saved, by name; an ``item`` that is no name.
         CheckpointError: names that collide, or another process that failed or was not heard of.
         OSError: the system refused a write.
     """
@@ -86,13 +90,15 @@ def save_checkpoint(
             contents = Contents.of(plan, state)
             if processes.first:
                 values = dict(train_tensors(train or {}))
-                part = writer = OrbaxWriter(target, process=processes.index if processes.several else None)
+                part = writer = OrbaxWriter(
+                    target, item=item, process=processes.index if processes.several else None
+                )
                 opened.shared = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
         name, working, fingerprint = json.loads(opened.shared)
         temporary = target.with_name(working)
         with processes.step("write"):
             _require_equal(contents.fingerprint, fingerprint)
-            part = part or _join(target, name, temporary, processes.index)
+            part = part or _join(target, name, temporary, item, processes.index)
             chunks = Chunks(part, temporary / _SPILLED, processes.index)
             contents.write(part, chunks, first=processes.first)
             chunks.finish()
@@ -112,13 +118,13 @@ def save_checkpoint(
         raise
 
 
-def _join(target: Path, name: str, temporary: Path, process: int) -> OrbaxPart:
+def _join(target: Path, name: str, temporary: Path, item: str | None, process: int) -> OrbaxPart:
     if target.name != name or not temporary.is_dir():
         raise CheckpointError(
             f"{target}: expected all processes to save one {name!r} and to see {temporary}, which the first process "
             "made: give all of them the same path, in a file system that they share"
         )
-    return OrbaxPart(target, temporary, process)
+    return OrbaxPart(target, temporary / (item or ""), process)
 
 
 def _require_equal(own: str, first: str) -> None:
