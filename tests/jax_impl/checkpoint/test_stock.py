@@ -12,16 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
 from bridge.formats import CheckpointError
 from jax_impl import (
     LoadedCheckpoint,
     ShardingPlan,
+    apply_linen,
     data_parallel_mesh,
+    fully_shard,
     init_state,
     load_checkpoint,
     main_weight_adamw,
@@ -216,6 +219,83 @@ def test_weights_and_moments_are_loaded(tmp_path: Path, form: str, engine: str) 
     assert_goes_on_as(program, loaded, engine, clipped())
 
 
+# Optimizers of whole parameters, of other trees than the model's, and with weights of their own.
+FURTHER: dict[str, Any] = {
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "decay of matrices": lambda: optax.adamw(
+        **ADAMW, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    ),
+    "several steps": lambda: optax.MultiSteps(optax.adamw(**ADAMW), 2).gradient_transformation(),
+    "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", FURTHER)
+def test_states_of_other_optimizers_are_loaded(tmp_path: Path, kind: str, engine: str) -> None:
+    optimizer = FURTHER[kind]()
+    program = trained(optimizer)
+    path = save(tmp_path / "c", flax_train_state(program))
+    for strict in (False, True):
+        loaded = load_checkpoint(
+            path, plan_of(engine), optimizer, strict=strict, variables=variable_leaves(Net())
+        )
+        assert all(name.startswith("variables/") for name in loaded.fresh)
+        assert loaded.ignored == ()
+    assert_goes_on_as(program, loaded, engine, optimizer)
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(linen.Dense(WIDTH)(x))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = Block()(x)
+        return linen.Dense(5)(x)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
+def test_a_linen_program_goes_on(tmp_path: Path, engine: str) -> None:
+    net = LinenNet()
+
+    def linen_loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((apply_linen(net, {"params": params}, x) - 0.5) ** 2)
+
+    def alone(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((net.apply({"params": params}, x) - 0.5) ** 2)
+
+    @jax.jit
+    def train(state: FlaxTrainState, x: jax.Array) -> tuple[FlaxTrainState, jax.Array]:
+        value, gradients = jax.value_and_grad(alone)(state.params, x)
+        return state.apply_gradients(grads=gradients), value
+
+    params = net.init(jax.random.key(2), rows(0))["params"]
+    state = FlaxTrainState.create(apply_fn=net.apply, params=params, tx=clipped())
+    for seed in range(2):
+        state, _ = train(state, rows(seed))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(2, args=ocp.args.StandardSave(state))
+    plan, _ = fully_shard(params, data_parallel_mesh(4), units=["Block_*"], engine=engine)
+    loaded = load_checkpoint(tmp_path, plan, clipped())
+    assert (loaded.train, loaded.fresh, loaded.ignored) == ({"step": 2}, (), ())
+    whole = plan.merge(unshard(plan, loaded.state.weights))
+    np.testing.assert_array_equal(
+        net.apply({"params": whole}, rows(9)), net.apply({"params": state.params}, rows(9))
+    )
+    step, sharded = make_train_step(plan, linen_loss, clipped()), loaded.state
+    for seed in range(2, 2 + STEPS):
+        sharded, metrics = step(sharded, rows(seed))
+        state, value = train(state, rows(seed))
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+
+
 def test_variables_that_a_checkpoint_has_are_its_own(tmp_path: Path) -> None:
     program = trained(adamw())
     program.model.dropout.rngs.count[...] = jnp.uint32(7)
@@ -310,7 +390,7 @@ def test_another_optimizer_keeps_the_moments_that_fit(tmp_path: Path, change: st
     assert_goes_on_as(program, loaded, engine, after)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
 def test_moments_of_some_parameters_are_kept_and_the_others_fresh(tmp_path: Path, engine: str) -> None:
     """Of one unit, and so of one flat array; accumulators of ``adagrad`` do not begin at zero."""
     optimizer = optax.adagrad(1e-2, initial_accumulator_value=0.5)
