@@ -6,8 +6,8 @@ A part is what one transformation keeps: its arrays by parameter, and numbers th
     adamw with a schedule      0    count mu nu    ->    ""
                                2    count
 
-Parts are matched whole, so that a count never goes to the moments of another transformation. The more kinds of arrays
-two parts share, and the more of their places' ends, the better they fit; positions in a chain may differ.
+Moments are taken with all numbers of their part, and numbers with moments of theirs, or neither are. The more kinds of
+arrays two parts share, and the more of their places' ends, the better they fit; positions in a chain may differ.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def match_moments(expected: Tensors, found: Tensors, parameters: Collection[str]
     sources: dict[str, str] = {}
     for place, other in _pairs(own, saved):
         part, stored = own[place], saved[other]
-        arrays = _same(part, stored, by_parameter=True)
+        arrays, numbers = (_same(part, stored, by_parameter=which) for which in (True, False))
+        # Bias is corrected for the steps that a count says: it must be the one of just these moments.
         has_arrays = any(by_parameter for _, by_parameter in part)
-        # A count without the moments that it counts would correct their bias for steps that they did not see.
-        if arrays or not has_arrays:
-            sources |= arrays | _same(part, stored, by_parameter=False)
+        if not has_arrays or (arrays and len(numbers) == sum(not by_parameter for _, by_parameter in part)):
+            sources |= arrays | numbers
     return sources
 
 
