@@ -81,6 +81,14 @@ search). A program that calls ``optimizer.update`` itself has no trial.
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
 
+**Checkpoints.** ``save_checkpoint`` writes one logical array a parameter, in Orbax's format; ``load_checkpoint`` reads
+it onto any mesh, strategy and engine. It also takes what other JAX programs saved by stock Orbax: parameters at the top
+or below ``params`` or ``model``, states of nnx modules and of ``nnx.Optimizer``, linen train states with optax states.
+Of a directory of steps it takes the latest complete one. A checkpoint must fit the plan and the optimizer, and the
+error names what does not. With ``strict=False`` moments that fit are kept, also for another optimizer, and the others
+are fresh; weights must always fit. ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks.
+For stock ``CheckpointManager``, save with ``item="default"``.
+
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
 weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum
 over the whole batch by the weight of the whole batch, whatever the parts. A loss that is divided by a sum over the

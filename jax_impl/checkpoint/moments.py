@@ -6,8 +6,9 @@ A part is what one transformation keeps: its arrays by parameter, and numbers th
     adamw with a schedule      0    count mu nu    ->    ""
                                2    count
 
-Moments are taken with all numbers of their part, and numbers with moments of theirs, or neither are. The more kinds of
-arrays two parts share, and the more of their places' ends, the better they fit; positions in a chain may differ.
+All numbers of a part are taken, or nothing of it. All moments of a parameter are taken, or none: new second moments
+beside old first ones would make its first steps far too large. The more kinds of arrays two parts share, and the more
+of their places' ends, the better they fit; positions in a chain may differ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax_impl.checkpoint.names import Kind
 _Key = tuple[str, bool]
 _Place = tuple[str, ...]
 _Part = dict[_Key, dict[str, tuple[str, Kind]]]
+_NUMBERS = ""
 Tensors = Mapping[str, tuple[str, Kind]]
 
 
@@ -32,12 +34,7 @@ def match_moments(expected: Tensors, found: Tensors, parameters: Collection[str]
     own, saved = _parts(expected, parameters), _parts(found, parameters)
     sources: dict[str, str] = {}
     for place, other in _pairs(own, saved):
-        part, stored = own[place], saved[other]
-        arrays, numbers = (_same(part, stored, by_parameter=which) for which in (True, False))
-        # Bias is corrected for the steps that a count says: it must be the one of just these moments.
-        has_arrays = any(by_parameter for _, by_parameter in part)
-        if not has_arrays or (arrays and len(numbers) == sum(not by_parameter for _, by_parameter in part)):
-            sources |= arrays | numbers
+        sources |= _shared(own[place], saved[other])
     return sources
 
 
@@ -52,13 +49,21 @@ def _parts(tensors: Tensors, parameters: Collection[str]) -> dict[_Place, _Part]
     return dict(parts)
 
 
-def _same(part: _Part, stored: _Part, *, by_parameter: bool) -> dict[str, str]:
+def _shared(part: _Part, stored: _Part) -> dict[str, str]:
+    """Sources of all numbers of a part, and of all moments of those parameters that have all of them."""
+    by_path: defaultdict[str, dict[str, str | None]] = defaultdict(dict)
+    for key, tensors in part.items():
+        for path, (name, kind) in tensors.items():
+            source, other = stored.get(key, {}).get(path, (None, None))
+            by_path[path][name] = source if other == kind else None
+    complete = {path: found for path, found in by_path.items() if None not in found.values()}
+    # Numbers have no path. Bias is corrected for the steps that a count says: it must be the one of just these moments.
+    if (_NUMBERS in by_path and _NUMBERS not in complete) or (
+        len(by_path) > 1 and complete.keys() == {_NUMBERS}
+    ):
+        return {}
     return {
-        name: stored[key][path][0]
-        for key in part.keys() & stored.keys()
-        if key[1] == by_parameter
-        for path, (name, kind) in part[key].items()
-        if path in stored[key] and stored[key][path][1] == kind
+        name: source for found in complete.values() for name, source in found.items() if source is not None
     }
 
 

@@ -251,6 +251,7 @@ def test_several_processes_go_on_with_a_stock_checkpoint_and_leave_steps_for_sto
     assert sorted(loaded.fresh) == lacking
     _, expected = runs.train(loaded.state, *case, first=2, count=3, optimizer=OPTIMIZER)
     path = tmp_path / "run" / "5"
+    path.parent.mkdir()
     arguments = {"load": str(tmp_path / "stock"), "first": 2, "before": 3, "after": 0}
     answers = groups["2x2"].run(
         jobs.train_and_save, case=case, path=str(path), strict=False, item="default", timeout=500, **arguments
