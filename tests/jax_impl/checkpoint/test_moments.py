@@ -45,6 +45,11 @@ def below(place: str, *names: str) -> tuple[str, ...]:
         (below("0", *ADAM), ("0/count", "0/mu/*"), {}),
         (below("0", *ADAM), ("0/mu/*", "0/nu/*"), {}),
         (below("0", "mu/*"), below("0", *ADAM), {"0/": "0/"}),
+        (
+            (*below("0", *ADAM), *below("1", *ADAM)),
+            (*below("1/0", *ADAM), *below("1/1", *ADAM)),
+            {"0/": "1/0/", "1/": "1/1/"},
+        ),
         # Of two that are as good, neither is taken: nothing tells which.
         (ADAM, (*below("0", *ADAM), *below("1", *ADAM)), {}),
         (
