@@ -92,6 +92,14 @@ every device. ``pad_batch`` fills up a last batch, and tells which rows count.
 **Initial values.** ``init_sharded(make, mesh)`` is ``fully_shard(make(), mesh)`` for models that fit nowhere: each
 device makes the values, a unit at a time, and keeps its own rows.
 
+**Checkpoints.** ``save_checkpoint`` writes one logical array a parameter, in Orbax's format; ``load_checkpoint`` reads
+it onto any mesh, strategy and engine. It also takes what other JAX programs saved by stock Orbax: parameters at the top
+or below ``params`` or ``model``, states of nnx modules and of ``nnx.Optimizer``, linen train states with optax states.
+Of a directory of steps it takes the latest complete one. A checkpoint must fit the plan and the optimizer, and the
+error names what does not. With ``strict=False`` moments that fit are kept, also for another optimizer, and the others
+are fresh; weights must always fit. ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks.
+For stock ``CheckpointManager``, save with ``item="default"``.
+
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
 weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum
 over the whole batch by the weight of the whole batch, whatever the parts. A loss that is divided by a sum over the
@@ -158,7 +166,8 @@ from bridge.sharding import (
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
 from jax_impl.batch import pad_batch, shard_batch
-from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from jax_impl.checkpoint.checkpoint import save_checkpoint
+from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.layout_report import LayoutReport, layout_report

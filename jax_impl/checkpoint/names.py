@@ -1,4 +1,4 @@
-"""What a train state is called in a checkpoint, and whether a checkpoint is one of this plan and optimizer.
+"""What a train state is called in a checkpoint.
 
 ::
 
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bridge.formats import CheckpointError
+from bridge.formats import CheckpointError, TreePath
 from bridge.formats.base import CheckpointReader, TensorInfo
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 _SHOWN = 10
+# Random keys are saved as numbers; the object of this name tells their algorithms.
+KEY_IMPLS: TreePath = ("random_key_impls",)
 
 
 class Kind(NamedTuple):
@@ -102,32 +104,6 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
     return impls
 
 
-def check_tensors(reader: CheckpointReader, expected: Mapping[str, Kind], *, with_optimizer: bool) -> None:
-    """Compare names, then shapes, then dtypes, so that each error speaks of one kind of difference."""
-    found = {
-        name: Kind(info.shape, info.dtype)
-        for name, info in reader.tensors.items()
-        if not _is_train(info) and (with_optimizer or info.path[0] != "opt_state")
-    }
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected]
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{reader.path}: is this another model's or optimizer's checkpoint? Missing: {_listed(missing)}; "
-            f"unexpected: {_listed(unexpected)}"
-        )
-    for field in Kind._fields:
-        wrong = [
-            f"{name} (expected {getattr(kind, field)}, got {getattr(found[name], field)})"
-            for name, kind in expected.items()
-            if getattr(kind, field) != getattr(found[name], field)
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"{reader.path}: tensors of another {field} than this model's: {_listed(wrong)}"
-            )
-
-
 def check_key_impls(reader: CheckpointReader, expected: Mapping[str, str], saved: object) -> None:
     """``saved``: the algorithms as a checkpoint has them; of keys that others saved, only the size is known."""
     found = saved if isinstance(saved, Mapping) else {}
@@ -138,12 +114,13 @@ def check_key_impls(reader: CheckpointReader, expected: Mapping[str, str], saved
     ]
     if wrong:
         raise CheckpointError(
-            f"{reader.path}: random keys of another algorithm than this model's: {_listed(wrong)}; make the model with "
+            f"{reader.path}: random keys of another algorithm than this model's: {listed(wrong)}; make the model with "
             "keys of that algorithm (jax_default_prng_impl)"
         )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """For errors."""
     rest = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest or "none"
 

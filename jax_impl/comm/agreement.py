@@ -24,6 +24,8 @@ from jax.sharding import Mesh
 
 from bridge.formats import CheckpointError
 
+# Seconds to wait for other processes, by default.
+TIMEOUT = 900.0
 # Saves and loads begun so far by each set of processes: the same number on all of them, and so part of the keys.
 _BEGUN: defaultdict[tuple[int, ...], int] = defaultdict(int)
 _SHOWN = 2000

@@ -1,7 +1,11 @@
 """Write an Orbax checkpoint as a stream of chunks, without Orbax or JAX; stock Orbax v0 and v1 read it.
 
     layout "v0"   <path>/{_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/*}
+    item "x"      <path>/{_CHECKPOINT_METADATA, commit_success.txt, x/{_METADATA, commit_success.txt, ...}}
     layout "v1"   <path>/{_CHECKPOINT_METADATA, commit_success.txt, orbax.checkpoint, state/{_METADATA, ...}}
+
+Stock `CheckpointManager` restores steps that have items, and names one "default" unless told otherwise;
+`StandardCheckpointer` restores what is directly under the path that it is given.
 
 Chunks are row slabs:
 
@@ -25,6 +29,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -157,7 +162,9 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     objects ride in `_METADATA`. Tree paths keep list positions where all of 0, 1, ..., n-1 are there, else they become
     dict keys. A checkpoint without any tensor is refused at commit, as stock Orbax could not read it.
 
-    process: this process's number where several write; see the module docstring.
+    process: this process's number where several write; see the module docstring. item: the directory below `path` for
+    the arrays, none by default; ValueError for a name that is no directory's, or for a name in layout v1, which has its
+    own.
     """
 
     format = "orbax"
@@ -167,16 +174,23 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         path: str | os.PathLike[str],
         *,
         layout: Literal["v0", "v1"] = "v0",
+        item: str | None = None,
         process: int | None = None,
         attempt: Attempt | None = None,
     ) -> None:
         if layout not in _HANDLERS:
             raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
+        if item is not None and (layout == "v1" or not re.fullmatch(r"[A-Za-z_][\w-]*", item)):
+            raise ValueError(
+                f"item: expected letters, digits, '_' and '-' after a letter, and layout 'v0', got {item!r} and "
+                f"{layout!r}"
+            )
         self._directory = WorkingDirectory(path, attempt or Attempt())
         self._layout = layout
-        item = self._directory.temporary / ("state" if layout == "v1" else "")
+        self._item_name = "state" if layout == "v1" else item
+        directory = self._directory.temporary / (self._item_name or "")
         try:
-            super().__init__(self._directory.path, item, process, self._directory.journal)
+            super().__init__(self._directory.path, directory, process, self._directory.journal)
         except BaseException:
             self._directory.abort()
             raise
@@ -245,7 +259,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         root = self._directory.temporary
         handler = _HANDLERS[self._layout]
         step = {
-            "item_handlers": {self._item.name: handler} if self._layout == "v1" else handler,
+            "item_handlers": handler if self._item_name is None else {self._item_name: handler},
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": self._started,
@@ -257,6 +271,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         _write_json(root / "_CHECKPOINT_METADATA", step)
         if self._layout == "v1":
             (root / "orbax.checkpoint").touch()
+        elif self._item_name is not None:
+            (self._item / COMMIT_FILE).write_text("This item is complete.\n")
         (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
 
     def _write_manifest(self, processes: Sequence[int]) -> None:

@@ -123,6 +123,28 @@ def test_checkpoint_manager_lists_and_restores_a_step_written_in_v1_layout(tmp_p
     assert_same_tree(restored["state"], tree)
 
 
+def test_an_item_is_a_directory_of_its_own_for_stock_orbax_and_for_us(tmp_path: Path) -> None:
+    tree = awkward_tree()
+    write(tmp_path / "3", tree, WISHES, item="default")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert_same_tree(manager.restore(3), tree)
+        assert_same_tree(manager.restore(3, args=ocp.args.PyTreeRestore()), tree)
+    assert_same_tree(stock_restore_v0(tmp_path / "3" / "default"), tree)
+    assert_same_tree(v1.load(tmp_path / "3"), tree)
+    assert_reads(tmp_path / "3", tree)
+    assert verify(tmp_path / "3").problems == ()
+    for options in (
+        {"item": ""},
+        {"item": "a/b"},
+        {"item": ".."},
+        {"item": "7"},
+        {"item": "x", "layout": "v1"},
+    ):
+        with pytest.raises(ValueError, match="item: expected letters"):
+            OrbaxWriter(tmp_path / "4", **options)
+    assert not (tmp_path / "4").exists()
+
+
 def test_chunks_cover_each_tensor_once_and_stay_small(tmp_path: Path) -> None:
     shapes = [(3_000_000, 5), (2, 40_000_000), (3, 5, 7_000_000), (70_000_000,), (11, 13), (), (0, 3)]
     with OrbaxWriter(tmp_path / "c") as writer:

@@ -106,7 +106,14 @@ class Group:
 
 
 def train_and_save(
-    case: list[Any], path: str, load: str | None = None, first: int = 0, before: int = 3, after: int = 2
+    case: list[Any],
+    path: str,
+    load: str | None = None,
+    first: int = 0,
+    before: int = 3,
+    after: int = 2,
+    strict: bool = True,
+    item: str | None = None,
 ) -> dict[str, Any]:
     """``before`` steps, a save at ``path``, ``after`` steps; all losses.
 
@@ -117,11 +124,12 @@ def train_and_save(
     if load is None:
         state = runs.fresh(*key, **step)
     else:
-        state = load_checkpoint(load, plan, optimizer, timeout=60).state
+        state = load_checkpoint(load, plan, optimizer, strict=strict, timeout=60).state
         _dump(plan, state, f"{path}-loaded.npz")
     state, losses = runs.train(state, *key, first=first, count=before, **step)
     with small_chunks():
-        save_checkpoint(path, plan, state, {"step": first + before, "rank": jax.process_index()}, timeout=60)
+        train = {"step": first + before, "rank": jax.process_index()}
+        save_checkpoint(path, plan, state, train, item=item, timeout=60)
     _dump(plan, state, f"{path}-saved.npz")
     loaded = load_checkpoint(path, plan, optimizer, timeout=60)
     for found, expected in zip(jax.tree.leaves(loaded.state), jax.tree.leaves(state), strict=True):

@@ -1,0 +1,104 @@
+"""The moments of another optimizer that fit: which part of a saved optimizer state is which part of this one's.
+
+A part is what one transformation keeps: its arrays by parameter, and numbers that belong to them::
+
+    chain(clip, adamw)         1/0  count mu nu    ->    ""  count mu nu     main_weight_adamw
+    adamw with a schedule      0    count mu nu    ->    ""
+                               2    count
+
+All numbers of a part are taken, or nothing of it. All moments of a parameter are taken, or none: new second moments
+beside old first ones would make its first steps far too large. The more kinds of arrays two parts share, and the more
+of their places' ends, the better they fit; positions in a chain may differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from jax_impl.checkpoint.names import Kind
+
+# What is kept under a part: the last word of its name, and whether it is kept for each parameter.
+_Key = tuple[str, bool]
+_Place = tuple[str, ...]
+_Part = dict[_Key, dict[str, tuple[str, Kind]]]
+_NUMBERS = ""
+Tensors = Mapping[str, tuple[str, Kind]]
+
+
+def match_moments(expected: Tensors, found: Tensors, parameters: Collection[str]) -> dict[str, str]:
+    """The name of the saved tensor for each expected one that has one of its shape and dtype.
+
+    ``expected``, ``found``: full name and kind, by the name inside of the optimizer state.
+    """
+    own, saved = _parts(expected, parameters), _parts(found, parameters)
+    sources: dict[str, str] = {}
+    for place, other in _pairs(own, saved):
+        sources |= _shared(own[place], saved[other])
+    return sources
+
+
+def _parts(tensors: Tensors, parameters: Collection[str]) -> dict[_Place, _Part]:
+    parts: defaultdict[_Place, _Part] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        words = name.split("/")
+        start = next((i for i in range(len(words)) if "/".join(words[i:]) in parameters), len(words))
+        entry, path = words[:start], "/".join(words[start:])
+        key = (entry[-1] if entry else "", bool(path))
+        parts[tuple(entry[:-1])].setdefault(key, {})[path] = tensor
+    return dict(parts)
+
+
+def _shared(part: _Part, stored: _Part) -> dict[str, str]:
+    """Sources of all numbers of a part, and of all moments of those parameters that have all of them."""
+    by_path: defaultdict[str, dict[str, str | None]] = defaultdict(dict)
+    for key, tensors in part.items():
+        for path, (name, kind) in tensors.items():
+            source, other = stored.get(key, {}).get(path, (None, None))
+            by_path[path][name] = source if other == kind else None
+    complete = {path: found for path, found in by_path.items() if None not in found.values()}
+    # Numbers have no path. Bias is corrected for the steps that a count says: it must be the one of just these moments.
+    if (_NUMBERS in by_path and _NUMBERS not in complete) or (
+        len(by_path) > 1 and complete.keys() == {_NUMBERS}
+    ):
+        return {}
+    return {
+        name: source for found in complete.values() for name, source in found.items() if source is not None
+    }
+
+
+def _pairs(own: dict[_Place, _Part], saved: dict[_Place, _Part]) -> list[tuple[_Place, _Place]]:
+    """Each part with the one that fits it best, of which no other part is as good; best pairs first."""
+    scores = {
+        (place, other): (
+            len(part.keys() & stored.keys()),
+            _common_end(place, other),
+            place == other,
+            -len(part.keys() ^ stored.keys()),
+        )
+        for place, part in own.items()
+        for other, stored in saved.items()
+        if part.keys() & stored.keys() and _alike(place, other)
+    }
+    pairs: list[tuple[_Place, _Place]] = []
+    while scores:
+        best = max(scores.values())
+        tied = [pair for pair, score in scores.items() if score == best]
+        for place, other in tied:
+            if sum(place == pair[0] or other == pair[1] for pair in tied) == 1:
+                pairs.append((place, other))
+        # Those that are tied have no better partner left, so they are left out with all that they could be.
+        gone, taken = {place for place, _ in tied}, {other for _, other in tied}
+        scores = {p: score for p, score in scores.items() if p[0] not in gone and p[1] not in taken}
+    return pairs
+
+
+def _common_end(a: _Place, b: _Place) -> int:
+    return next((i for i in range(min(len(a), len(b))) if a[-1 - i] != b[-1 - i]), min(len(a), len(b)))
+
+
+def _alike(a: _Place, b: _Place) -> bool:
+    """Whether two places have the same words, as far as both have any; positions in chains are none."""
+    one, other = ([word for word in place if not word.isdigit()] for place in (a, b))
+    shorter = min(len(one), len(other))
+    return one[len(one) - shorter :] == other[len(other) - shorter :]

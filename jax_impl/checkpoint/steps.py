@@ -1,0 +1,71 @@
+"""Choosing a step in a directory of steps, as a loop that saves every so often leaves it.
+
+::
+
+    run/3    run/4    run/5.orbax-checkpoint-tmp      4: the save of 5 did not finish
+    run/step_3 ...                                    prefixes, and zeros before the number, are fine
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bridge.formats import CheckpointError
+from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
+
+_STEP = re.compile(r"(?:.+_)?(\d+)")
+_OF_A_CHECKPOINT = (TREE_FILE, "_CHECKPOINT_METADATA", ".metadata")
+_SHOWN = 10
+
+
+def choose_step(path: Path, step: int | None) -> Path:
+    """The directory of the latest complete step in ``path``, or of ``step``; ``path`` itself if it is a checkpoint.
+
+    Raises ``CheckpointError`` where the step is not there or not complete, and for one that two directories are.
+    """
+    is_checkpoint = any((path / name).exists() for name in _OF_A_CHECKPOINT)
+    numbers = {} if is_checkpoint or not path.is_dir() else _numbers(path)
+    if not numbers:
+        if step is None:
+            return path
+        raise CheckpointError(
+            f"step: expected a directory of steps at {path}, got another: leave step out to load a single checkpoint"
+        )
+    complete = _complete(list(numbers))
+    known = sorted({numbers[child] for child in complete})
+    if step is None and not known:
+        raise CheckpointError(
+            f"{path}: expected a complete step, got only some whose save did not finish: "
+            f"{', '.join(sorted(child.name for child in numbers)[:_SHOWN])}"
+        )
+    wanted = known[-1] if step is None else step
+    chosen = [child for child in complete if numbers[child] == wanted]
+    if len(chosen) != 1:
+        found = " and ".join(sorted(child.name for child in chosen)) or (
+            "one whose save did not finish" if wanted in numbers.values() else "none"
+        )
+        listed = ", ".join(map(str, known[-_SHOWN:]))
+        raise CheckpointError(
+            f"step: expected one complete step {wanted} in {path}, got {found}: complete are {listed or 'none'}"
+        )
+    return chosen[0]
+
+
+def _numbers(path: Path) -> dict[Path, int]:
+    return {
+        child: int(named[1])
+        for child in path.iterdir()
+        if (named := _STEP.fullmatch(child.name)) and child.is_dir() and not is_unfinished(child)
+    }
+
+
+def _complete(steps: list[Path]) -> list[Path]:
+    """Those that have a tree of arrays, and the file that is written last."""
+    trees = [step for step in steps if _has(step, TREE_FILE)]
+    # Orbax before 0.12.3 wrote no such file on disks, where directories appear complete.
+    return [step for step in trees if _has(step, COMMIT_FILE)] or trees
+
+
+def _has(step: Path, name: str) -> bool:
+    return any(next(step.glob(pattern + name), None) for pattern in ("", "*/"))
