@@ -127,7 +127,9 @@ def _by_keywords(
             "with a policy inside of the model's units"
         )
     unit = UnitOptions(strategy, recompute, options.get("granularity", "row"), options.get("rows", 1))
-    precision = Precision.of(options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype"))
+    precision = Precision.of(
+        options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype")
+    )
     patterns = options.get("units")
     found = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
     chosen = dict.fromkeys(found, unit)
@@ -207,7 +209,9 @@ def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str,
     try:
         return policy.units_of(paths)
     except PolicyError as error:
-        raise PolicyError(f'{error}; units=["blocks/*"] beside a policy takes the place of its patterns') from None
+        raise PolicyError(
+            f'{error}; units=["blocks/*"] beside a policy takes the place of its patterns'
+        ) from None
 
 
 def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:

@@ -244,7 +244,9 @@ def test_a_plan_knows_the_variables_of_its_model():
         state = init_state(plan, {key: jnp.copy(array) for key, array in weights.items()}, optimizer)
         np.testing.assert_array_equal(state.variables["norm/mean"], [1, 2])
         state, _ = step(state, np.float32([[1, 2], [3, 4]]))
-    with pytest.warns(RuntimeWarning, match=r"\['norm/mean', 'norm/var'\] have the values of the model that was"):
+    with pytest.warns(
+        RuntimeWarning, match=r"\['norm/mean', 'norm/var'\] have the values of the model that was"
+    ):
         old = plan.merge(unshard(plan, state.weights))
     np.testing.assert_array_equal(old["norm"].mean[...], [1, 2])
     new = plan.merge(unshard(plan, state))
@@ -281,12 +283,16 @@ def test_units_beside_a_policy_take_the_place_of_its_patterns():
     model = nnx.Dict(blocks=nnx.List(decoder().layers), head=decoder().embed)
     with pytest.raises(PolicyError, match=r"'layers.\*' matches, got none.*units=\[\"blocks/\*\"\] beside"):
         plan_sharding(model, policy="zero2", mesh=data_parallel_mesh(4))
-    policy = ShardingPolicy((UnitPolicy("layers.*", "optim_grads", recompute=True), UnitPolicy("", "no_shard")))
+    policy = ShardingPolicy(
+        (UnitPolicy("layers.*", "optim_grads", recompute=True), UnitPolicy("", "no_shard"))
+    )
     plan = plan_sharding(model, policy=policy, mesh=data_parallel_mesh(4), units=["blocks/*"])
     assert list(plan.units) == ["blocks/0", "blocks/1", ""]
     assert [unit.strategy.name for unit in plan.units.values()] == ["optim_grads", "optim_grads", "no_shard"]
     assert [unit.recompute for unit in plan.units.values()] == [True, True, False]
-    with pytest.raises(PolicyError, match=r"mixture.toml: expected one kind of \[\[unit\]\].*got 3, of 'layers"):
+    with pytest.raises(
+        PolicyError, match=r"mixture.toml: expected one kind of \[\[unit\]\].*got 3, of 'layers"
+    ):
         plan_sharding(model, policy="mixture", mesh=data_parallel_mesh(4), units=["blocks/*"])
 
 

@@ -34,7 +34,10 @@ def found(model: Any, **options: Any) -> list[str]:
             {"layers": [{"mlp": LEAF}, {"experts": [BLOCK, BLOCK]}, {"experts": [BLOCK, BLOCK]}]},
             ["layers/0", "layers/1", "layers/2"],
         ),
-        ({"sequence": [{"embedding": VECTOR}, BLOCK, BLOCK, {"scale": VECTOR}]}, ["sequence/1", "sequence/2"]),
+        (
+            {"sequence": [{"embedding": VECTOR}, BLOCK, BLOCK, {"scale": VECTOR}]},
+            ["sequence/1", "sequence/2"],
+        ),
     ],
 )
 def test_repeated_blocks_are_the_units(model: Any, units: list[str]) -> None:
