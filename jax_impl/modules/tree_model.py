@@ -14,6 +14,7 @@ Outside, users see the pytree; a unit's place in it is taken by what ``call_unit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def as_module(model: nnx.Module | Tree) -> nnx.Module:
     module = _node(model, (), callable(model))
     if not isinstance(module, nnx.Module):
         raise ValueError(f"model: expected an nnx module or a pytree of arrays, got {type(model).__name__}")
+    _check_paths(module)
     return module
 
 
@@ -150,12 +152,29 @@ def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
     if isinstance(key, jax.tree_util.SequenceKey):
         return key.idx
     name = key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(getattr(key, "key", key))
-    if not name or "/" in name or "." in name or name.startswith(("__", "_pytree", _NODE)):
+    forbidden = ("__", "_pytree", _NODE)
+    if "." in name or not all(part and not part.startswith(forbidden) for part in name.split("/")):
         raise ValueError(
             f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: rename "
-            "it, or nest another dictionary instead of '/' or '.'"
+            "it, or nest another dictionary instead of '.'"
         )
     return name
+
+
+def _check_paths(module: nnx.Module) -> None:
+    paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
+    # A checkpoint has a node for each part of a path, so that none is a parameter and a node.
+    nodes = {path[:end] for path in paths for end in _ends(path)}
+    twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
+    if twice:
+        raise ValueError(
+            f"model: expected parameters with paths of their own, none below another, got {twice[:5]} twice: keys with "
+            "'/' are read as paths"
+        )
+
+
+def _ends(path: str) -> list[int]:
+    return [place for place, letter in enumerate(path) if letter == "/"]
 
 
 def _joined(path: tuple[str | int, ...]) -> str:
