@@ -96,7 +96,9 @@ def may_be_unit(module: nnx.Module) -> bool:
     return not isinstance(module, nnx.List | nnx.Dict)
 
 
-def _node(tree: Tree, path: tuple[str | int, ...], of_module: bool) -> nnx.Module | nnx.Param[Any] | Setting | None:
+def _node(
+    tree: Tree, path: tuple[str | int, ...], of_module: bool
+) -> nnx.Module | nnx.Param[Any] | Setting | None:
     """``of_module``: it is a leaf of a node that can be called, whose numbers are settings, as a rate of dropout is."""
     if tree is None:
         return None
@@ -121,7 +123,9 @@ def _node(tree: Tree, path: tuple[str | int, ...], of_module: bool) -> nnx.Modul
     children = [
         _node(child, (*path, name), callable(tree)) for name, (_, child) in zip(names, entries, strict=True)
     ]
-    settings = {name: child.value for name, child in zip(names, children, strict=True) if isinstance(child, Setting)}
+    settings = {
+        name: child.value for name, child in zip(names, children, strict=True) if isinstance(child, Setting)
+    }
     node: nnx.Module
     if entries and not settings and all(isinstance(name, int) for name in names):
         node = TreeList(children)
@@ -177,5 +181,5 @@ def _ends(path: str) -> list[int]:
     return [place for place, letter in enumerate(path) if letter == "/"]
 
 
-def _joined(path: tuple[str | int, ...]) -> str:
+def _joined(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))

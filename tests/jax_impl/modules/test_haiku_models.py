@@ -64,7 +64,11 @@ def assert_trains_as_alone(params: Any, loss: Any, microbatches: int = 2, **opti
     x = rows()
     plan, weights = fully_shard(params, data_parallel_mesh(4), **options)
     step = make_train_step(plan, loss, OPTIMIZER, microbatches=microbatches)
-    state, moments, gradient = init_state(plan, weights, OPTIMIZER), OPTIMIZER.init(params), jax.value_and_grad(loss)
+    state, moments, gradient = (
+        init_state(plan, weights, OPTIMIZER),
+        OPTIMIZER.init(params),
+        jax.value_and_grad(loss),
+    )
     for _ in range(3):
         value, gradients = gradient(params, x)
         updates, moments = OPTIMIZER.update(gradients, moments, params)
