@@ -54,12 +54,13 @@ def sharded_call(
     """
 
     def called(apply: Callable[..., Any], *arrays: Any) -> Any:
-        return _called(apply, groups, recompute, *arrays)
+        return _called(name, apply, groups, recompute, *arrays)
 
     return call_batched(called, apply, collectors, sources, inner, *inputs)
 
 
 def _called(
+    name: str,
     apply: Callable[..., Any],
     groups: Sequence[Group],
     recompute: bool,
