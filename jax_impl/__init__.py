@@ -40,11 +40,29 @@ loss. Only a unit's own calls may use its weights. A penalty on ``nnx.state(mode
 is refused before anything is compiled, with unit and line: use ``optax.add_decayed_weights``. Variables that appear
 during a call (``sow``) are refused by name.
 
+**Default units.** Without ``units`` the blocks that a model repeats are units: ``layers/*``, ``blocks/*``, ``h/*``,
+``Block_*``, ``layers_*`` and the like, by the rule in ``help("jax_impl.modules.repeated_blocks")``. A model without such
+blocks is refused with its modules. ``units`` beside a policy take the place of the policy's patterns.
+
 **Pytrees.** ``fully_shard`` takes any pytree of parameters: dictionaries, lists, named tuples, registered dataclasses.
 The loss gets the pytree back. It uses a subtree that is a unit by ``call_unit(function, subtree, *args)``, which calls
 ``function(subtree, *args)`` with the subtree's weights gathered, and just so when nothing is sharded. A stack is
 scanned by ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body. Arrays that depend on weights, or on the
-passes of a loop, must be arguments: a function may not close over them.
+passes of a loop, must be arguments: a function may not close over them. Leaves that are no arrays stay as they are. A
+Python float is one of them where it belongs to a node that can be called (a module); elsewhere it is refused.
+
+**equinox.** A module of equinox is a pytree, so ``fully_shard(model, ...)`` takes it whole, and its own ``__call__``
+works: units are called as the submodules that they stand for, by ``__call__`` or any method. Their attributes cannot be
+read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays and
+``eqx.nn.State`` (BatchNorm) have no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each unit once and
+reduces the sum over the rows. Where a loop such as ``lax.scan`` lies between ``vmap`` and a unit, a gradient of each row
+is kept and reduced, which is right, but as many times as large.
+
+**haiku.** Keys with ``/`` are paths: ``"mlp/~/linear_0"`` has the parameter ``mlp/~/linear_0/w``. An unedited
+``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is right,
+too, but haiku reads parameters one by one: a unit is gathered for each, and its weights are kept until backward. Layers
+that are worth a unit are transformed each: ``call_unit(layer.apply, params["layers"][0], None, x)``. A prefix such as
+``transformer/layer_0`` that is no key of its own is no unit.
 
 **linen.** A loss calls ``apply_linen(module, {"params": params}, *args)`` where it would call ``module.apply``.
 Submodules at the paths of units then run with weights gathered. The docstring of ``apply_linen`` has an example and
@@ -58,12 +76,13 @@ and compile time does not grow with depth.
 **Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
-**Precision.** ``param_dtype="bfloat16"`` casts each shard before the gather. ``reduce_dtype`` is the dtype of the
+**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is the dtype of the
 summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main weights' dtype,
 also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it multiplied.
 
-**Other variables**, such as batch statistics, are given by ``init_state(plan, weights, optimizer,
-variable_leaves(model))``. Within a step each device has its own: it normalises its own rows and draws its own random
+**Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
+takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model
+with those of the state. Within a step each device has its own: it normalises its own rows and draws its own random
 numbers. After the step floating-point variables are the mean over the devices. The pjit engine computes on the whole
 microbatch instead.
 

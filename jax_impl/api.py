@@ -6,6 +6,7 @@ import fnmatch
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -25,6 +26,7 @@ from jax_impl.modules.module_tree import (
     split_units,
     stack_lengths,
     variable_infos,
+    variable_leaves,
     whole_model,
 )
 from jax_impl.modules.tree_model import Tree, as_module
@@ -34,6 +36,7 @@ from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.precision import Precision, main_dtype
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
+from jax_impl.train import TrainState
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
@@ -55,7 +58,7 @@ def fully_shard(
     nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
     """
     model = as_module(model)
-    plan = plan_sharding(model, mesh, policy, **options)
+    plan = replace(plan_sharding(model, mesh, policy, **options), given_variables=variable_leaves(model))
     return plan, shard_weights(plan, parameter_leaves(model))
 
 
@@ -224,11 +227,14 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     return {key: plan.build_buffer(key, read) for key in plan.arrays}
 
 
-def unshard(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
+def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.Array]:
     """``{path: value}``, whole and replicated on every device, from arrays such as ``state.weights``.
 
-    Gradients and moments have no frozen parameters, and so the result has none.
+    Gradients and moments have no frozen parameters, and so the result has none. Of a train state: its weights, and what
+    else the model has (batch statistics, random streams), which ``plan.merge`` takes apart again.
     """
+    if isinstance(buffers, TrainState):
+        return {**unshard(plan, buffers.weights), **buffers.variables}
     whole: dict[str, jax.Array] = {}
     for unit in plan.units.values():
         for group in unit.groups:

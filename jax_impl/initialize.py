@@ -61,7 +61,8 @@ def init_sharded(
 
     Raises ``ValueError`` as ``fully_shard`` does.
     """
-    plan = plan_sharding(nnx.eval_shape(make), mesh, policy, **options)
+    # As a module, which may hold what is no array.
+    plan = plan_sharding(nnx.eval_shape(lambda: as_module(make())), mesh, policy, **options)
 
     def values() -> tuple[Values, Values]:
         module = as_module(make())

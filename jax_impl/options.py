@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from bridge.sharding import (
     Granularity,
@@ -18,11 +19,13 @@ from bridge.sharding import (
     PolicyError,
     ShardingPolicy,
     Strategy,
+    UnitPolicy,
     check_axes,
     strategy_named,
 )
 from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
+from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.precision import Precision
 
 Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
@@ -34,14 +37,15 @@ class ShardingOptions(TypedDict, total=False):
     strategy: see ``bridge.sharding.strategy``; default "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     units: patterns of module paths, part by part ("layers/*"); each matching module becomes a unit, and the root owns
-        what is left. Default ("layers/*",).
-    param_dtype, reduce_dtype, grad_dtype: see ``Precision``.
+        what is left. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``, ``Block_*``, ...;
+        the rule is in ``modules/repeated_blocks.py``). ``[]`` makes the root the only unit.
+    param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
         where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
         only where a policy says it; then all that is inside runs forward once more.
 
-    With a policy, only these may be given:
+    With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns:
 
     stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans.
     frozen: parameters without gradient and moments: patterns of parameter paths ("embed/*"), or an nnx filter.
@@ -51,9 +55,9 @@ class ShardingOptions(TypedDict, total=False):
     strategy: str
     placements: Placements
     units: Sequence[str]
-    param_dtype: str | None
-    reduce_dtype: str | None
-    grad_dtype: str | None
+    param_dtype: DTypeLike | None
+    reduce_dtype: DTypeLike | None
+    grad_dtype: DTypeLike | None
     granularity: Granularity
     rows: int
     recompute: bool
@@ -62,7 +66,7 @@ class ShardingOptions(TypedDict, total=False):
     engine: str
 
 
-_BESIDE_A_POLICY = ("stacked", "frozen", "engine")
+_BESIDE_A_POLICY = ("units", "stacked", "frozen", "engine")
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,18 @@ def resolve(
     if policy is None:
         if mesh is None:
             raise ValueError("fully_shard: expected a mesh, or a policy that has one, got neither")
-        return _by_keywords(checked_mesh(mesh), paths, options)
+        return _by_keywords(checked_mesh(mesh), model, paths, options)
     beside = [name for name in options if name not in _BESIDE_A_POLICY]
     if beside:
         raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
     if not isinstance(policy, ShardingPolicy):
         policy = ShardingPolicy.load(policy)
-    return _by_policy(policy, mesh, model, paths)
+    return _by_policy(policy, mesh, model, paths, options.get("units"))
 
 
-def _by_keywords(mesh: Mesh, paths: Mapping[str, str], options: ShardingOptions) -> Resolved:
+def _by_keywords(
+    mesh: Mesh, model: nnx.Module, paths: Mapping[str, str], options: ShardingOptions
+) -> Resolved:
     placements = options.get("placements")
     if placements is None:
         strategy = strategy_named(options.get("strategy", "optim_grads_params"))
@@ -121,14 +127,34 @@ def _by_keywords(mesh: Mesh, paths: Mapping[str, str], options: ShardingOptions)
             "with a policy inside of the model's units"
         )
     unit = UnitOptions(strategy, recompute, options.get("granularity", "row"), options.get("rows", 1))
-    precision = Precision(options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype"))
-    chosen = dict.fromkeys(_matching(paths, options.get("units", ("layers/*",))), unit)
+    precision = Precision.of(
+        options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype")
+    )
+    patterns = options.get("units")
+    found = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
+    chosen = dict.fromkeys(found, unit)
     # Recomputing the root would run the whole model's forward a third time.
     root = replace(unit, recompute=False)
     return Resolved(mesh, precision, {**_by_module(chosen, paths), ROOT: root})
 
 
+def _repeated(model: nnx.Module, paths: Mapping[str, str]) -> list[str]:
+    found = repeated_blocks(paths, parameter_leaves(model))
+    if not found:
+        raise ValueError(
+            "units: expected a model with repeated blocks, such as layers/0, layers/1 or Block_0, Block_1, got modules "
+            f"{_some(paths)}: choose units=[patterns of these paths], or units=[] for a single unit"
+        )
+    return found
+
+
+def _some(paths: Mapping[str, str]) -> list[str]:
+    return sorted(path.replace(".", "/") for path in paths if path)[:12]
+
+
 def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
+    if isinstance(patterns, str):
+        raise ValueError(f"units: expected a list of patterns, got {patterns!r}: [{patterns!r}] is one")
     if len(set(patterns)) != len(patterns):
         raise ValueError(f"units: expected each pattern once, got {list(patterns)}")
     chosen: dict[str, None] = {}
@@ -137,8 +163,7 @@ def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
         found = [path for path in paths if path and _matches(path.split("."), segments)]
         if not found:
             raise ValueError(
-                f"units: expected patterns of module paths, but {pattern!r} matches none of "
-                f"{sorted(path.replace('.', '/') for path in paths if path)[:12]}"
+                f"units: expected patterns of module paths, but {pattern!r} matches none of {_some(paths)}"
             )
         chosen.update(dict.fromkeys(found))
     return list(chosen)
@@ -149,7 +174,11 @@ def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
 
 
 def _by_policy(
-    policy: ShardingPolicy, mesh: Mesh | None, model: nnx.Module, paths: Mapping[str, str]
+    policy: ShardingPolicy,
+    mesh: Mesh | None,
+    model: nnx.Module,
+    paths: Mapping[str, str],
+    patterns: Sequence[str] | None,
 ) -> Resolved:
     if mesh is None:
         mesh = data_parallel_mesh(policy.mesh_sizes(len(jax.devices())))
@@ -164,11 +193,38 @@ def _by_policy(
                 f"{value.dtype} for {path!r}"
             )
     precision = Precision(policy.precision.compute, policy.precision.reduce, policy.precision.grad)
+    if patterns is None:
+        policies = _of_policy(policy, paths)
+    else:
+        unit, root = _unit_and_root(policy)
+        policies = {**dict.fromkeys(_matching(paths, patterns), unit), ROOT: root}
     units = {
-        path: UnitOptions(unit.chosen, unit.recompute, unit.granularity)
-        for path, unit in policy.units_of(paths).items()
+        path: UnitOptions(unit.chosen, unit.recompute, unit.granularity) for path, unit in policies.items()
     }
-    return Resolved(mesh, precision, _by_module(units, paths))
+    # A root that is a list or dictionary is none of the paths, but a unit all the same.
+    return Resolved(mesh, precision, {**_by_module(units, paths), ROOT: units[ROOT]})
+
+
+def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str, UnitPolicy]:
+    try:
+        return policy.units_of(paths)
+    except PolicyError as error:
+        raise PolicyError(
+            f'{error}; units=["blocks/*"] beside a policy takes the place of its patterns'
+        ) from None
+
+
+def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:
+    """What a policy says of units, whichever they are, and of the root."""
+    root = next(unit for unit in policy.units if not unit.match)
+    kinds = {replace(unit, match=""): unit for unit in policy.units if unit.match}
+    if len(kinds) > 1:
+        raise PolicyError(
+            f"{policy.source}: expected one kind of [[unit]] besides the root's, to take patterns from units=, got "
+            f"{len(kinds)}, of {', '.join(repr(unit.match) for unit in kinds.values())}: change the matches in a copy "
+            "of the policy"
+        )
+    return next(iter(kinds.values()), root), root
 
 
 def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -59,13 +60,17 @@ def init_state(
 ) -> TrainState:
     """The state before the first step; moments are born sharded, and frozen weights have none.
 
-    ``variables``: ``variable_leaves(model)`` of a model that has variables other than parameters. Raises ``ValueError``
-    when they are missing, or others than the plan's. A ``RuntimeWarning`` names parameters whose moments are whole on
-    every device, because the optimizer looks at shapes and no dimension divides.
+    ``variables``: of a model that has variables other than parameters; default those of the model that ``fully_shard``
+    got. Raises ``ValueError`` for others than the plan's, and where ``plan_sharding`` made the plan and none are given:
+    ``variable_leaves(model)`` has them. A ``RuntimeWarning`` names parameters whose moments are whole on every device,
+    because the optimizer looks at shapes and no dimension divides.
     """
+    if variables is None:
+        # Copies, because a step gives its state up.
+        variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
     opt_state = _placed(plan, fitted(plan, optimizer).init, trainable(plan, weights))
     warn_of_whole_moments(plan, opt_state)
-    return TrainState(weights, opt_state, place_variables(plan, variables or {}))
+    return TrainState(weights, opt_state, place_variables(plan, variables))
 
 
 def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:

@@ -246,8 +246,10 @@ def _unit_type(module: nnx.Module, key: Key, layers: int | None) -> UnitType:
     for _, below in _modules(module):
         if isinstance(below, UnitSlot):
             modes |= below._unit.modes
-    shapes = as_given(module) if isinstance(module, TreeNode | TreeList) else None
-    return UnitType(joined(key), type(module), frozenset(modes), layers, shapes)
+    if not isinstance(module, TreeNode | TreeList):
+        return UnitType(joined(key), type(module), frozenset(modes), layers)
+    shapes = as_given(module)
+    return UnitType(joined(key), type(shapes), frozenset(modes), layers, shapes, as_given)
 
 
 def _variables(module: nnx.Module) -> list[nnx.Variable]:

@@ -8,13 +8,15 @@
       embed: Param
       layers: TreeList [TreeNode (w: Param), TreeNode (w: Param)]
 
-Outside, users see the pytree; a unit's place in it is taken by what ``call_unit`` takes.
+Outside, users see the pytree; a unit's place in it is taken by what ``call_unit`` takes. Leaves that are no arrays
+(activation functions, flags, sizes), as modules that are pytrees have them (equinox), stay in their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +26,25 @@ from jax_impl.modules.unit_slot import UnitSlot, run_in_slot
 
 Tree = Any
 _NODE = "_tree_node"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A leaf that is no array."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """How to make a node again. ``settings``: leaves that are no arrays, by name.
+
+    Compared by identity, since nnx keeps it among the static attributes of a module, and settings may be anything.
+    """
+
+    structure: Any
+    names: tuple[str | int, ...]
+    settings: Mapping[str | int, Any]
 
 
 class TreeNode(nnx.Module):
@@ -44,24 +65,22 @@ def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwarg
     ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
     """
     if isinstance(params, UnitSlot):
-        return run_in_slot(params, partial(_call_with_tree, function), args, kwargs)
+        return run_in_slot(params, function, args, kwargs)
     return function(params, *args, **kwargs)
-
-
-def _call_with_tree(function: Callable[..., Any], module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    return function(as_given(module), *args, **kwargs)
 
 
 def as_module(model: nnx.Module | Tree) -> nnx.Module:
     """The model itself, or a module with the pytree's arrays as parameters.
 
-    Raises ``ValueError`` for a leaf that is no array, and a key that cannot be part of a path.
+    Raises ``ValueError`` for a number that is no array where it may be a parameter, and a key that cannot be part of a
+    path.
     """
     if isinstance(model, nnx.Module):
         return model
-    module = _node(model, ())
+    module = _node(model, (), callable(model))
     if not isinstance(module, nnx.Module):
         raise ValueError(f"model: expected an nnx module or a pytree of arrays, got {type(model).__name__}")
+    _check_paths(module)
     return module
 
 
@@ -77,7 +96,10 @@ def may_be_unit(module: nnx.Module) -> bool:
     return not isinstance(module, nnx.List | nnx.Dict)
 
 
-def _node(tree: Tree, path: tuple[str | int, ...]) -> nnx.Module | nnx.Param[Any] | None:
+def _node(
+    tree: Tree, path: tuple[str | int, ...], of_module: bool
+) -> nnx.Module | nnx.Param[Any] | Setting | None:
+    """``of_module``: it is a leaf of a node that can be called, whose numbers are settings, as a rate of dropout is."""
     if tree is None:
         return None
     if isinstance(tree, nnx.Module):
@@ -87,21 +109,32 @@ def _node(tree: Tree, path: tuple[str | int, ...]) -> nnx.Module | nnx.Param[Any
         )
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda below: below is not tree)
     if [key for key, _ in entries] == [()]:
-        if not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
-            raise ValueError(f"parameter {_joined(path)!r}: expected an array, got {type(tree).__name__}")
-        return nnx.Param(tree)
+        if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+            return nnx.Param(tree)
+        if isinstance(tree, float | complex) and not of_module:
+            raise ValueError(
+                f"parameter {_joined(path)!r}: expected an array, got {type(tree).__name__} {tree!r}: jnp.asarray "
+                "makes it a parameter; what is none belongs into the loss, or into a module that can be called"
+            )
+        return Setting(tree)
     names = [_name(key[0], path) for key, _ in entries]
     if len(set(map(str, names))) != len(names):
         raise ValueError(f"node {_joined(path)!r}: expected keys with names of their own, got {names}")
-    children = [_node(child, (*path, name)) for name, (_, child) in zip(names, entries, strict=True)]
+    children = [
+        _node(child, (*path, name), callable(tree)) for name, (_, child) in zip(names, entries, strict=True)
+    ]
+    settings = {
+        name: child.value for name, child in zip(names, children, strict=True) if isinstance(child, Setting)
+    }
     node: nnx.Module
-    if entries and all(isinstance(name, int) for name in names):
+    if entries and not settings and all(isinstance(name, int) for name in names):
         node = TreeList(children)
     else:
         node = TreeNode()
         for name, child in zip(names, children, strict=True):
-            setattr(node, str(name), child)
-    setattr(node, _NODE, (structure, tuple(names)))
+            if name not in settings:
+                setattr(node, str(name), child)
+    setattr(node, _NODE, _Node(structure, tuple(names), settings))
     return node
 
 
@@ -110,21 +143,43 @@ def _tree(value: Any) -> Tree:
         return value.get_raw_value()
     if value is None or isinstance(value, UnitSlot):
         return value
-    structure, names = getattr(value, _NODE)
-    return structure.unflatten([_tree(getattr(value, str(name))) for name in names])
+    node: _Node = getattr(value, _NODE)
+    return node.structure.unflatten(
+        [
+            node.settings[name] if name in node.settings else _tree(getattr(value, str(name)))
+            for name in node.names
+        ]
+    )
 
 
 def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
     if isinstance(key, jax.tree_util.SequenceKey):
         return key.idx
     name = key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(getattr(key, "key", key))
-    if not name or "/" in name or "." in name or name.startswith(("__", "_pytree", _NODE)):
+    forbidden = ("__", "_pytree", _NODE)
+    if "." in name or not all(part and not part.startswith(forbidden) for part in name.split("/")):
         raise ValueError(
             f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: rename "
-            "it, or nest another dictionary instead of '/' or '.'"
+            "it, or nest another dictionary instead of '.'"
         )
     return name
 
 
-def _joined(path: tuple[str | int, ...]) -> str:
+def _check_paths(module: nnx.Module) -> None:
+    paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
+    # A checkpoint has a node for each part of a path, so that none is a parameter and a node.
+    nodes = {path[:end] for path in paths for end in _ends(path)}
+    twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
+    if twice:
+        raise ValueError(
+            f"model: expected parameters with paths of their own, none below another, got {twice[:5]} twice: keys with "
+            "'/' are read as paths"
+        )
+
+
+def _ends(path: str) -> list[int]:
+    return [place for place, letter in enumerate(path) if letter == "/"]
+
+
+def _joined(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))

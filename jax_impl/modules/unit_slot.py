@@ -23,15 +23,16 @@ class Held(nnx.Param):
 class UnitType:
     """What a slot knows of its module: path, class, and names of static attributes anywhere below (modes).
 
-    ``layers``: of the stack that it stands for, or None. ``shapes``: of a unit in a pytree the subtree, with shapes and
-    dtypes for arrays.
+    ``layers``: of the stack that it stands for, or None. Of a unit in a pytree ``cls`` is the subtree's own;
+    ``shapes``: the subtree, with shapes and dtypes for arrays; ``given``: what makes the subtree of the module.
     """
 
     path: str
-    cls: type[nnx.Module]
+    cls: type
     modes: frozenset[str]
     layers: int | None = None
     shapes: Any = field(default=None, compare=False, repr=False)
+    given: Callable[[nnx.Module], Any] = field(default=lambda module: module, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ def fill_slot(slot: UnitSlot, call: SlotCall, arrays: Sequence[jax.Array]) -> No
 def run_in_slot(
     slot: UnitSlot, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function(module, *args, **kwargs)`` on the unit's module, its weights gathered for this call."""
+    """``function(module, *args, **kwargs)`` on the unit's module or subtree, its weights gathered for this call."""
     modes = {name: value for name, value in vars(slot).items() if name in slot._unit.modes}
     arrays = [held.get_raw_value() for held in slot._arrays]
     variables = [variable.get_raw_value() for variable in slot._variables]
@@ -111,7 +112,7 @@ def run_in_slot(
     def run(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         if modes:
             module.set_attributes(**modes)
-        return function(module, *args, **kwargs)
+        return function(slot._unit.given(module), *args, **kwargs)
 
     output, changed = slot._call.run(run, arrays, variables, args, kwargs)
     for variable, before, value in zip(slot._variables, variables, changed, strict=True):

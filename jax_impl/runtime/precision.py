@@ -7,10 +7,12 @@ more bits of, stay in the dtype in which they were given; in float8, whose scale
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -21,8 +23,8 @@ class Precision:
 
     ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
     PyTorch's ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches
-    and that the optimizer reads; ``None`` takes the main weights'. Raises ``ValueError`` for another dtype, or float64
-    without x64.
+    and that the optimizer reads; ``None`` takes the main weights'. All are names; ``of`` takes dtypes too. Raises
+    ``ValueError`` for another dtype, or float64 without x64.
     """
 
     param_dtype: str | None = None
@@ -36,6 +38,13 @@ class Precision:
             if name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
                 raise ValueError(f'{field}: float64 needs jax.config.update("jax_enable_x64", True) first')
 
+    @classmethod
+    def of(
+        cls, param_dtype: DTypeLike | None, reduce_dtype: DTypeLike | None, grad_dtype: DTypeLike | None
+    ) -> Precision:
+        """From names, or NumPy or JAX dtypes (``jnp.bfloat16``, ``x.dtype``)."""
+        return cls(_name(param_dtype), _name(reduce_dtype), _name(grad_dtype))
+
     def compute(self, main: np.dtype) -> np.dtype:
         own = self.param_dtype is None or jnp.finfo(main).bits < 16
         return main if own else jnp.dtype(self.param_dtype)
@@ -45,6 +54,16 @@ class Precision:
 
     def grad(self, main: np.dtype) -> np.dtype:
         return main if self.grad_dtype is None else jnp.dtype(self.grad_dtype)
+
+
+def _name(dtype: Any) -> Any:
+    # A string stays as it is, since NumPy takes "f4" and the like for names, and a policy does not.
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return dtype
 
 
 def main_dtype(given: np.dtype) -> np.dtype:

@@ -15,8 +15,9 @@ With the shard_map engine a group is one flat array, with the pjit engine one ar
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -130,10 +131,11 @@ class UnitPlan:
 
 @dataclass(frozen=True, repr=False)
 class ShardingPlan:
-    """How one model is sharded over one mesh; made by ``fully_shard``, holds no values. ``print`` shows a table.
+    """How one model is sharded over one mesh; made by ``fully_shard``, holds no parameters. ``print`` shows a table.
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
-    what is no parameter. ``engine``: "shard_map" or "pjit".
+    what is no parameter. ``engine``: "shard_map" or "pjit". ``given_variables``: values of ``variables`` in the model
+    that was sharded; None from ``plan_sharding``.
     """
 
     mesh: Mesh
@@ -141,6 +143,7 @@ class ShardingPlan:
     units: Mapping[str, UnitPlan]
     model: UnitModule
     variables: Mapping[str, VariableInfo]
+    given_variables: Mapping[str, jax.Array] | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"<ShardingPlan: {layout_report(self).summary()}>"
@@ -304,10 +307,23 @@ class ShardingPlan:
     def merge(
         self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
     ) -> nnx.Module | Tree:
-        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any."""
+        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any.
+
+        Of a model with other variables ``unshard(plan, state)`` has both in one mapping. Where they are given nowhere,
+        they are those of the model that ``fully_shard`` got, with a warning where training changes them (batch
+        statistics). Raises ``ValueError`` for missing or unknown paths.
+        """
+        if variables is None:
+            others = {path: parameters[path] for path in self.variables if path in parameters}
+            parameters = {path: value for path, value in parameters.items() if path not in others}
+            if not others and self.variables and self.given_variables is not None:
+                others = dict(self.given_variables)
+                self._warn_of_given_variables()
+        else:
+            others = dict(variables)
         for kind, expected, given in (
             ("parameters", self.parameters, parameters),
-            ("other variables", self.variables, variables or {}),
+            ("other variables", self.variables, others),
         ):
             if expected.keys() != given.keys():
                 missing, unexpected = (
@@ -315,11 +331,21 @@ class ShardingPlan:
                 )
                 raise ValueError(
                     f"expected values for exactly the model's {kind}; missing {missing}, unexpected {unexpected}"
+                    + (": unshard(plan, state) gives all" if kind != "parameters" else "")
                 )
-        others = variables or {}
         merged = self.model.merge(
             [parameters[path] for path in self.parameters],
             [others[path] for path in self.model.variables],
             {},
         )
         return as_given(merged)
+
+    def _warn_of_given_variables(self) -> None:
+        changing = [path for path, info in self.variables.items() if not issubclass(info.kind, nnx.RngState)]
+        if changing:
+            warnings.warn(
+                f"plan.merge: {changing[:3]} have the values of the model that was sharded, which training changes: "
+                "plan.merge(unshard(plan, state)) has the state's",
+                RuntimeWarning,
+                stacklevel=3,
+            )

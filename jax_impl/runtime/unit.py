@@ -26,6 +26,7 @@ import jax
 
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import open_sealed
+from jax_impl.runtime.batched_call import call_batched
 from jax_impl.runtime.sharding_plan import Group
 
 Leaves = tuple[jax.Array, ...]
@@ -52,6 +53,22 @@ def sharded_call(
     backward.
     """
 
+    def called(apply: Callable[..., Any], *arrays: Any) -> Any:
+        return _called(name, apply, groups, recompute, *arrays)
+
+    return call_batched(called, apply, collectors, sources, inner, *inputs)
+
+
+def _called(
+    name: str,
+    apply: Callable[..., Any],
+    groups: Sequence[Group],
+    recompute: bool,
+    collectors: Collectors,
+    sources: Sources,
+    inner: Mapping[str, tuple[Collectors, Sources]],
+    *inputs: Any,
+) -> Any:
     def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         leaves = []
         for group, source in zip(groups, open_sealed(sources), strict=True):

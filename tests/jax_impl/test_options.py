@@ -19,6 +19,7 @@ from jax_impl import (
     init_state,
     make_train_step,
     plan_sharding,
+    unshard,
     variable_leaves,
 )
 from jax_impl.models import Decoder
@@ -213,8 +214,13 @@ def test_missing_and_wrong_variables_are_named():
 
     model, optimizer = Model(), optax.sgd(0.1)
     plan, weights = fully_shard(model, data_parallel_mesh(2), units=["linear"])
+    shapes_only = plan_sharding(model, data_parallel_mesh(2), units=["linear"])
     with pytest.raises(ValueError, match=r"missing \['norm/mean', 'norm/var'\].*variable_leaves\(model\)"):
-        init_state(plan, weights, optimizer)
+        init_state(shapes_only, weights, optimizer)
+    with pytest.raises(
+        ValueError, match=r"other variables; missing \['norm/mean', 'norm/var'\].*unshard\(plan, state\)"
+    ):
+        shapes_only.merge(unshard(shapes_only, weights))
     wrong = {**variable_leaves(model), "norm/mean": jnp.zeros(3)}
     with pytest.raises(
         ValueError, match=r"'norm/mean': expected float32 of shape \(2,\), got float32 of shape \(3,\)"
@@ -225,6 +231,28 @@ def test_missing_and_wrong_variables_are_named():
         ValueError, match=r"expected the model's variables \['norm/mean', 'norm/var'\], got \[\]"
     ):
         step.gradients(weights, np.ones((2, 2), np.float32))
+
+
+def test_a_plan_knows_the_variables_of_its_model():
+    model = nnx.Dict(norm=nnx.BatchNorm(2, rngs=nnx.Rngs(0)), dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    model["norm"].mean[...] = jnp.float32([1, 2])
+    optimizer = optax.sgd(0.1)
+    plan, weights = fully_shard(model, data_parallel_mesh(1), units=[])
+    step = make_train_step(plan, lambda m, x: m["norm"](m["dropout"](x)).mean(), optimizer)
+    for _ in range(2):
+        # A step uses up the state that it gets, but not what the plan knows.
+        state = init_state(plan, {key: jnp.copy(array) for key, array in weights.items()}, optimizer)
+        np.testing.assert_array_equal(state.variables["norm/mean"], [1, 2])
+        state, _ = step(state, np.float32([[1, 2], [3, 4]]))
+    with pytest.warns(
+        RuntimeWarning, match=r"\['norm/mean', 'norm/var'\] have the values of the model that was"
+    ):
+        old = plan.merge(unshard(plan, state.weights))
+    np.testing.assert_array_equal(old["norm"].mean[...], [1, 2])
+    new = plan.merge(unshard(plan, state))
+    np.testing.assert_array_equal(new["norm"].mean[...], state.variables["norm/mean"])
+    assert not np.array_equal(new["norm"].mean[...], [1, 2])
+    assert plan == plan_sharding(model, data_parallel_mesh(1), units=[])
 
 
 def test_parameters_that_the_pjit_engine_cannot_cut_are_reported():
@@ -249,3 +277,35 @@ def test_a_star_of_a_pattern_does_not_cross_a_slash():
 def test_recompute_is_a_bool(recompute):
     with pytest.raises(ValueError, match=f"recompute: expected True or False, got {recompute!r}"):
         plan_sharding(decoder(), data_parallel_mesh(2), recompute=recompute)
+
+
+def test_units_beside_a_policy_take_the_place_of_its_patterns():
+    model = nnx.Dict(blocks=nnx.List(decoder().layers), head=decoder().embed)
+    with pytest.raises(PolicyError, match=r"'layers.\*' matches, got none.*units=\[\"blocks/\*\"\] beside"):
+        plan_sharding(model, policy="zero2", mesh=data_parallel_mesh(4))
+    policy = ShardingPolicy(
+        (UnitPolicy("layers.*", "optim_grads", recompute=True), UnitPolicy("", "no_shard"))
+    )
+    plan = plan_sharding(model, policy=policy, mesh=data_parallel_mesh(4), units=["blocks/*"])
+    assert list(plan.units) == ["blocks/0", "blocks/1", ""]
+    assert [unit.strategy.name for unit in plan.units.values()] == ["optim_grads", "optim_grads", "no_shard"]
+    assert [unit.recompute for unit in plan.units.values()] == [True, True, False]
+    with pytest.raises(
+        PolicyError, match=r"mixture.toml: expected one kind of \[\[unit\]\].*got 3, of 'layers"
+    ):
+        plan_sharding(model, policy="mixture", mesh=data_parallel_mesh(4), units=["blocks/*"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.dtype("bfloat16"), "bfloat16"])
+def test_dtypes_are_names_or_dtypes(dtype):
+    plan = plan_sharding(
+        decoder(), data_parallel_mesh(4), param_dtype=dtype, reduce_dtype=np.float32, grad_dtype=dtype
+    )
+    wire = plan.arrays["layers/0"].wire
+    assert (wire.compute, wire.reduce, wire.grad) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, np.complex64, object(), "bf16"])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"reduce_dtype: expected None or one of .*'bfloat16'"):
+        plan_sharding(decoder(), data_parallel_mesh(4), reduce_dtype=dtype)
