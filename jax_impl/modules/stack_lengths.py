@@ -72,7 +72,7 @@ def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, i
     return lengths
 
 
-def unnamed_stack(error: Exception, units: Iterable[UnitModule]) -> str | None:
+def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
     """What to say instead of JAX's ``error`` where a loss scans or maps a unit that is no stack; None for others."""
     if not any(words in str(error) for words in _AXIS_ERRORS):
         return None
@@ -88,8 +88,8 @@ def unnamed_stack(error: Exception, units: Iterable[UnitModule]) -> str | None:
         return None
     which = f"units {suspects[:5]}" if suspects else "a stack"
     return (
-        f"loss: expected a loop over layers, or over an ensemble's members, to go along axis 0 of a module that is named "
-        f"as a stack, got one over {which}: name that module, "
+        "loss: expected a loop over layers, or over an ensemble's members, to go along axis 0 of a module that is "
+        f"named as a stack, got one over {which}: name that module, "
         f'fully_shard(..., units=["layers/*"], stacked=["layers"]) ({error})'
     )
 

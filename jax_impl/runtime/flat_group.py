@@ -86,9 +86,9 @@ class FlatGroup:
         """
         if whole[0].ndim != 1:
             raise ValueError(
-                f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, nnx.vmap, "
-                "jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name all that are "
-                "by fully_shard(..., stacked=[...])"
+                f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
+                "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
+                "all that are by fully_shard(..., stacked=[...])"
             )
         return unpack(self.layout, whole[0])
 
