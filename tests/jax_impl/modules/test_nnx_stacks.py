@@ -25,8 +25,8 @@ from jax_impl.modules.stack_lengths import recognized_stacks
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
+# Equal, so that a matrix that is no stack has the leading size of one.
 DIM, LAYERS = 4, 4
-"""Equal, so that a matrix that is no stack has the leading size of one."""
 
 
 class Block(nnx.Module):
