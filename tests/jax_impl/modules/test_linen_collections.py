@@ -126,7 +126,8 @@ def test_batch_statistics_of_remat_microbatches_and_whole_batches(engine, axis_n
     assert_trains_with_statistics(engine, axis_name, microbatches)
 
 
-@pytest.mark.parametrize("engine", ["pjit", pytest.param("shard_map", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["pjit", "shard_map"])
 def test_sown_values_leave_their_units(engine):
     net, x = Net(with_remat=False), rows(0, 8)
     variables = net.init(jax.random.key(0), x)

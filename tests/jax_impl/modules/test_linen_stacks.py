@@ -28,7 +28,6 @@ from tests.jax_impl.modules.test_tree_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
-ENGINES = ["shard_map", "pjit"]
 LAYERS = 5
 
 
@@ -111,7 +110,7 @@ CASES = [
     ("net", "units", "stacked", "options"),
     [pytest.param(*case, marks=[pytest.mark.slow] if slow else []) for *case, slow in CASES],
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
 def test_stacks_train(net, units, stacked, options, engine):
     x = features()
     params = net.init(jax.random.key(0), x)["params"]

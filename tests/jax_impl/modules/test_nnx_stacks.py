@@ -125,9 +125,9 @@ def assert_trains_as_alone(model: nnx.Module, **options: Any) -> ShardingPlan:
 @pytest.mark.parametrize(
     ("use", "engine", "options"),
     [
-        ("scan", "shard_map", {}),
+        pytest.param("scan", "shard_map", {}, marks=pytest.mark.slow),
         ("ensemble", "shard_map", {"recompute": True}),
-        ("ensemble", "pjit", {}),
+        pytest.param("ensemble", "pjit", {}, marks=pytest.mark.slow),
         pytest.param("scan", "pjit", {}, marks=pytest.mark.slow),
         pytest.param("scan_layers", "shard_map", {"units": ["layers/*/down"]}, marks=pytest.mark.slow),
         pytest.param("ensemble", "shard_map", {"strategy": "optim_grads"}, marks=pytest.mark.slow),
