@@ -65,13 +65,16 @@ that are worth a unit are transformed each: ``call_unit(layer.apply, params["lay
 ``transformer/layer_0`` that is no key of its own is no unit.
 
 **linen.** A loss calls ``apply_linen(module, {"params": params}, *args)`` where it would call ``module.apply``.
-Submodules at the paths of units then run with weights gathered. The docstring of ``apply_linen`` has an example and
-what is refused.
+Submodules at the paths of units then run with weights gathered, also layer by layer under ``nn.scan``. With
+``mutable=["batch_stats"]`` the result has what modules wrote. The docstring of ``apply_linen`` has examples and what is
+refused.
 
 **Stacked layers.** A stack is a module whose parameters have a leading axis over layers (``nnx.vmap`` or
-``stack_layers``) and that the model scans (``nnx.scan`` or ``scan_layers``). With ``fully_shard(...,
-stacked=["layers"])`` a pattern ``layers/*`` means the stack's layers. Each layer is gathered and reduced in its turn,
-and compile time does not grow with depth.
+``stack_layers``, linen's ``nn.scan``) and that the model scans (``nnx.scan`` or ``scan_layers``). With
+``fully_shard(..., stacked=["layers"])`` a pattern ``layers/*`` means the stack's layers. Each layer is gathered and
+reduced in its turn, and compile time does not grow with depth. The members of an ensemble, which the model maps
+(``nnx.vmap``, ``nn.vmap``), are gathered together. Without ``stacked``, an nnx module that a pattern like ``layers/*``
+names is recognized as a stack where flax's own layers in it (``nnx.Linear``) show the axis.
 
 **Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.

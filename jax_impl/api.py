@@ -24,13 +24,13 @@ from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
     split_units,
-    stack_lengths,
     variable_infos,
     variable_leaves,
     whole_model,
 )
+from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
-from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, within
+from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns, within
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.memory_kinds import on_device
@@ -78,7 +78,12 @@ def plan_sharding(
     engine = options.get("engine", "shard_map")
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
-    stacks = stack_lengths(model, options.get("stacked", ()))
+    if policy is not None and not isinstance(policy, ShardingPolicy):
+        policy = ShardingPolicy.load(policy)
+    if "stacked" in options:
+        stacks = stack_lengths(model, options["stacked"])
+    else:
+        stacks = recognized_stacks(model, unit_patterns(policy, options))
     resolved = resolve(model, stacks, mesh, policy, options)
     modules = split_units(model, list(resolved.units), stacks)
     known = {path for module in modules.values() for path in module.parameters}

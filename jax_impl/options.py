@@ -47,7 +47,9 @@ class ShardingOptions(TypedDict, total=False):
 
     With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns:
 
-    stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans.
+    stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans, or maps as
+        members of an ensemble. Left out, nnx modules that units like "layers/*" name are recognized where flax's own
+        layers in them show the axis; others, and all of pytrees and linen, must be named.
     frozen: parameters without gradient and moments: patterns of parameter paths ("embed/*"), or an nnx filter.
     engine: "shard_map" or "pjit".
     """
@@ -86,6 +88,15 @@ class Resolved:
     mesh: Mesh
     precision: Precision
     units: Mapping[str, UnitOptions]
+
+
+def unit_patterns(policy: ShardingPolicy | None, options: ShardingOptions) -> list[str]:
+    """The patterns of module paths that are asked for, or may be meant where none is."""
+    if "units" in options:
+        return list(options["units"])
+    if policy is not None:
+        return [unit.match.replace(".", "/") for unit in policy.units]
+    return ["layers/*", "blocks/*", "h/*"]
 
 
 def resolve(

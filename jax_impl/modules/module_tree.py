@@ -155,37 +155,6 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
     return found
 
 
-def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
-    """Layers of each stack. Raises ``ValueError`` for a path without a module, or parameters of other leading sizes."""
-    modules = {joined(key): module for key, module in _modules(model)}
-    lengths: dict[str, int] = {}
-    for path in stacked:
-        if path not in modules or path == ROOT:
-            raise ValueError(
-                f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
-            )
-        if not may_be_unit(modules[path]):
-            raise ValueError(
-                f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list or "
-                "dictionary of modules: stack_layers makes one module of equal layers"
-            )
-        if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in lengths):
-            raise ValueError(f"stacked: expected no stack inside another, got {path!r} with {list(lengths)}")
-        sizes = {
-            name: value.shape[0] if value.ndim else None
-            for name, value in parameter_leaves(model).items()
-            if name.startswith(f"{path}/")
-        }
-        found = set(sizes.values())
-        if len(found) != 1 or None in found or 0 in found:
-            raise ValueError(
-                f"stacked: expected all parameters of {path!r} with one leading axis over its layers, got leading "
-                f"sizes {dict(list(sizes.items())[:8])}"
-            )
-        lengths[path] = cast(int, found.pop())
-    return lengths
-
-
 def split_units(
     model: nnx.Module, paths: Sequence[str], stacks: Mapping[str, int] | None = None
 ) -> dict[str, UnitModule]:

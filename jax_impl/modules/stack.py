@@ -1,7 +1,8 @@
 """Equal layers as one stacked module, scanned: a compiled program of one layer, whatever the depth.
 
 ``stack_layers`` makes what ``nnx.vmap`` over a constructor makes, and ``scan_layers`` runs it as ``nnx.scan`` would;
-models that use those work as well. Tell ``fully_shard(..., stacked=["layers"])`` which modules are stacks.
+models that use those work as well. ``fully_shard(..., stacked=["layers"])`` tells which modules are stacks; where it
+is left out, see ``stack_lengths.py``.
 """
 
 from __future__ import annotations

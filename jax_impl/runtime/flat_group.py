@@ -80,7 +80,16 @@ class FlatGroup:
         return (self.wire.all_gather(sources[0], self.strategy.parameters, 0),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Whole compute weights of one layer -> parameters, in the order of ``paths``."""
+        """Whole compute weights of one layer -> parameters, in the order of ``paths``.
+
+        Raises ``ValueError`` for those of a whole stack, which nothing has sliced.
+        """
+        if whole[0].ndim != 1:
+            raise ValueError(
+                f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
+                "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
+                "all that are by fully_shard(..., stacked=[...])"
+            )
         return unpack(self.layout, whole[0])
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -13,6 +13,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
+from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
@@ -90,7 +91,13 @@ def call_model(
     held = {path: (collectors[path], sources[path]) for path in plan.units}
 
     def call(module: nnx.Module, rows: Any, *shared: Any) -> Any:
-        return run(as_given(module), mark_rows(rows), *shared)
+        try:
+            return run(as_given(module), mark_rows(rows), *shared)
+        except ValueError as error:
+            hint = unnamed_stack(error, [unit.module for unit in plan.units.values()])
+            if hint is None:
+                raise
+            raise ValueError(hint) from error
 
     output, changed = _call_unit(plan, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))

@@ -456,6 +456,27 @@ JAX = [
         "jax_impl/modules/test_repeated_blocks.py",
     ),
     M(
+        "a layer of a linen stack is called with the whole stack's arrays",
+        "jax_impl/modules",
+        "slot = jax.tree.unflatten(structure, own)",
+        "pass",
+        "jax_impl/modules/test_linen_stacks.py",
+    ),
+    M(
+        "what a linen unit writes is dropped",
+        "jax_impl/modules",
+        "module.put_variable(collection, below, value)",
+        "pass",
+        "jax_impl/modules/test_linen_collections.py",
+    ),
+    M(
+        "modules of equal leading sizes are taken for stacks",
+        "jax_impl/modules",
+        "found != (length, *shape)",
+        "found == (0, *shape)",
+        "jax_impl/modules/test_nnx_stacks.py",
+    ),
+    M(
         "variables that a unit only reads set in a loop",
         "jax_impl/modules",
         "        if value is not before:\n",

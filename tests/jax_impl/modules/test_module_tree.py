@@ -12,10 +12,10 @@ from jax_impl.modules.module_tree import (
     module_paths,
     parameter_leaves,
     split_units,
-    stack_lengths,
     variable_infos,
     variable_leaves,
 )
+from jax_impl.modules.stack_lengths import stack_lengths
 from jax_impl.modules.unit_slot import SlotCall
 from tests.support.jax_impl.tiny import CONFIG, decoder
 
