@@ -6,6 +6,7 @@ A form is how the same parameters make a tree: the engine's arrays, or the model
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import re
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jax_impl.modules.tree_model import as_given
@@ -57,6 +59,19 @@ class Form:
 
     pack: Callable[[Values], Any]
     unpack: Callable[[Any], Values]
+
+
+def taking_loss(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The optimizer with an ``update`` that may be given ``value``, the loss."""
+    able = optax.with_extra_args_support(optimizer)
+    parameters = inspect.signature(able.update).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in parameters):
+        return able
+
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+        return able.update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(able.init, update)
 
 
 def arrays_of(plan: ShardingPlan) -> tuple[TriedArray, ...]:
@@ -226,11 +241,12 @@ def _equal_layers(shapes: tuple[tuple[int, ...], ...], stacked: bool) -> tuple[t
 
 def numbers(arrays: Sequence[TriedArray], seed: int, spread: int) -> dict[str, jax.Array]:
     """Weights (``seed`` 0) or gradients of the parameters: normal numbers, of up to ``spread`` powers of ten more or
-    less in each, so that thresholds are passed in some; zeros where ``spread`` is 0."""
+    less in each, so that thresholds are passed in some; zeros where ``spread`` is 0. float64 stands for float32."""
     random = np.random.default_rng(seed)
     found = {}
     for array in arrays:
         dtype = array.dtypes[0 if seed == 0 else 1]
+        dtype = np.dtype(np.float64) if dtype == np.float32 else dtype
         for path, shape in zip(array.paths, array.shapes, strict=True):
             scale = 10.0 ** random.uniform(-spread, spread) if spread else 0.0
             found[path] = jnp.asarray(scale * random.standard_normal(shape), dtype)

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.forms import Form, arrays_of, form_named, tree_of
+from jax_impl.optimizer.forms import Form, arrays_of, form_named, taking_loss, tree_of
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
@@ -41,10 +41,10 @@ def fitted(
     """
     # What this one does to an element depends on nothing else, by its own specification.
     if isinstance(optimizer, MainWeightTransformation):
-        return optax.with_extra_args_support(optimizer)
+        return taking_loss(optimizer)
     arrays, model = arrays_of(plan), tree_of(plan)
     form = tried(optimizer, arrays, model, plan.engine == "shard_map")
-    able = optax.with_extra_args_support(optimizer)
+    able = taking_loss(optimizer)
     return able if form is None else _on_parameters(plan, able, form_named(form, arrays, model))
 
 

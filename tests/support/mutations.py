@@ -260,6 +260,13 @@ JAX = [
         "jax_impl/optimizer/test_logical.py",
     ),
     M(
+        "small updates count as rounding of weights",
+        "jax_impl/optimizer",
+        "2**-48 * weight",
+        "2**-22 * weight",
+        "jax_impl/optimizer/test_trial.py",
+    ),
+    M(
         "the kind of memory is forgotten",
         "jax_impl/runtime",
         "sharding.with_memory_kind(kind) if kind else sharding",

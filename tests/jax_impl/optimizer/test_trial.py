@@ -185,6 +185,19 @@ def test_names_in_the_models_own_tree_are_given_where_arrays_have_paths() -> Non
     assert form_of(by_end, "pjit") is None
 
 
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (optax.lamb, "name"),
+        (optax.lars, "name"),
+        (optax.adamw, None),
+        (optax.contrib.schedule_free_sgd, None),
+    ],
+)
+def test_the_small_updates_of_a_warmup_tell_optimizers_apart(make: Any, form: str | None) -> None:
+    assert form_of(make(optax.linear_schedule(0.0, 1e-3, 100_000))) == form
+
+
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_the_models_own_pytree_is_given_where_a_mask_was_made_of_it(engine: str) -> None:
     mask = jax.tree.map(lambda x: x.ndim > 1, parameters())
