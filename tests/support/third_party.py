@@ -154,7 +154,11 @@ def load_file(
     for key, folder in (packages or {}).items():
         sys.modules[key] = ModuleType(key)
         sys.modules[key].__path__ = [str(folder)]
-    ours = {*absent, *(packages or {}), *((file.stem for file in path.parent.glob("*.py")) if siblings else ())}
+    ours = {
+        *absent,
+        *(packages or {}),
+        *((file.stem for file in path.parent.glob("*.py")) if siblings else ()),
+    }
     sys.path[:0] = [str(path.parent)] if siblings else []
     try:
         spec = importlib.util.spec_from_file_location(name, path)

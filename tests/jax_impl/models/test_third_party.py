@@ -1,0 +1,52 @@
+"""Models that no one here wrote, unedited, train as they do alone: both engines, all strategies, unlike rows.
+
+The models come from packages of PyPI (tests/support/third_party.py); where they cannot be had, their tests are skipped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.jax_impl.third_party_models import PROGRAMS, Result, built, differences, plain, sharded
+from tests.support.third_party import Unreachable
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:pjit engine")]
+
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(params=list(PROGRAMS))
+def name(request: pytest.FixtureRequest) -> str:
+    try:
+        built(request.param, None)
+    except Unreachable as error:
+        pytest.skip(f"cannot be downloaded: {error}")
+    return request.param
+
+
+def assert_equal_to_plain(name: str, found: Result) -> None:
+    losses, arrays = differences(found, plain(name))
+    assert losses < TOLERANCE
+    assert arrays < TOLERANCE
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_an_unedited_model_trains_as_alone(name, strategy, engine):
+    assert_equal_to_plain(name, sharded(name, engine, strategy))
+
+
+def test_an_unedited_model_trains_as_alone_on_two_axes(name):
+    assert_equal_to_plain(name, sharded(name, "shard_map", "hsdp", {"outer": 2, "inner": 2}))
+
+
+def test_every_weight_that_is_compared_matters_to_the_loss(name):
+    """Each moves, else its equality would say nothing; rows and batches differ."""
+    program, after = built(name, None), plain(name)
+    from tests.support.jax_impl.third_party_models import named, split
+
+    before = named(split(program.model)[0])
+    still = [path for path, array in before.items() if np.array_equal(array, after.weights[path])]
+    assert not set(still) - set(after.idle)
+    assert len(set(after.losses)) == len(after.losses)
