@@ -162,7 +162,8 @@ def load_file(
     sys.path[:0] = [str(path.parent)] if siblings else []
     try:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         # It stays: linen's lifted classes look up their module.
         sys.modules[name] = module
@@ -176,3 +177,29 @@ def load_file(
         for key in [key for key in sys.modules if ours & {key, key.partition(".")[0]} and key not in before]:
             del sys.modules[key]
     return module
+
+
+FLAX = Package(
+    "flax",
+    "0.12.8",
+    "1bb438775b967a3f1f42b9c3d4ddf1d2883cd6406589f9cecdc244634036bdc4",
+    source=True,
+    keep="examples/",
+)
+TUNIX = Package("google-tunix", "0.1.7", "857b893b8ba71a61cce8cb9de2301218d311f72044de94aa2b826275968033b4")
+EQUIMO = Package("equimo", "1.1.0", "37114916d60d4850a20f57efa878ce62b85eb5eb222bd8364825425b3148327d")
+EQUINOX = Package("equinox", "0.13.8", "ca004348533cc30a63ebe8823d7dd4bb626dce17743d40bbddb89b402ef2a240")
+HAIKU = Package("dm-haiku", "0.0.17", "aa1394276adf59d695c910810ad90febb741503a83c32b022ce1162483904bbb")
+HAIKU_EXAMPLES = Package(
+    "dm-haiku",
+    "0.0.17",
+    "6daa56f3b54f43675713ef7525d1dec7327f2512b57cc2b12104f76f6d7cf581",
+    source=True,
+    keep="examples/",
+)
+JMP = Package("jmp", "0.0.4", "6aa7adbddf2bd574b28c7faf6e81a735eb11f53386447896909c6968dc36807d")
+TABULATE = Package("tabulate", "0.10.0", "f0b0622e567335c8fabaaa659f1b33bcb6ddfe2e496071b743aa113f8774f2d3")
+JAXTYPING = Package("jaxtyping", "0.3.11", "8a4bedc4e3f963fa82df41bd13c7ebc2bad925601eb48614c65798f21329d4e3")
+WADLER_LINDIG = Package(
+    "wadler-lindig", "0.1.8", "8671e8c98449ae3f4e4ba720eccd63a502b3983042f8d112b49a9c6be49e8d92"
+)
