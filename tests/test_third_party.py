@@ -80,7 +80,7 @@ def test_without_network_a_package_is_unreachable(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(Unreachable, match="net==1.0: ERROR: No matching distribution"):
+    with pytest.raises(Unreachable, match=r"net==1\.0: ERROR: No matching distribution"):
         package(wheel()).folder()
 
 
