@@ -81,16 +81,25 @@ search). A program that calls ``optimizer.update`` itself has no trial.
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
 
+**Forward only.** ``make_eval_step(plan, fn)`` evaluates losses, and gives what ``fn`` has for each row (logits, samples),
+from weights that stay sharded: units are gathered one at a time, and nothing is reduced but a loss.
+
+**Inputs.** A batch is cut over the devices. What comes after it, ``step(state, batch, key, teacher)``, is whole on every
+device. ``pad_batch`` fills up a last batch, and tells which rows count.
+
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
 weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum
 over the whole batch by the weight of the whole batch, whatever the parts. A loss that is divided by a sum over the
 batch is refused, unless the step has one part (one microbatch on one device or in the pjit engine), or
-``equal_parts=True`` says that all sums are equal. Sums are larger than means: with ``reduce_dtype="float16"`` gradients
-of a sum over many tokens can overflow.
+``equal_parts=True`` says that all sums are equal. ``grad_divisor`` divides by a number instead of the number of parts, for
+all or for some units.
+
+**float16.** Reductions in float16 take means over the devices, since sums of many overflow. Gradients of ``(sum, weight)``
+are sums over a device's tokens all the same: divide both by a constant, such as rows times length, where they overflow.
 
 **Metrics.** With ``has_aux=True`` a loss returns ``(loss, aux)``, and metrics have "aux": floating-point leaves are
 averaged over ranks and microbatches like the loss, integers and bools are summed. Values of single rows have no place
-there.
+there. ``metrics=["grad_norm", "learning_rate"]`` adds those two.
 
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
@@ -132,10 +141,12 @@ from bridge.sharding import (
 )
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
+from jax_impl.batch import pad_batch, shard_batch
 from jax_impl.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
+from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.modules.linen_model import apply_linen
 from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
@@ -143,11 +154,12 @@ from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.train import TrainState, abstract_state, init_state, make_train_step, shard_batch
+from jax_impl.train import TrainState, abstract_state, init_state, make_train_step
 
 __all__ = [
     "STRATEGIES",
     "AdamWState",
+    "EvalStep",
     "Layout",
     "LoadedCheckpoint",
     "MemoryReport",
@@ -168,9 +180,11 @@ __all__ = [
     "init_state",
     "load_checkpoint",
     "main_weight_adamw",
+    "make_eval_step",
     "make_gradients",
     "make_train_step",
     "memory_report",
+    "pad_batch",
     "plan_layout",
     "plan_sharding",
     "save_checkpoint",

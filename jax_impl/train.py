@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from jax_impl.batch import place_shared, place_whole, shard_batch
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.runtime.gradients import Batch, Loss, check_program, unchecked_gradients
+from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
 from jax_impl.runtime.variables import Variables
+from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
 
 Metrics = dict[str, Any]
 # JAX's error for it in a loop has no public name.
@@ -32,6 +33,8 @@ class StepOptions:
     has_aux: bool
     donate: bool
     wait: bool | None
+    grad_divisor: GradDivisor
+    metrics: tuple[str, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -121,37 +124,14 @@ def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> V
                 f"variable {path!r}: expected {info.dtype} of shape {info.shape}, got {variables[path].dtype} of shape "
                 f"{variables[path].shape}"
             )
-    return {path: _whole(plan, variables[path]) for path in plan.variables}
-
-
-def _whole(plan: ShardingPlan, value: jax.Array) -> jax.Array:
-    """``value`` on every device of the plan."""
-    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.device_put(value, plan.replicated)
-    # Random keys cannot be put on devices of other processes, but their data can.
-    data = jax.device_put(jax.random.key_data(value), plan.replicated)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-
-
-def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batch:
-    """Place global arrays ``[B, ...]`` on the mesh: rank r of N gets rows ``[r * B / N, (r + 1) * B / N)``.
-
-    Raises ``ValueError`` unless all arrays have the same B, divisible by ranks x microbatches.
-    """
-    parts = plan.num_devices * microbatches
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or () in sizes or next(iter(sizes))[0] % parts or next(iter(sizes))[0] == 0:
-        raise ValueError(
-            f"batch: expected arrays of one first dimension, a positive multiple of {parts} ({plan.num_devices} "
-            f"devices x {microbatches} microbatches), got first dimensions {sorted(sizes)}"
-        )
-    return jax.device_put(batch, NamedSharding(plan.mesh, plan.axes.batch_spec))
+    return {path: place_whole(plan, variables[path]) for path in plan.variables}
 
 
 class TrainStep:
-    """``step(state, batch) -> (state, metrics)``; unless ``donate=False`` the given state must not be used again.
+    """``step(state, batch, *shared) -> (state, metrics)``; unless ``donate=False`` the given state is used up.
 
-    ``metrics``: "loss"; "weight" where the loss returns ``(sum, weight)``; "aux" with ``has_aux``.
+    ``metrics``: "loss"; "weight" where the loss returns ``(sum, weight)``; "aux" with ``has_aux``; and those that
+    ``metrics=`` asked for.
 
     Two programs: gradients, then the optimizer's update, so that the update sees gradients in memory and rounds like
     one that is run on its own. In one program XLA would contract the update's products differently, and the last bits
@@ -176,43 +156,47 @@ class TrainStep:
         self._options = options
         self._optimizer = optimizer
         self._fitted = fitted(plan, optimizer)
-        self._gradients = jax.jit(unchecked_gradients(plan, loss_fn, microbatches, options.has_aux))
+        self._gradients = jax.jit(
+            unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor)
+        )
         self._checked: set[Any] = set()
-        self._update: Callable[..., tuple[Buffers, Any]] | None = None
+        self._update: Callable[..., tuple[Buffers, Any, Metrics]] | None = None
 
     def gradients(
-        self, weights: Buffers, batch: Batch, variables: Variables | None = None
+        self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers]:
         """Loss and gradients of one global batch, without an update; ``(loss, aux)`` and gradients with ``has_aux``."""
-        loss, found, _ = self._run(weights, batch, variables or {})
+        loss, found, _ = self._run(weights, batch, variables or {}, shared)
         return (loss.value, loss.aux) if self._options.has_aux else loss.value, found
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch, *shared: Any) -> tuple[TrainState, Metrics]:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
-        loss, gradients, variables = self._run(state.weights, batch, state.variables)
+        loss, gradients, variables = self._run(state.weights, batch, state.variables, shared)
         if _is_traced((state, gradients)):
             shardings = self._plan.shardings, _shardings(self._plan, state.opt_state)
-            updated = self._updated(state.weights, state.opt_state, gradients, loss.value)
-            weights, opt_state = jax.lax.with_sharding_constraint(updated, shardings)
+            *updated, found = self._updated(state.weights, state.opt_state, gradients, loss.value)
+            weights, opt_state = jax.lax.with_sharding_constraint(tuple(updated), shardings)
         else:
             if self._update is None:
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
                 donated = (0, 1) if self._options.donate else ()
-                self._update = jax.jit(self._updated, donate_argnums=donated, out_shardings=shardings)
-            weights, opt_state = self._settled(
+                self._update = jax.jit(
+                    self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
+                )
+            weights, opt_state, found = self._settled(
                 self._update(state.weights, state.opt_state, gradients, loss.value)
             )
-        return TrainState(weights, opt_state, variables), self._metrics(loss)
+        return TrainState(weights, opt_state, variables), {**self._metrics(loss), **found}
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
         """The program of a whole step, to be compiled ahead, costed or read.
 
-        ``state`` and ``batch`` may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is
-        called as the step is. Its update is a part of the program, so its last bits may be others than the step's own.
+        All arguments may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is called as
+        the step is. Its update is a part of the program, so its last bits may be others than the step's own.
         """
         donated = (0,) if self._options.donate else ()
-        return jax.jit(self, donate_argnums=donated).lower(state, batch)
+        return jax.jit(self, donate_argnums=donated).lower(state, batch, *shared)
 
     def _metrics(self, loss: LossParts) -> Metrics:
         metrics: Metrics = {"loss": loss.value}
@@ -223,19 +207,20 @@ class TrainStep:
         return metrics
 
     def _run(
-        self, weights: Buffers, batch: Batch, variables: Variables
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
-        self._check(weights, variables)
+        check_state(self._plan, weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
+        whole = place_shared(self._plan, shared)
         try:
-            leaves, structure = jax.tree.flatten(placed)
+            leaves, structure = jax.tree.flatten((placed, whole))
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
-                program = self._gradients.trace(weights, placed, variables).jaxpr
+                program = self._gradients.trace(weights, placed, variables, whole).jaxpr
                 check_program(self._plan, program, self._microbatches, self._options.equal_parts)
                 self._checked.add(traced)
-            return self._settled(self._gradients(weights, placed, variables))
+            return self._settled(self._gradients(weights, placed, variables, whole))
         except Exception as error:
             if (
                 not isinstance(error, jax.errors.UnexpectedTracerError)
@@ -248,34 +233,44 @@ class TrainStep:
                 "it to call_unit as an argument. An array kept from an earlier trace is refused, too"
             ) from error
 
-    def _check(self, weights: Buffers, variables: Variables) -> None:
-        plan = self._plan
-        if weights.keys() != plan.arrays.keys():
-            raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
-        for key, array in weights.items():
-            plan.check_array(key, array)
-        if variables.keys() != plan.variables.keys():
-            raise ValueError(
-                f"step: expected the model's variables {list(plan.variables)[:12]}, got {list(variables)[:12]}; give "
-                "them to init_state, or to gradients"
-            )
-
     def _updated(
         self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array
-    ) -> tuple[Buffers, Any]:
-        trained = trainable(self._plan, weights)
+    ) -> tuple[Buffers, Any, Metrics]:
+        trained, before = trainable(self._plan, weights), opt_state
+        found: Metrics = {}
+        if GRAD_NORM in self._options.metrics:
+            found[GRAD_NORM] = grad_norm(gradients)
         if isinstance(self._optimizer, MainWeightTransformation):
             trained, opt_state = self._optimizer.apply(gradients, opt_state, trained)
         else:
             updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
             trained = optax.apply_updates(trained, updates)
-        return {key: trained.get(key, array) for key, array in weights.items()}, opt_state
+        if LEARNING_RATE in self._options.metrics:
+            found[LEARNING_RATE] = learning_rate(self._optimizer, before, opt_state)
+        return {key: trained.get(key, array) for key, array in weights.items()}, opt_state, found
 
     def _settled(self, result: Any) -> Any:
-        wait = self._options.wait
-        # Simulated devices share few threads: programs in flight together can wait for each other's for ever.
-        wait = is_simulated(self._plan.mesh) if wait is None else wait
-        return jax.block_until_ready(result) if wait and not _is_traced(result) else result
+        return settled(self._plan, result, self._options.wait)
+
+
+def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
+    """Raises ``ValueError`` for weights or variables of another plan, and for donated ones."""
+    if weights.keys() != plan.arrays.keys():
+        raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
+    for key, array in weights.items():
+        plan.check_array(key, array)
+    if variables.keys() != plan.variables.keys():
+        raise ValueError(
+            f"step: expected the model's variables {list(plan.variables)[:12]}, got {list(variables)[:12]}; give "
+            "them to init_state, or to gradients"
+        )
+
+
+def settled(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:
+    """A program's results, at once or when they are there; by default there on simulated devices."""
+    # Simulated devices share few threads: programs in flight together can wait for each other's for ever.
+    wait = is_simulated(plan.mesh) if wait is None else wait
+    return jax.block_until_ready(result) if wait and not _is_traced(result) else result
 
 
 def _is_traced(tree: Any) -> bool:
@@ -292,17 +287,25 @@ def make_train_step(
     has_aux: bool = False,
     donate: bool = True,
     wait: bool | None = None,
+    grad_divisor: GradDivisor = None,
+    metrics: Sequence[str] = (),
 ) -> TrainStep:
     """A training step over global batches (see ``shard_batch``), each rank's rows cut into ``microbatches`` parts.
 
-    ``loss_fn(model, rows)`` returns the mean loss over ``rows``, each with the same weight, or ``(sum, weight)`` where
-    rows have unequal weights::
+    ``loss_fn(model, rows, *shared)`` returns the mean loss over ``rows``, each with the same weight, or
+    ``(sum, weight)`` where rows have unequal weights::
 
         def loss(model, rows):                              # right on any number of devices and microbatches
             losses = token_losses(model(rows["tokens"]), rows)
             return jnp.sum(losses * rows["mask"]), jnp.sum(rows["mask"])
 
-    For ``sum(losses * mask) / sum(mask)``, which is refused, ``equal_parts`` and ``has_aux`` see ``make_gradients``.
+    ``shared`` is what a step gets after its batch, ``step(state, batch, key, teacher)``: arrays and numbers that every
+    device has whole, the same in all microbatches. So one random key gives the same numbers to all devices; for others
+    give a key a row, in the batch: ``jax.random.split(key, rows)``.
+
+    For ``sum(losses * mask) / sum(mask)``, which is refused, ``equal_parts``, ``has_aux`` and ``grad_divisor`` see
+    ``make_gradients``. ``metrics``: what the step tells beside its loss: "grad_norm", of the whole model's gradients as
+    the optimizer gets them, and "learning_rate", of ``main_weight_adamw`` or ``optax.inject_hyperparams``.
     ``donate``: whether a step may take the memory of the state that it is given. ``wait``: whether a step returns when
     its results are there; by default only on simulated devices, which need it.
 
@@ -314,4 +317,6 @@ def make_train_step(
     Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that needs more than gradients, its state,
     weights and the loss.
     """
-    return TrainStep(plan, loss_fn, optimizer, microbatches, StepOptions(equal_parts, has_aux, donate, wait))
+    check_metrics(metrics)
+    options = StepOptions(equal_parts, has_aux, donate, wait, grad_divisor, tuple(metrics))
+    return TrainStep(plan, loss_fn, optimizer, microbatches, options)

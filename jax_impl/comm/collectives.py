@@ -10,6 +10,7 @@ those of ``mesh.py``::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,12 +44,20 @@ def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
+def divide_exactly(x: jax.Array, divisor: float | jax.Array) -> jax.Array:
+    """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
+    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor).astype(x.dtype))
+
+
 @dataclass(frozen=True)
 class Wire:
     """Mesh axes, and the dtypes of a group's array.
 
     ``main``: at rest; ``compute``: as gathered; ``reduce``: while gradients are summed; ``grad``: as accumulated over
     microbatches and given to the optimizer. An axis of one device takes no collective.
+
+    Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
+    over many devices overflow: there each axis takes the mean (``averages``), as in PyTorch.
     """
 
     axes: DataParallelMesh
@@ -56,6 +65,11 @@ class Wire:
     compute: np.dtype
     reduce: np.dtype
     grad: np.dtype
+
+    @property
+    def averages(self) -> bool:
+        """Whether reductions give means over the devices, not sums."""
+        return self.reduce == jnp.float16
 
     def cast(self, weights: jax.Array) -> jax.Array:
         """Main weights -> compute weights, without communication."""
@@ -72,22 +86,28 @@ class Wire:
         return gathered
 
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
-        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum, in the grad dtype."""
+        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``."""
         if level == to:
             return round_to(values, self.grad)
-        reduced = round_to(values, self.reduce)
+        reduced = self._ready(values, range(level, to))
         for axis in range(level, to):
             reduced = self._over(axis, partial(lax.psum_scatter, tiled=True), reduced)
         return round_to(reduced, self.grad)
 
     def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
-        """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype."""
+        """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype; see ``averages``."""
         if level == self.axes.ndim:
             return values
-        reduced = round_to(values, self.reduce)
+        reduced = self._ready(values, range(level, self.axes.ndim))
         for axis in range(level, self.axes.ndim):
             reduced = self._over(axis, lax.psum, reduced)
         return round_to(reduced, self.grad)
+
+    def _ready(self, values: jax.Array, axes: range) -> jax.Array:
+        """In the dtype of the summation over ``axes``."""
+        if self.averages:
+            values = divide_exactly(values, math.prod(self.axes.sizes[axis] for axis in axes))
+        return round_to(values, self.reduce)
 
     def _over(self, axis: int, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         if self.axes.sizes[axis] == 1:

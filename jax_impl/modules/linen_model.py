@@ -6,11 +6,16 @@ call is caught and made again on an unbound copy, with the unit's own parameters
     apply(net, {"embed": E, "block_0": unit})
       net.embed(...)                    E
       net.block_0(...) -> caught        call_unit: block_0 alone, applied to its gathered parameters
+
+A stack that linen scans has its unit's arrays among its parameters, so that the loop slices them layer by layer::
+
+    {"layers": {"Dense_0": {"kernel": zeros [N, ...]}, "twinshard unit": arrays [N, ...]}}
+      nn.scan(Block)(name="layers")     each pass: Block called with arrays [...] -> caught
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +27,8 @@ from jax_impl.modules.tree_model import Tree, call_unit
 from jax_impl.modules.unit_slot import UnitSlot, unit_type
 
 Path = tuple[str, ...]
+# Beside the parameters of a stack: a name that no linen module has, as it is no identifier.
+_ARRAYS = "twinshard unit"
 
 
 def apply_linen(
@@ -45,26 +52,55 @@ def apply_linen(
             return jnp.mean(apply_linen(net, {"params": params}, rows) ** 2)
 
     Units are paths of submodules, such as ``Block_0``. A submodule at such a path runs with its weights gathered,
-    whichever of its methods is called, also under ``nn.remat``. Other collections are read. A unit's random numbers
-    come from keys made for it, so they are others than linen's. They are the same on all devices, unless ``rngs``
-    come from the batch; streams of nnx models differ by device.
+    whichever of its methods is called, also under ``nn.remat``. A unit's random numbers come from keys made for it, so
+    they are others than linen's. They are the same on all devices, unless ``rngs`` come from the batch; streams of nnx
+    models differ by device.
 
-    Raises ``ValueError`` by name for units inside of ``nn.scan`` or ``nn.vmap``, for units that use a module outside of
-    them or whose parameters are read from outside, and for ``mutable`` collections. ``nnx.bridge.ToNNX`` keeps those;
-    such a model is one unit.
+    Modules lifted by ``nn.scan`` or ``nn.vmap`` over axis 0 of their parameters are stacks. Each layer of
+    ``fully_shard(params, mesh, units=["layers/*"], stacked=["layers"])`` is gathered and reduced in its turn inside of
+    the loop; the members of ``nn.vmap`` together.
+
+    ``mutable``: names of collections that modules write, such as ``["batch_stats"]`` or ``["intermediates"]``; the
+    result is then ``(output, updated)``. Statistics are an input of the step that every device has whole, and a part of
+    its metrics: means over devices and microbatches, each of which has begun with the statistics given::
+
+        def loss(params, rows, stats):
+            variables = {"params": params, "batch_stats": stats}
+            y, updated = apply_linen(net, variables, rows, mutable=["batch_stats"])
+            return jnp.mean(y**2), updated["batch_stats"]
+
+        step = make_train_step(plan, loss, optimizer, has_aux=True)
+        state, metrics = step(state, rows, stats)
+        stats = metrics["aux"]
+
+    Normalization uses the rows of one microbatch on one device, in the pjit engine of the whole microbatch. The same is
+    had in the shard_map engine by ``nn.BatchNorm(axis_name="dp")``, with the names of the mesh's axes.
+
+    Raises ``ValueError`` by name for units inside of a stack that ``stacked`` does not name, for units that use a
+    module outside of them or whose parameters are read from outside, and where ``mutable`` is no list of names or has
+    "params".
     """
-    if mutable is not False:
-        raise ValueError(
-            f"mutable: expected False, got {mutable!r}: what a linen module writes could not leave its unit; "
-            "nnx.bridge.ToNNX(module, rngs).lazy_init(...) makes an nnx model, one unit, that keeps it"
-        )
+    names = _collections(mutable)
 
     def call(bound: Any, args: Any, kwargs: Any) -> Any:
         if callable(method):
             return getattr(method, "__func__", method)(bound, *args, **kwargs)
         return getattr(bound, method or "__call__")(*args, **kwargs)
 
-    return _apply(module, variables, call, rngs, args, kwargs)
+    return _apply(module, variables, call, rngs, args, kwargs, names)
+
+
+def _collections(mutable: Any) -> list[str] | None:
+    """None for no result of what modules write."""
+    if mutable is False:
+        return None
+    names = [mutable] if isinstance(mutable, str) else mutable
+    if not isinstance(names, list | tuple | set | frozenset) or "params" in names:
+        raise ValueError(
+            f"mutable: expected False or names of collections other than params, such as ['batch_stats'], got "
+            f"{mutable!r}: parameters change in the optimizer's update only"
+        )
+    return sorted(names)
 
 
 def _apply(
@@ -74,21 +110,30 @@ def _apply(
     rngs: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    mutable: list[str] | None,
+    sliced: bool = False,
 ) -> Any:
+    """``sliced``: inside of a layer, where units of the same stack have its arrays only."""
     params = variables.get("params", {})
     if isinstance(params, UnitSlot):
+        layer = sliced or unit_type(params).layers is not None
 
         def whole(params: Tree, others: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            return _apply(module, {**others, "params": params}, call, rngs, args, kwargs)
+            return _apply(module, {**others, "params": params}, call, rngs, args, kwargs, mutable, layer)
 
         return call_unit(whole, params, _others(variables), rngs, args, kwargs)
     keys: Any = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
     units: dict[Path, UnitSlot] = {}
-    given = {**variables, "params": _placeholders(params, (), units)}
-    calls = _UnitCalls(units, tuple(keys or ()))
+    given = {**variables, "params": _placeholders(params, (), units, sliced)}
+    calls = _UnitCalls(units, tuple(keys or ()), mutable, sliced)
     try:
         with linen.intercept_methods(calls.catch):
-            return module.apply(given, rngs=keys, method=lambda bound: call(bound, args, kwargs))
+            return module.apply(
+                given,
+                rngs=keys,
+                mutable=False if mutable is None else mutable,
+                method=lambda bound: call(bound, args, kwargs),
+            )
     except (errors.ScopeParamNotFoundError, errors.ScopeCollectionNotFound) as error:
         raise ValueError(
             "linen: expected parameters of all modules; where a unit uses those of a module outside of it, such as a "
@@ -99,8 +144,14 @@ def _apply(
 class _UnitCalls:
     """Catches the calls of submodules that are units, one level deep."""
 
-    def __init__(self, units: Mapping[Path, UnitSlot], names: tuple[str, ...]) -> None:
-        self.units, self.names = units, names
+    def __init__(
+        self,
+        units: Mapping[Path, UnitSlot],
+        names: tuple[str, ...],
+        mutable: Sequence[str] | None,
+        sliced: bool,
+    ) -> None:
+        self.units, self.names, self.mutable, self.sliced = units, names, mutable, sliced
         self.root: linen.Module | None = None
         self.off = False
 
@@ -117,16 +168,48 @@ class _UnitCalls:
         if slot is None or not hasattr(type(module), name):
             return run(*args, **kwargs)
         unbound, found = module.unbind()
-        _check_shapes(slot, found.get("params", {}))
+        slot = self._checked(slot, found.get("params", {}))
         keys = {key: module.make_rng(key) for key in self.names}
+        # In a lifted function others may be mutable than outside.
+        mutable = [name for name in self.mutable or () if module.is_mutable_collection(name)]
+        layer = self.sliced or unit_type(slot).layers is not None
 
         def call(bound: Any, args: Any, kwargs: Any) -> Any:
             return getattr(bound, name)(*args, **kwargs)
 
         def apply(params: Tree, others: Any, keys: Any, args: Any, kwargs: Any) -> Any:
-            return _apply(unbound, {**others, "params": params}, call, keys or None, args, kwargs)
+            given = {**others, "params": params}
+            return _apply(unbound, given, call, keys or None, args, kwargs, mutable, layer)
 
-        return self._without(call_unit, apply, slot, _others(found), keys, args, kwargs)
+        output, updated = self._without(call_unit, apply, slot, _others(found), keys, args, kwargs)
+        for collection, variables in updated.items():
+            for below, value in variables.items():
+                module.put_variable(collection, below, value)
+        return output
+
+    def _checked(self, slot: UnitSlot, found: Tree) -> UnitSlot:
+        """The slot with the arrays of this call, which are one layer's in a stack."""
+        unit = unit_type(slot)
+        stacked = unit.layers is not None and not self.sliced
+        arrays, structure = jax.tree.flatten(slot)
+        if stacked:
+            found = dict(found)
+            own = found.pop(_ARRAYS, arrays)
+            fits = [a.shape for a in own] == [a.shape[1:] for a in arrays]
+            slot = jax.tree.unflatten(structure, own)
+        else:
+            fits = True
+        shapes = [leaf.shape for leaf in jax.tree.leaves(_without_arrays(found))]
+        if not fits or shapes != [
+            leaf.shape[unit.layers is not None :] for leaf in jax.tree.leaves(_zeros(unit.shapes))
+        ]:
+            layers = "no stack" if unit.layers is None else f"a stack of {unit.layers} layers"
+            raise ValueError(
+                f"unit {unit.path!r}, {layers}: expected a linen module that is called with all of its parameters, or "
+                "with those of one layer of a stack inside of nn.scan or nn.vmap over axis 0: name what these lift by "
+                'fully_shard(..., units=["layers/*"], stacked=["layers"]), and nothing else'
+            )
+        return slot
 
     def _without(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.off = True
@@ -140,35 +223,34 @@ def _others(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in variables.items() if name != "params"}
 
 
-def _placeholders(params: Tree, path: Path, units: dict[Path, UnitSlot]) -> Tree:
+def _placeholders(params: Tree, path: Path, units: dict[Path, UnitSlot], sliced: bool) -> Tree:
     """The tree with sealed zeros in place of units, since ``setup`` may look at parameters; nothing may use them."""
     if isinstance(params, UnitSlot):
         units[path] = params
-        return seal(unit_type(params).path, _zeros(unit_type(params).shapes))
+        unit = unit_type(params)
+        zeros = _zeros(unit.shapes, layer=sliced)
+        zeros = seal(unit.path, zeros)
+        if unit.layers is None or sliced or not isinstance(zeros, Mapping):
+            return zeros
+        return {**zeros, _ARRAYS: tuple(jax.tree.leaves(params))}
     if isinstance(params, Mapping):
-        return {name: _placeholders(below, (*path, name), units) for name, below in params.items()}
+        return {name: _placeholders(below, (*path, name), units, sliced) for name, below in params.items()}
     return params
 
 
-def _zeros(shapes: Tree) -> Tree:
+def _without_arrays(params: Tree) -> Tree:
+    """Without what units inside carry."""
+    if not isinstance(params, Mapping):
+        return params
+    return {name: _without_arrays(below) for name, below in params.items() if name != _ARRAYS}
+
+
+def _zeros(shapes: Tree, layer: bool = False) -> Tree:
+    """Of the whole unit, or of one ``layer`` where it is a stack."""
+
     def zero(leaf: Any) -> Any:
-        return (
-            _zeros(unit_type(leaf).shapes)
-            if isinstance(leaf, UnitSlot)
-            else jnp.zeros(leaf.shape, leaf.dtype)
-        )
+        if isinstance(leaf, UnitSlot):
+            return _zeros(unit_type(leaf).shapes, layer)
+        return jnp.zeros(leaf.shape[layer:], leaf.dtype)
 
     return jax.tree.map(zero, shapes, is_leaf=lambda leaf: isinstance(leaf, UnitSlot))
-
-
-def _check_shapes(slot: UnitSlot, found: Tree) -> None:
-    unit = unit_type(slot)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(found)]
-    expected = [leaf.shape for leaf in jax.tree.leaves(_zeros(unit.shapes))]
-    if unit.layers is not None or shapes != expected:
-        layers = "" if unit.layers is None else f", a stack of {unit.layers} layers"
-        raise ValueError(
-            f"unit {unit.path!r}: expected a linen module that is called with all of its parameters, got one inside of "
-            f"nn.scan, nn.vmap or the like{layers}: make it part of a larger unit, or scan the layers' parameters with "
-            "jax.lax.scan, and call_unit in its body"
-        )

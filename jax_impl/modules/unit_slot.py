@@ -114,8 +114,9 @@ def run_in_slot(
         return function(module, *args, **kwargs)
 
     output, changed = slot._call.run(run, arrays, variables, args, kwargs)
-    for variable, value in zip(slot._variables, changed, strict=True):
-        variable.set_raw_value(value)
+    for variable, before, value in zip(slot._variables, variables, changed, strict=True):
+        if value is not before:
+            variable.set_raw_value(value)
     return output
 
 

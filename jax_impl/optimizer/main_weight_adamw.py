@@ -60,13 +60,18 @@ class MainWeightTransformation(optax.GradientTransformation):
     """An optax transformation that can also return the new weights themselves.
 
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
-    more, which is invisible to training but not to a comparison of bits.
+    more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
+    over the steps done before.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+    learning_rate: float | optax.Schedule
 
     def __new__(
-        cls, init: Callable[[Any], Any], apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+        cls,
+        init: Callable[[Any], Any],
+        apply: Callable[[Any, Any, Any], tuple[Any, Any]],
+        learning_rate: float | optax.Schedule,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
@@ -78,6 +83,7 @@ class MainWeightTransformation(optax.GradientTransformation):
 
         self = super().__new__(cls, init, update)
         self.apply = apply
+        self.learning_rate = learning_rate
         return self
 
 
@@ -132,7 +138,7 @@ def main_weight_adamw(
         )
         return new_weights, AdamWState(count, mu, nu)
 
-    return MainWeightTransformation(init, apply)
+    return MainWeightTransformation(init, apply, learning_rate)
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:

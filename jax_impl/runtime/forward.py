@@ -68,20 +68,21 @@ def call_model(
     collectors: AllCollectors,
     sources: AllSources,
     variables: Mapping[str, jax.Array],
-    run: Callable[[Any, Any], Any],
+    run: Callable[..., Any],
     rows: Any,
+    shared: tuple[Any, ...],
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """``run(model, rows)`` and the model's other variables after it.
+    """``run(model, rows, *shared)`` and the model's other variables after it.
 
     The loss is inside the root unit, whose weights the end of the model needs too.
     """
     own = [variables[path] for path in plan.units[ROOT].module.variables]
     held = {path: (collectors[path], sources[path]) for path in plan.units}
 
-    def call(module: nnx.Module, rows: Any) -> Any:
-        return run(as_given(module), mark_rows(rows))
+    def call(module: nnx.Module, rows: Any, *shared: Any) -> Any:
+        return run(as_given(module), mark_rows(rows), *shared)
 
-    output, changed = _call_unit(plan, ROOT, held, call, own, (rows,), {})
+    output, changed = _call_unit(plan, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 
 
@@ -108,10 +109,20 @@ def _call_unit(
             _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
         )
         output = run(module, *args, **kwargs)
-        return output, jax.lax.stop_gradient(unit.module.changed_variables(module))
+        after = unit.module.changed_variables(module)
+        changed[:] = [i for i, value in enumerate(after) if value is not variables[i]]
+        return output, jax.lax.stop_gradient([after[i] for i in changed])
 
+    changed: list[int] = []
     inner = {below: held[below] for below in _units_inside(plan, path)}
-    return sharded_call(apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays)
+    output, values = sharded_call(
+        apply, unit.groups, unit.recompute, *held[path], inner, list(variables), arrays
+    )
+    # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
+    after = list(variables)
+    for i, value in zip(changed, values, strict=True):
+        after[i] = value
+    return output, after
 
 
 def _in_model_order(

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,16 +20,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
+from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
-from jax_impl.runtime.losses import LossParts, as_parts, divided, sum_over_devices
+from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
 
-# Of an nnx model, or a pytree of parameters, and rows: a mean, or (sum, weight); with ``has_aux`` a pair with aux.
-Loss = Callable[[Any, Any], Any]
+# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
+# (sum, weight); with ``has_aux`` a pair with aux.
+Loss = Callable[..., Any]
 Batch = Any
+Shared = tuple[Any, ...]
+GradDivisor = float | Mapping[str, float] | None
 Gradients = Callable[..., tuple[Any, Buffers, Variables]]
-LossFunction = Callable[[Any, Any], LossParts]
+LossFunction = Callable[..., LossParts]
 StepGradients = Callable[..., tuple[LossParts, Buffers, Variables]]
 
 
@@ -40,15 +44,17 @@ def make_gradients(
     *,
     equal_parts: bool = False,
     has_aux: bool = False,
+    grad_divisor: GradDivisor = None,
 ) -> Gradients:
-    """``(weights, batch, variables=None) -> (loss, gradients, variables)``, not jitted.
+    """``(weights, batch, variables=None, shared=()) -> (loss, gradients, variables)``, not jitted.
 
-    ``batch`` as ``shard_batch`` places it. ``loss_fn(model, microbatch)`` returns a mean over the microbatch's rows,
-    each with the same weight, or ``(sum, weight)``: loss and gradients are then the sum over the whole batch, divided
-    by its weight, on any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad
-    dtype. ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is ``(loss, aux)``, too. ``aux``
-    is a pytree of statistics; over ranks and microbatches floating-point ones are averaged like the loss, integers and
-    bools are summed.
+    ``batch`` as ``shard_batch`` places it. ``shared``: a tuple of inputs that every device has whole, such as a key or
+    a teacher's weights. ``loss_fn(model, microbatch, *shared)`` returns a mean over the microbatch's rows, each with
+    the same weight, or ``(sum, weight)``: loss and gradients are then the sum over the whole batch, divided by its
+    weight, on any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad dtype.
+    ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is ``(loss, aux)``, too. ``aux`` is a
+    pytree of statistics; over ranks and microbatches floating-point ones are averaged like the loss, integers and bools
+    are summed.
 
     A trap: ``sum(losses * mask) / sum(mask)`` weights tokens by what else is in their part, since parts with unequal
     masks count equally. Return ``(sum(losses * mask), sum(mask))``. A loss that is divided by a sum over the batch is
@@ -56,15 +62,21 @@ def make_gradients(
     that every part has the same sum. What is refused is a quotient that shows in the traced program; a loss may hide
     one.
 
+    ``grad_divisor``: what the sum over all parts (devices x microbatches; in the pjit engine microbatches) is divided
+    by, loss and gradients, instead of their number. With 1 they are sums: ``loss_fn`` then returns a sum over its rows,
+    which means the same in both engines. A mapping has divisors of the gradients of some units, by patterns of their
+    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``divisors.py``.
+
     ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, for a weight that
-    depends on the model, and for weights of a unit that are used outside of its calls.
+    depends on the model, and for weights of a unit that are used outside of its calls; at once for a ``grad_divisor``
+    that is no positive number or whose pattern matches no unit.
     """
-    function = unchecked_gradients(plan, loss_fn, microbatches, has_aux)
+    function = unchecked_gradients(plan, loss_fn, microbatches, has_aux, grad_divisor)
 
     def gradients(
-        weights: Buffers, batch: Batch, variables: Variables | None = None
+        weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers, Variables]:
-        given = (weights, batch, variables or {})
+        given = (weights, batch, variables or {}, shared)
         check_program(plan, jax.make_jaxpr(function)(*given), microbatches, equal_parts)
         loss, found, variables = function(*given)
         return (loss.value, loss.aux) if has_aux else loss.value, found, variables
@@ -73,15 +85,20 @@ def make_gradients(
 
 
 def unchecked_gradients(
-    plan: ShardingPlan, loss_fn: Loss, microbatches: int, has_aux: bool = False
+    plan: ShardingPlan,
+    loss_fn: Loss,
+    microbatches: int,
+    has_aux: bool = False,
+    grad_divisor: GradDivisor = None,
 ) -> StepGradients:
-    """``make_gradients`` with ``variables`` required, whose caller reads the traced program (``check_program``)."""
+    """``make_gradients`` with all arguments required, whose caller reads the traced program (``check_program``)."""
     computed = _shard_map if plan.engine == "shard_map" else _pjit
+    divisors = Divisors.of(plan, microbatches, grad_divisor)
 
-    def parts(model: Any, rows: Any) -> LossParts:
-        return as_parts(loss_fn(model, rows), has_aux)
+    def parts(model: Any, rows: Any, *shared: Any) -> LossParts:
+        return as_parts(loss_fn(model, rows, *shared), has_aux)
 
-    return computed(plan, parts, microbatches)
+    return computed(plan, parts, microbatches, divisors)
 
 
 def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
@@ -91,31 +108,35 @@ def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_par
     check_means(program, equal_parts=equal_parts or parts == 1)
 
 
-def _shard_map(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int) -> StepGradients:
-    def local(weights: Buffers, batch: Batch, given: Variables) -> tuple[LossParts, Buffers, Variables]:
+def _shard_map(
+    plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors
+) -> StepGradients:
+    def local(
+        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+    ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         own = of_this_device(given, plan.axes)
         loss, variables, gradients = _accumulated(
-            plan, loss_fn, hold(plan, weights), own, parts, microbatches
+            plan, loss_fn, hold(plan, weights), own, parts, shared, microbatches
         )
         loss, finished = fence((loss, finish(plan, gradients)))
         loss = sum_over_devices(loss, plan.axes.names)
         variables, loss = of_all_devices(given, variables, plan.axes, loss)
-        return *divided(loss, finished, plan.num_devices * microbatches), variables
+        return *divisors.divided(loss, finished), variables
 
     specs = {key: stored.spec for key, stored in plan.arrays.items()}
     trained = {key: specs[key] for key in specs if key in plan.trainable}
     return jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(specs, plan.axes.batch_spec, PartitionSpec()),
+        in_specs=(specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
         out_specs=(PartitionSpec(), trained, PartitionSpec()),
         # With the check on, explicit sums are done a second time: gradients come out N times too large.
         check_vma=False,
     )
 
 
-def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int) -> StepGradients:
+def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors) -> StepGradients:
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
@@ -125,15 +146,17 @@ def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int) -> StepG
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
         )
 
-    def whole(weights: Buffers, batch: Batch, given: Variables) -> tuple[LossParts, Buffers, Variables]:
+    def whole(
+        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+    ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
         sources = hold(plan, weights)
-        loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, microbatches)
+        loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
         # Else XLA may leave statistics cut like the activations that they come from.
         variables = {
             path: lax.with_sharding_constraint(value, plan.replicated) for path, value in variables.items()
         }
-        return *divided(loss, finish(plan, gradients), microbatches), variables
+        return *divisors.divided(loss, finish(plan, gradients)), variables
 
     return whole
 
@@ -144,13 +167,14 @@ def _accumulated(
     sources: AllSources,
     variables: Variables,
     parts: Batch,
+    shared: Shared,
     microbatches: int,
 ) -> tuple[LossParts, Variables, AllCollectors]:
     """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
 
     def one(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
         def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
-            found, changed = call_model(plan, held, sources, variables, loss_fn, rows)
+            found, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
             return found.value, (found, changed)
 
         (_, (found, variables)), gradients = jax.value_and_grad(loss, has_aux=True)(collectors(plan))

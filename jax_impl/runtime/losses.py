@@ -8,12 +8,12 @@ devices. A loss returns the mean over its part, or ``(sum, weight)``, such as su
     (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
 
 Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as much as 3 of another.
-A batch whose weights are all zero has loss and gradients of zero.
+What the sums are divided by is in ``divisors.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from jax import lax
 
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.uneven_means import mark_loss, mark_weight
-from jax_impl.runtime.precision import divide_exactly
 
 
 class LossParts(NamedTuple):
@@ -41,8 +40,8 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise ValueError(f"loss: expected (loss, aux), since has_aux=True, got {_described(returned)}")
         returned, aux = returned
-    pair = isinstance(returned, tuple) and len(returned) == 2 and all(_is_number(x) for x in returned)
-    if not pair and not (_is_number(returned) and jnp.issubdtype(jnp.result_type(returned), jnp.floating)):
+    pair = _is_pair(returned)
+    if not is_loss(returned):
         raise ValueError(
             f"loss: expected a floating-point scalar, or (sum, weight) of two scalars, got {_described(returned)}. To "
             "return statistics beside the loss, give has_aux=True and return (loss, statistics)"
@@ -54,6 +53,17 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     dtype = jnp.promote_types(value.dtype, jnp.float32)
     weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
     return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
+
+
+def is_loss(returned: Any) -> bool:
+    """Whether it is a floating-point scalar, or ``(sum, weight)``."""
+    if _is_pair(returned):
+        return True
+    return _is_number(returned) and bool(jnp.issubdtype(jnp.result_type(returned), jnp.floating))
+
+
+def _is_pair(returned: Any) -> bool:
+    return isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_number, returned))
 
 
 def _is_number(value: Any) -> bool:
@@ -97,18 +107,3 @@ def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
         for index, value in zip(indices, own, strict=True):
             leaves[index] = value
     return jax.tree.unflatten(tree, leaves)
-
-
-def divided(parts: LossParts, gradients: Any, count: int) -> tuple[LossParts, Any]:
-    """Means from sums over ``count`` parts, of the loss, its floating-point statistics and the gradients."""
-    divide = _divider(parts.weight, count)
-    aux = jax.tree.map(lambda x: divide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, parts.aux)
-    return LossParts(divide(parts.value), parts.weight, aux), jax.tree.map(divide, gradients)
-
-
-def _divider(weight: jax.Array | None, count: int) -> Callable[[jax.Array], jax.Array]:
-    if weight is None:
-        return lambda x: divide_exactly(x, count)
-    # Without any weight the sums are zeros, too.
-    divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
-    return lambda x: divide_exactly(x, divisor)

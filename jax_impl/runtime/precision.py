@@ -48,8 +48,3 @@ class Precision:
 def main_dtype(given: np.dtype) -> np.dtype:
     """The dtype of the main weights of a parameter that was given in dtype ``given``."""
     return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)
-
-
-def divide_exactly(x: jax.Array, divisor: int | jax.Array) -> jax.Array:
-    """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
-    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor).astype(x.dtype))

@@ -271,3 +271,21 @@ def test_shapes_of_a_state_are_those_that_init_state_makes() -> None:
     state = init_state(plan, weights, optimizer)
     described = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype, x.sharding))
     assert described(abstract_state(plan, optimizer)) == described(state)
+
+
+def test_what_is_not_linear_in_its_rows_is_one_over_all_devices_by_sums_of_its_ingredients() -> None:
+    """The remedy that the README's table has for the shard_map engine, which the pjit engine does not need."""
+
+    def spread(tree: Any, rows: Any, axes: Any = None) -> jax.Array:
+        x = token_losses(tree, rows)
+        sums = jnp.stack([jnp.sum(x), jnp.sum(x**2), jnp.float32(x.size)])
+        total, squares, count = sums if axes is None else jax.lax.psum(sums, axes)
+        return squares / count - (total / count) ** 2
+
+    expected, reference = jax.value_and_grad(spread)(parameters(), batch())
+    for engine, axes in (("pjit", None), ("shard_map", "dp")):
+        plan, weights = sharded(engine, 4)
+        step = make_train_step(plan, functools.partial(spread, axes=axes), optax.sgd(1.0), equal_parts=True)
+        found, gradients = step.gradients(weights, batch())
+        np.testing.assert_allclose(found, expected, rtol=5e-6)
+        assert_close(unshard(plan, gradients), reference, rtol=5e-6)

@@ -1,0 +1,254 @@
+"""Steps that only go forward: losses, rows, sampling, against the plain model; batches that do not divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_impl import (
+    abstract_state,
+    count_collectives,
+    data_parallel_mesh,
+    fully_shard,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    pad_batch,
+    unshard,
+    variable_leaves,
+)
+from tests.jax_impl.test_losses import (
+    assert_close,
+    batch,
+    pair,
+    parameters,
+    quotient,
+    sharded,
+    token_losses,
+    with_statistics,
+)
+
+VOCABULARY, WIDTH = 11, 8
+ENGINES = pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # Of the tokens so far, so that what is sampled depends on all of them.
+        seen = jnp.cumsum(self.norm(x), axis=1)
+        return x + self.dropout(jnp.tanh(self.up(seen)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def model() -> Model:
+    made = Model(nnx.Rngs(0))
+    # Statistics unlike those of a new model.
+    for layer in made.layers:
+        layer.norm.mean[...] = jnp.linspace(-0.1, 0.1, WIDTH)
+    return made
+
+
+def prompts(rows: int = 8) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, (rows, 3))
+
+
+def state_of(engine: str, devices: int = 4) -> Any:
+    made = model()
+    plan, weights = fully_shard(made, data_parallel_mesh(devices), engine=engine)
+    return plan, init_state(plan, weights, optax.sgd(0.1), variable_leaves(made))
+
+
+def greedy(model: Any, tokens: jax.Array, steps: int = 4) -> jax.Array:
+    model.eval()
+    start = tokens.shape[1]
+    filled = jnp.pad(tokens, ((0, 0), (0, steps)))
+
+    def add(position: jax.Array, tokens: jax.Array) -> jax.Array:
+        logits = jax.lax.dynamic_index_in_dim(model(tokens), position - 1, axis=1, keepdims=False)
+        return tokens.at[:, position].set(logits.argmax(-1))
+
+    return jax.lax.fori_loop(start, start + steps, add, filled)
+
+
+@ENGINES
+@pytest.mark.parametrize("devices", [1, 4])
+def test_losses_of_training_are_those_of_evaluation(engine: str, devices: int) -> None:
+    plan, weights = sharded(engine, devices)
+    found = make_eval_step(plan, pair)(weights, batch())
+    np.testing.assert_allclose(found["loss"], quotient(parameters(), batch()), rtol=2e-6)
+    assert found["weight"] == batch()["mask"].sum()
+    state = init_state(plan, weights, optax.sgd(0.1))
+    found = make_eval_step(plan, with_statistics, has_aux=True)(state, batch())
+    loss, aux = with_statistics(parameters(), batch())
+    np.testing.assert_allclose(found["loss"], loss, rtol=2e-6)
+    assert found["aux"]["hits"] == aux["hits"]
+    # The state is as it was.
+    make_train_step(plan, pair, optax.sgd(0.1))(state, batch())
+
+
+@ENGINES
+@pytest.mark.parametrize("rows", [8, 6, 1])
+def test_rows_come_back_in_order_whatever_their_number(engine: str, rows: int) -> None:
+    plan, state = state_of(engine)
+
+    def logits(model: Any, tokens: jax.Array) -> Any:
+        model.eval()
+        return {"logits": model(tokens), "length": jnp.full(len(tokens), tokens.shape[1])}
+
+    found = make_eval_step(plan, logits)(state, prompts(rows))
+    expected = logits(model(), prompts(rows))
+    assert found["length"].tolist() == [3] * rows
+    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=2e-6, atol=1e-6)
+
+
+@ENGINES
+def test_sampling_in_a_loop_inside_and_around_of_a_step(engine: str) -> None:
+    plan, state = state_of(engine)
+    expected = greedy(model(), prompts())
+    np.testing.assert_array_equal(make_eval_step(plan, greedy)(state, prompts()), expected)
+
+    def last(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
+        model.eval()
+        return jax.lax.dynamic_index_in_dim(model(tokens), at, axis=1, keepdims=False)
+
+    step = make_eval_step(plan, last)
+    tokens = np.pad(prompts(), ((0, 0), (0, 4)))
+    for position in range(3, 7):
+        tokens[:, position] = np.asarray(step(state, tokens, position - 1)).argmax(-1)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.float64])
+def test_a_loader_may_fill_its_buffer_anew(dtype: Any) -> None:
+    plan, weights = sharded("shard_map", 4)
+    double = make_eval_step(plan, lambda tree, rows: 2 * rows)
+    buffer = np.zeros((8, 3), dtype)
+    for number in range(4):
+        buffer[...] = number
+        np.testing.assert_array_equal(double(weights, buffer), 2 * buffer)
+
+
+@ENGINES
+def test_evaluation_changes_no_statistics_and_is_a_part_of_other_programs(engine: str) -> None:
+    plan, state = state_of(engine)
+
+    def loss(model: Any, tokens: jax.Array) -> jax.Array:
+        return jnp.mean(model(tokens) ** 2)
+
+    evaluate = make_eval_step(plan, loss)
+    before = jax.tree.map(np.asarray, jax.random.key_data(state.variables["layers/0/dropout/rngs/key"]))
+    first = evaluate(state, prompts())
+    again = jax.jit(evaluate)(state, prompts())
+    np.testing.assert_allclose(first["loss"], again["loss"], rtol=1e-6)
+    np.testing.assert_array_equal(before, jax.random.key_data(state.variables["layers/0/dropout/rngs/key"]))
+    np.testing.assert_allclose(
+        state.variables["layers/0/norm/mean"], np.linspace(-0.1, 0.1, WIDTH), rtol=1e-6
+    )
+    shapes = jax.ShapeDtypeStruct((8, 3), jnp.int32)
+    compiled = evaluate.lower(abstract_state(plan, optax.sgd(0.1)), shapes).compile()
+    assert compiled.memory_analysis() is not None
+
+
+def test_units_are_gathered_and_nothing_else_is_sent() -> None:
+    plan, state = state_of("shard_map")
+    evaluate = make_eval_step(plan, lambda model, tokens: model(tokens))
+    counted = count_collectives(lambda state: evaluate(state, prompts()), state)
+    assert {collective.kind for collective in counted} == {"all_gather"}
+    assert sum(counted.values()) == len(plan.units)
+
+
+@ENGINES
+@pytest.mark.parametrize("rows", [None, 16])
+def test_a_last_batch_is_filled_with_rows_that_do_not_count(engine: str, rows: int | None) -> None:
+    plan, weights = sharded(engine, 4)
+    short = jax.tree.map(lambda x: x[:6], batch())
+    filled, counted = pad_batch(plan, short, microbatches=2, rows=rows)
+    assert counted.tolist() == [1.0] * 6 + [0.0] * ((rows or 8) - 6)
+
+    def loss(tree: Any, given: Any) -> Any:
+        rows, counted = given
+        weight = rows["mask"] * counted[:, None]
+        return jnp.sum(token_losses(tree, rows) * weight), jnp.sum(weight)
+
+    step = make_train_step(plan, loss, optax.sgd(1.0), microbatches=2)
+    found, gradients = step.gradients(weights, (filled, counted))
+    expected, reference = jax.value_and_grad(quotient)(parameters(), short)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    assert_close(unshard(plan, gradients), reference)
+
+
+@ENGINES
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(
+    engine: str, microbatches: int
+) -> None:
+    teacher = jax.tree.map(lambda x: x + 0.1, parameters())
+    key = jax.random.key(3)
+
+    def loss(tree: Any, rows: Any, key: jax.Array, number: Any, teacher: Any) -> jax.Array:
+        target = (jnp.tanh(rows["x"] @ teacher["layers"][0]["w"]) @ teacher["head"])[..., 0]
+        noise = jax.random.normal(key, (rows["x"].shape[1],)) * number
+        own = jax.vmap(jax.random.normal)(rows["keys"])
+        return jnp.mean(token_losses(tree, {**rows, "y": target + noise + own[:, None]}))
+
+    plan, weights = sharded(engine, 4)
+    rows = {**batch(), "keys": jax.random.split(jax.random.key(4), 16)}
+    optimizer = optax.sgd(0.1)
+    step = make_train_step(plan, loss, optimizer, microbatches=microbatches)
+    expected_loss, expected = jax.value_and_grad(loss)(parameters(), rows, key, 2, teacher)
+    found_loss, found = step.gradients(weights, rows, shared=(key, 2, teacher))
+    np.testing.assert_allclose(found_loss, expected_loss, rtol=2e-6)
+    assert_close(unshard(plan, found), expected)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, key, jnp.int32(2), teacher)
+    )
+    step.lower(abstract_state(plan, optimizer), *shapes)
+    state, metrics = step(init_state(plan, weights, optimizer), rows, key, 2, teacher)
+    np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=2e-6)
+    other = make_eval_step(plan, loss)(state, rows, key, np.float32(2), teacher)
+    after = jax.tree.map(lambda w, g: w - 0.1 * g, parameters(), expected)
+    np.testing.assert_allclose(other["loss"], loss(after, rows, key, 2, teacher), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda plan, w: make_eval_step(plan, lambda t, r: t["head"])(w, batch()), r"4 rows .* shapes {'': \(8, 1\)}"),
+        (lambda plan, w: make_eval_step(plan, lambda t, r: token_losses(t, r).sum(1))("w", batch()), "TrainState"),
+        (lambda plan, w: make_eval_step(plan, pair)(w, jax.tree.map(lambda x: x[:6], batch())), "pad_batch"),
+        (lambda plan, w: make_eval_step(plan, quotient)(w, batch()), "got a quotient by a sum"),
+        (lambda plan, w: make_eval_step(plan, lambda t, r: t["layers"][0]["w"])(w, batch()), "unit's weights"),
+        (lambda plan, w: make_eval_step(plan, pair)(w, {"x": np.ones((4, 2)), "y": 1}), "first dimension"),
+        (lambda plan, w: make_eval_step(plan, pair)(w, batch(), "train"), "after the batch: .* got str"),
+        (lambda plan, w: pad_batch(plan, batch(), rows=18), "rows: expected a multiple of 4"),
+        (lambda plan, w: pad_batch(plan, batch(), rows=8), "at least the batch's 16"),
+        (lambda plan, w: pad_batch(plan, {"a": np.ones(3), "b": np.ones(4)}), "one first dimension"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused_in_words(act: Any, message: str) -> None:
+    plan, weights = sharded("shard_map", 4)
+    with pytest.raises((ValueError, TypeError), match=message):
+        act(plan, weights)
