@@ -5,6 +5,10 @@ The models come from packages of PyPI (tests/support/third_party.py); where they
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,7 +24,12 @@ from tests.support.jax_impl.third_party_runs import (
 )
 from tests.support.third_party import Unreachable
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:pjit engine")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:pjit engine"),
+    # The models' own, which are not edited.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 TOLERANCE = 1e-6
 
@@ -34,22 +43,30 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def assert_equal_to_plain(name: str, found: Result) -> None:
+@pytest.fixture
+def assert_equal_to_plain(name: str, record_property: Any) -> Callable[[Result], None]:
+    """The differences go into the file of ``--junitxml``: whence the table of results."""
+    return partial(_assert_equal_to_plain, name, record_property)
+
+
+def _assert_equal_to_plain(name: str, record_property: Any, found: Result) -> None:
     losses, arrays = differences(found, plain(name))
+    record_property("losses", losses)
+    record_property("arrays", arrays)
     assert losses < TOLERANCE
     assert arrays < TOLERANCE
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_an_unedited_model_trains_as_alone(name, strategy, engine):
-    assert_equal_to_plain(name, sharded(name, engine, strategy))
+def test_an_unedited_model_trains_as_alone(name, strategy, engine, assert_equal_to_plain):
+    assert_equal_to_plain(sharded(name, engine, strategy))
 
 
-def test_an_unedited_model_trains_as_alone_on_two_axes(name):
+def test_an_unedited_model_trains_as_alone_on_two_axes(name, assert_equal_to_plain):
     if built(name, None).one_axis:
         pytest.skip("the model itself names one axis")
-    assert_equal_to_plain(name, sharded(name, "shard_map", "hsdp", {"outer": 2, "inner": 2}))
+    assert_equal_to_plain(sharded(name, "shard_map", "hsdp", {"outer": 2, "inner": 2}))
 
 
 def test_every_weight_that_is_compared_matters_to_the_loss(name):

@@ -26,16 +26,18 @@ class Program:
     """``model``: what ``fully_shard`` takes. ``loss(model, rows)``: the mean over rows. ``batches``: one a step.
 
     ``idle``: paths of what training does not determine, since the gradient is rounding error or follows from such.
-    ``one_axis``: the model names the axis of the mesh itself.
+    ``one_axis``: the model names the axis of the mesh itself. ``statistics``: what a linen module writes; the loss then
+    takes it as a third argument, and returns what it has become beside the mean.
     """
 
     model: Any
-    loss: Callable[[Any, Any], jax.Array]
+    loss: Callable[..., Any]
     batches: Sequence[Any]
     units: Sequence[str]
     stacked: Sequence[str] = ()
     idle: Sequence[str] = ()
     one_axis: bool = False
+    statistics: Any = None
 
 
 def tokens(vocabulary: int, length: int = 6) -> list[np.ndarray]:

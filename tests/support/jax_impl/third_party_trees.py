@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import linen, nnx
+from flax import linen
 
 from jax_impl import apply_linen
 from tests.support.jax_impl.third_party_programs import (
@@ -105,13 +105,13 @@ class OnAxis(linen.Module):
 
 
 def flax_imagenet(axis: Axis) -> Program:
-    """Its BatchNorm names the axis "batch". A linen module with collections that it writes is one unit, by ToNNX."""
+    """Its BatchNorm names the axis "batch"."""
     example = load_file("flax_examples_imagenet", FLAX.folder() / "examples" / "imagenet" / "models.py")
     model = OnAxis(
         example.ResNet(stage_sizes=[1, 1], block_cls=example.ResNetBlock, num_classes=5, num_filters=4), axis
     )
-    batches = list(zip(features(16, 16, 3), labels(5), strict=True))
-    return Program(_as_nnx(model, batches[0][0]), linen_classifier_loss, batches, [], one_axis=True)
+    units = ["model/conv_init", "model/ResNetBlock_*", "model/Dense_0"]
+    return _with_statistics(model, features(16, 16, 3), units, one_axis=True)
 
 
 class ScannedBlocks(linen.Module):
@@ -140,16 +140,27 @@ def flax_imagenet_scanned(axis: Axis) -> Program:
         norm=partial(linen.BatchNorm, use_running_average=False, axis_name=axis),
         act=linen.relu,
     )
-    batches = list(zip(features(8, 8, 4), labels(5), strict=True))
-    return Program(_as_nnx(ScannedBlocks(block), batches[0][0]), linen_classifier_loss, batches, [])
+    return _with_statistics(
+        ScannedBlocks(block), features(8, 8, 4), ["block/*", "Dense_0"], stacked=["block"]
+    )
 
 
-def _as_nnx(model: linen.Module, rows: np.ndarray) -> nnx.Module:
-    return with_values(nnx.bridge.lazy_init(nnx.bridge.ToNNX(model, nnx.Rngs(0)), rows))
+def _with_statistics(
+    model: linen.Module, images: list[np.ndarray], units: list[str], **options: Any
+) -> Program:
+    """A classifier whose statistics are an input of its loss, and a result."""
 
+    def loss(params: Any, rows: Any, statistics: Any) -> tuple[jax.Array, Any]:
+        images, classes = rows
+        variables = {"params": params, "batch_stats": statistics}
+        logits, updated = apply_linen(model, variables, images, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
+        return losses.mean(), updated["batch_stats"]
 
-def linen_classifier_loss(model: Any, rows: Any) -> jax.Array:
-    return classifier_loss(partial(model, mutable=["batch_stats"]), rows)
+    variables = jax.jit(model.init)(jax.random.key(0), images[0])
+    batches = list(zip(images, labels(5), strict=True))
+    params = with_values(variables["params"])
+    return Program(params, loss, batches, units, statistics=variables["batch_stats"], **options)
 
 
 def haiku_transformer(axis: Axis) -> Program:
