@@ -41,8 +41,8 @@ is refused before anything is compiled, with unit and line: use ``optax.add_deca
 during a call (``sow``) are refused by name.
 
 **Default units.** Without ``units`` the blocks that a model repeats are units: ``layers/*``, ``blocks/*``, ``h/*``,
-``Block_*``, ``layers_*`` and the like, by the rule in ``help("jax_impl.modules.repeated_blocks")``. A model without such
-blocks is refused with its modules. ``units`` beside a policy take the place of the policy's patterns.
+``Block_*``, ``layers_*`` and the like, by the rule in ``help("jax_impl.modules.repeated_blocks")``. A model without
+such blocks is refused with its modules. ``units`` beside a policy take the place of the policy's patterns.
 
 **Pytrees.** ``fully_shard`` takes any pytree of parameters: dictionaries, lists, named tuples, registered dataclasses.
 The loss gets the pytree back. It uses a subtree that is a unit by ``call_unit(function, subtree, *args)``, which calls
@@ -55,14 +55,14 @@ Python float is one of them where it belongs to a node that can be called (a mod
 works: units are called as the submodules that they stand for, by ``__call__`` or any method. Their attributes cannot be
 read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays and
 ``eqx.nn.State`` (BatchNorm) have no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each unit once and
-reduces the sum over the rows. Where a loop such as ``lax.scan`` lies between ``vmap`` and a unit, a gradient of each row
-is kept and reduced, which is right, but as many times as large.
+reduces the sum over the rows. Where a loop such as ``lax.scan`` lies between ``vmap`` and a unit, a gradient of each
+row is kept and reduced, which is right, but as many times as large.
 
 **haiku.** Keys with ``/`` are paths: ``"mlp/~/linear_0"`` has the parameter ``mlp/~/linear_0/w``. An unedited
-``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is right,
-too, but haiku reads parameters one by one: a unit is gathered for each, and its weights are kept until backward. Layers
-that are worth a unit are transformed each: ``call_unit(layer.apply, params["layers"][0], None, x)``. A prefix such as
-``transformer/layer_0`` that is no key of its own is no unit.
+``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is
+right, too, but haiku reads parameters one by one: a unit is gathered for each, and its weights are kept until backward.
+Layers that are worth a unit are transformed each: ``call_unit(layer.apply, params["layers"][0], None, x)``. A prefix
+such as ``transformer/layer_0`` that is no key of its own is no unit.
 
 **linen.** A loss calls ``apply_linen(module, {"params": params}, *args)`` where it would call ``module.apply``.
 Submodules at the paths of units then run with weights gathered, also layer by layer under ``nn.scan``. With
@@ -79,9 +79,10 @@ names is recognized as a stack where flax's own layers in it (``nnx.Linear``) sh
 **Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
-**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is the dtype of the
-summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main weights' dtype,
-also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it multiplied.
+**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is
+the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main
+weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it
+multiplied.
 
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
 takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model
