@@ -260,7 +260,8 @@ class LinenNet(linen.Module):
         return linen.Dense(5)(x)
 
 
-@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_linen_program_goes_on(tmp_path: Path, engine: str) -> None:
     net = LinenNet()
 
