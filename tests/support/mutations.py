@@ -369,7 +369,7 @@ JAX = [
         "jax_impl/checkpoint",
         "(_NUMBERS in by_path and _NUMBERS not in complete) or",
         "",
-        "jax_impl/checkpoint/test_stock.py",
+        "jax_impl/checkpoint/test_other_optimizers.py",
     ),
     M(
         "moments fit whatever their place",
@@ -383,7 +383,7 @@ JAX = [
         "jax_impl/checkpoint",
         "return kept[path, offsets] if source is None",
         "return np.zeros(sizes, np.float32) if source is None",
-        "jax_impl/checkpoint/test_stock.py",
+        "jax_impl/checkpoint/test_other_optimizers.py",
     ),
     M(
         "a step whose save did not finish is loaded",
