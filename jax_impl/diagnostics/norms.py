@@ -91,7 +91,7 @@ def _norms(
     arrays: dict[str, jax.Array], *, held: _Held, norm_type: float, by_layer: bool
 ) -> dict[str, jax.Array]:
     plan = held.plan
-    dtype = jnp.float64 if jax.config.read("jax_enable_x64") else jnp.float32
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)
     specs = {key: plan.stored(key).spec for key in arrays}
     local = jax.shard_map(
         partial(_on_each_device, plan, norm_type, dtype),

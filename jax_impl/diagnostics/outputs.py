@@ -47,7 +47,8 @@ class NonFiniteOutput:
 
     unit: its path, "" for the root, whose output is what the loss returns.
     layer: of the stack that the unit is in, or None.
-    begins: whether such an output came from finite inputs; otherwise the fault lies before the unit.
+    begins: whether such an output came from finite inputs; otherwise the fault lies before the unit. What the loss
+        returns in the pjit engine comes from all processes' rows, of which a process sees its own alone.
     nan, inf: how many elements, in the call and on the device that has most.
     devices: of this process, that have such outputs. In the pjit engine an array whose first dimension is not a
         multiple of the devices is seen by all.
