@@ -220,8 +220,8 @@ JAX = [
     M(
         "mean over the wrong count",
         "jax_impl/runtime",
-        "divided(loss, finished, plan.num_devices * microbatches)",
-        "divided(loss, finished, plan.num_devices)",
+        "cls(microbatches * (plan.num_devices if flat else 1)",
+        "cls((plan.num_devices if flat else 1)",
         "jax_impl/runtime/test_strategy_matrix.py",
     ),
     M(
