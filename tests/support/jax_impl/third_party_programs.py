@@ -91,7 +91,18 @@ def split(model: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     if isinstance(model, nnx.Module):
         graphdef, weights, rest = nnx.split(model, nnx.Param, ...)
         return nnx.as_pure(weights), nnx.as_pure(rest), partial(nnx.merge, graphdef)
-    return model, {}, lambda weights, _: weights
+    leaves, structure = jax.tree.flatten_with_path(model)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    # Modules of equinox hold functions and settings beside arrays.
+    arrays = {
+        path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)
+    }
+
+    def merge(weights: Any, _: Any) -> Any:
+        values = [weights.get(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+        return structure.unflatten(values)
+
+    return arrays, {}, merge
 
 
 def classifier_loss(model: Any, rows: Any) -> jax.Array:

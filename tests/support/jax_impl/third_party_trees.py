@@ -110,7 +110,8 @@ def flax_imagenet(axis: Axis) -> Program:
     model = OnAxis(
         example.ResNet(stage_sizes=[1, 1], block_cls=example.ResNetBlock, num_classes=5, num_filters=4), axis
     )
-    units = ["model/conv_init", "model/ResNetBlock_*", "model/Dense_0"]
+    # All that a unit returns under vmap is mapped, also statistics, which linen.vmap shares here.
+    units = [] if axis is None else ["model/conv_init", "model/ResNetBlock_*", "model/Dense_0"]
     return _with_statistics(model, features(16, 16, 3), units, one_axis=True)
 
 
@@ -175,24 +176,17 @@ def haiku_transformer(axis: Axis) -> Program:
         return example.LanguageModel(transformer, model_size=16, vocab_size=37, pad_token=0)(rows)
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
-        modules = {name.replace("|", "/"): module for name, module in params.items()}
-        return next_token_loss(model.apply(modules, jax.random.key(0), rows), rows)
+        return next_token_loss(model.apply(params, jax.random.key(0), rows), rows)
 
     batches = tokens(37)
     params = with_values(jax.jit(model.init)(jax.random.key(0), batches[0]))
-    return Program(
-        {name.replace("/", "|"): module for name, module in params.items()},
-        loss,
-        batches,
-        [],
-        # Softmax takes away what they add.
-        idle=("transformer|multi_head_attention|key/b", "transformer|multi_head_attention_1|key/b"),
-    )
+    attention = "transformer/multi_head_attention"
+    # Softmax takes away what they add.
+    return Program(params, loss, batches, [], idle=(f"{attention}/key/b", f"{attention}_1/key/b"))
 
 
 def equimo_vit(axis: Axis) -> Program:
     put_on_path(WADLER_LINDIG, JAXTYPING, EQUINOX)
-    equinox = importlib.import_module("equinox")
     folder = EQUIMO.folder() / "equimo"
     vit = load_file(
         "equimo_vit",
@@ -212,10 +206,7 @@ def equimo_vit(axis: Axis) -> Program:
     )
     batches = list(zip(features(3, 12, 12), labels(5), strict=True))
 
-    weights, rest = equinox.partition(model, equinox.is_inexact_array)
-
-    def loss(weights: Any, rows: Any) -> jax.Array:
-        model = equinox.combine(weights, rest)
+    def loss(model: Any, rows: Any) -> jax.Array:
         return classifier_loss(jax.vmap(lambda image: model(image, inference=True)), rows)
 
-    return Program(with_values(weights), loss, batches, [])
+    return Program(with_values(model), loss, batches, ["blocks/0/blocks/*", "head"])
