@@ -193,7 +193,7 @@ def _nnx_shapes(
     """
     nnx = framework("flax.nnx")
     try:
-        lengths = part("jax", "modules.module_tree").stack_lengths(
+        lengths = part("jax", "modules.stack_lengths").stack_lengths(
             model, [path.replace(".", "/") for path in stacked]
         )
     except ValueError as error:

@@ -114,7 +114,9 @@ def load_checkpoint(
                 f"{directory}: expected an Orbax checkpoint, got a DCP one: convert it with `twinshard convert`"
             )
         with OrbaxReader(directory) as reader:
-            return _load(reader, plan, optimizer, given, like, strict=strict)
+            loaded = _load(reader, plan, optimizer, given, like, strict=strict)
+        warn_of_whole_moments(plan, loaded.state.opt_state)
+        return loaded
 
 
 def _load(
@@ -166,7 +168,6 @@ def _load(
     if optimizer is not None and any(name.startswith("opt_state/") for name in matched.fresh):
         fresh = init_state(plan, arrays, optimizer, variables).opt_state
     state = TrainState(arrays, tensors.optimizer(opt_state, fresh, places.opt_state), variables)
-    warn_of_whole_moments(plan, state.opt_state)
     train = train_values(reader)
     if matched.step is not None:
         train.setdefault("step", int(reader.read(matched.step)))
