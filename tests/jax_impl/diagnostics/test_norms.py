@@ -92,6 +92,7 @@ def test_gradients_and_moments(engine):
         parameter_norms(plan, state.opt_state)
 
 
+@pytest.mark.filterwarnings("ignore:shard_map engine. this optimizer")
 def test_moments_of_an_optimizer_that_sees_parameters():
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4))
     state = init_state(plan, weights, optax.lamb(1e-3))
