@@ -66,7 +66,7 @@ def init_state(
     because the optimizer looks at shapes and no dimension divides.
     """
     if variables is None:
-        # Copies, because a step gives its state up.
+        # Copies, because a program of the whole step may be given all of the state (donated).
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
     opt_state = _placed(plan, fitted(plan, optimizer).init, trainable(plan, weights))
     warn_of_whole_moments(plan, opt_state)
