@@ -50,10 +50,13 @@ class GroupDtypes:
     grad: str
 
     @staticmethod
-    def of(given: str, precision: PrecisionPolicy) -> GroupDtypes:
-        """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype."""
+    def of(given: str, precision: PrecisionPolicy, *, kept: bool = False) -> GroupDtypes:
+        """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype.
+
+        kept: whether at rest floating-point ones do as well, as frozen ones in JAX.
+        """
         if given not in _FLOATING:
             return GroupDtypes(given, given, given, given)
-        main = precision.main
+        main = given if kept else precision.main
         compute = precision.compute or main
         return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main)

@@ -129,8 +129,9 @@ def _groups(
 ) -> tuple[GroupShape, ...]:
     members: dict[tuple[str, bool], list[Parameter]] = {}
     for parameter in owned:
-        # In JAX the dtype in which a parameter was given does not matter: a unit's main weights have one dtype.
-        dtype = parameter.dtype if runtime == "torch" else policy.precision.main
+        # In JAX the main weights that a unit trains have one dtype, whatever they were given in.
+        own = runtime == "torch" or not parameter.trainable
+        dtype = parameter.dtype if own else policy.precision.main
         members.setdefault((dtype, parameter.trainable), []).append(parameter)
     kinds = list(members) if runtime == "torch" else sorted(members, key=lambda kind: not kind[1])
     start = len(path) + 1 if path else 0
@@ -139,7 +140,7 @@ def _groups(
             names=tuple(one.path[start:] for one in members[dtype, trainable]),
             shapes=tuple(one.shape for one in members[dtype, trainable]),
             trainable=trainable,
-            dtypes=GroupDtypes.of(dtype, policy.precision),
+            dtypes=GroupDtypes.of(dtype, policy.precision, kept=runtime == "jax" and not trainable),
         )
         for dtype, trainable in kinds
     )

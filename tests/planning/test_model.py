@@ -176,7 +176,7 @@ def net(key):
     return Net().init(key, jax.numpy.ones((1, 3)))["params"]
 
 def wrong(key):
-    return {"a": 3}
+    return {"a": 3.0}
 
 class Stacked(nnx.Module):
     def __init__(self, rngs):
@@ -213,7 +213,7 @@ def test_pytrees_and_stacks_by_their_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert {"last", "layers.0", "layers.2"} <= set(model.modules)
     assert Parameter("layers.2.kernel", (4, 4)) in model.parameters
     for name, stacked, message in (
-        ("wrong", [], "parameter 'a': expected an array, got int"),
+        ("wrong", [], "parameter 'a': expected an array, got float"),
         ("stack", ["layer"], "expected paths of submodules, got 'layer'"),
         (
             "tree",
