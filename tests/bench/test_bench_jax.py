@@ -150,7 +150,8 @@ def test_the_baseline_cuts_weights_and_moments_and_is_donated() -> None:
     assert all(leaf.is_deleted() for leaf in large)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_contestants_train_the_same(dtype: str) -> None:
     setting = dataclasses.replace(TINY, dtype=dtype, recompute=dtype == "bfloat16")
     found = times(setting, [BASELINE, SHARD_MAP, PJIT], rounds=2, repeat=1)

@@ -120,7 +120,8 @@ def test_values_are_those_of_the_unsharded_model(case: str, mesh: Any, strategy:
             np.testing.assert_array_equal(variables[path], value)
 
 
-@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.filterwarnings("ignore:pjit engine")
 def test_training_goes_on_from_them(engine: str) -> None:
     def loss(model: Any, rows: jax.Array) -> jax.Array:

@@ -211,6 +211,7 @@ def test_a_stack_of_layers_with_different_windows_is_refused():
         CausalLM(config, rngs=nnx.Rngs(0), stacked=True)
 
 
+@pytest.mark.slow
 def test_sharded_gradients_equal_the_plain_ones():
     config = CausalLMConfig.from_hf(as_json(hf_config("mixtral", num_hidden_layers=2)))
     model = CausalLM(dataclasses.replace(config, init_std=0.2), rngs=nnx.Rngs(1), stacked=True)

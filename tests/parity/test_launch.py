@@ -62,6 +62,7 @@ def test_torchrun_has_the_time_to_kill_its_workers_before_it_is_killed_itself() 
     assert inspect.signature(PContext.close).parameters["timeout"].default + 10 <= launch.STOP_SECONDS
 
 
+@pytest.mark.slow
 def test_a_rehearsal_that_dies_ends_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

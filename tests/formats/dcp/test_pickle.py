@@ -216,7 +216,14 @@ def test_20000_mutants_of_a_value_raise_nothing_but_checkpoint_errors() -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    [b"]", b"}", b"N\x85", b"]\x94", b"Nq\0", pytest.param(b"]\x85\x85\x85", marks=pytest.mark.slow)],
+    [
+        b"]",
+        b"}",
+        b"N\x85",
+        b"]\x94",
+        pytest.param(b"Nq\0", marks=pytest.mark.slow),
+        pytest.param(b"]\x85\x85\x85", marks=pytest.mark.slow),
+    ],
     ids=["lists", "dicts", "tuples", "memo", "puts", "nested"],
 )
 def test_a_pickle_cannot_make_more_containers_than_its_length_allows(unit: bytes) -> None:

@@ -84,7 +84,7 @@ def assert_trains_as_alone(params: Any, loss: Any, microbatches: int = 2, **opti
 @pytest.mark.parametrize(
     ("engine", "units"),
     [
-        ("shard_map", []),
+        pytest.param("shard_map", [], marks=pytest.mark.slow),
         pytest.param("pjit", [], marks=pytest.mark.slow),
         pytest.param("shard_map", ["mlp/~/linear_*", "layer_norm"], marks=pytest.mark.slow),
         pytest.param("pjit", ["mlp/~/linear_*", "layer_norm"], marks=pytest.mark.slow),

@@ -112,9 +112,7 @@ class Attention(nnx.Module):
     [
         pytest.param(
             *case,
-            marks=()
-            if case in [("optim_grads_params", "shard_map"), ("optim", "pjit")]
-            else pytest.mark.slow,
+            marks=() if case == ("optim_grads_params", "shard_map") else pytest.mark.slow,
         )
         for case in itertools.product(STRATEGIES, ENGINES)
     ],

@@ -173,7 +173,9 @@ def test_wrong_arguments_are_refused_with_what_was_expected(keywords, message):
 def test_parameters_that_cannot_be_trained_together_are_refused_by_name():
     model = decoder()
     model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.int32))
-    with pytest.raises(ValueError, match="'norm/scale': expected a floating dtype of 8 bits or more, got int32"):
+    with pytest.raises(
+        ValueError, match="'norm/scale': expected a floating dtype of 8 bits or more, got int32"
+    ):
         fully_shard(model, data_parallel_mesh(2))
     with jax.enable_x64(True):
         model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.float64))
