@@ -116,12 +116,13 @@ every device. ``pad_batch`` fills up a last batch, and tells which rows count.
 device makes the values, a unit at a time, and keeps its own rows.
 
 **Checkpoints.** ``save_checkpoint`` writes one logical array a parameter, in Orbax's format; ``load_checkpoint`` reads
-it onto any mesh, strategy and engine. It also takes what other JAX programs saved by stock Orbax: parameters at the top
-or below ``params`` or ``model``, states of nnx modules and of ``nnx.Optimizer``, linen train states with optax states.
-Of a directory of steps it takes the latest complete one. A checkpoint must fit the plan and the optimizer, and the
-error names what does not. With ``strict=False`` moments that fit are kept, also for another optimizer, and the others
-are fresh; weights must always fit. ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks.
-For stock ``CheckpointManager``, save with ``item="default"``.
+it onto any mesh, strategy and engine, also from DCP and safetensors with the same names. It also takes what other JAX
+programs saved by stock Orbax: parameters at the top or below ``params`` or ``model``, states of nnx modules and of
+``nnx.Optimizer``, linen train states with optax states. Of a directory of steps it takes the latest complete one. A
+checkpoint must fit the plan and the optimizer, and the error names what does not. With ``strict=False`` moments that
+fit are kept, also for another optimizer, and the others are fresh; weights must always fit.
+``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks. For stock ``CheckpointManager``, save
+with ``item="default"``.
 
 **Losses.** A step averages devices and microbatches with equal weights, so ``sum(loss * mask) / sum(mask)`` would
 weight tokens by what else is in their part. Return ``(sum(loss * mask), sum(mask))`` instead: the step divides the sum

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto any plan: ours, or one that another JAX program saved by stock Orbax.
+"""Loading a checkpoint onto any plan: ours in any format, or one that another JAX program saved by stock Orbax.
 
 ``matching.py`` says which stored tensor is which; each device's boxes are then read from those.
 """
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from bridge.formats import Box, CheckpointError, TreePath, detect_format
-from bridge.formats.orbax.reader import OrbaxReader
+from bridge.formats import Box, CheckpointError, TreePath
+from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import (
     KEY_IMPLS,
@@ -69,7 +69,7 @@ def load_checkpoint(
     variables: Mapping[str, jax.Array] | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
-    """Load an Orbax checkpoint onto the plan's devices, whoever saved it on however many.
+    """Load a checkpoint onto the plan's devices, whoever saved it on however many: Orbax, DCP or safetensors.
 
     Also those of ordinary JAX programs: a tree of parameters at the top or below ``params`` or ``model``, states of nnx
     modules and optimizers, linen train states, optax states. Names, shapes and dtypes are all checked before any data
@@ -109,18 +109,14 @@ def load_checkpoint(
             chosen.shared = os.path.relpath(choose_step(directory, step), directory)
     directory = directory / chosen.shared
     with processes.step("read"):
-        if detect_format(directory) != "orbax":
-            raise CheckpointError(
-                f"{directory}: expected an Orbax checkpoint, got a DCP one: convert it with `twinshard convert`"
-            )
-        with OrbaxReader(directory) as reader:
+        with TreeReader(directory) as reader:
             loaded = _load(reader, plan, optimizer, given, like, strict=strict)
         warn_of_whole_moments(plan, loaded.state.opt_state)
         return loaded
 
 
 def _load(
-    reader: OrbaxReader,
+    reader: TreeReader,
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation | None,
     given: Variables | None,
@@ -142,8 +138,16 @@ def _load(
         with_variables=given is not None,
         strict=strict,
     )
-    matched = match(reader.path, kinds_of(reader.tensors), wanted)
-    objects = {reader.object_paths[name]: value for name, value in reader.objects.items()}
+    try:
+        matched = match(reader.path, kinds_of(reader.tensors), wanted)
+    except CheckpointError as error:
+        if reader.format == "orbax":
+            raise
+        raise CheckpointError(
+            f"{error}. A {reader.format} checkpoint of another framework's model has other names and layouts: "
+            "translate it by `twinshard convert SRC DST --to orbax --mapping NAME`"
+        ) from error
+    objects = reader.objects
     impls = key_impls(plan)
     typed = {
         path: reader.key_types[source]
@@ -198,7 +202,7 @@ def _in_the_way(path: TreePath, tensors: Mapping[str, Any]) -> bool:
 class _Tensors:
     """``names``: the stored name of each tensor of the plan that is stored."""
 
-    reader: OrbaxReader
+    reader: TreeReader
     plan: ShardingPlan
     names: Mapping[str, str]
 

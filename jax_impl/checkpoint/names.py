@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from bridge.formats import CheckpointError, TreePath
-from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats.base import TensorInfo
+from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 _SHOWN = 10
@@ -104,7 +105,7 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
     return impls
 
 
-def check_key_impls(reader: CheckpointReader, expected: Mapping[str, str], saved: object) -> None:
+def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: object) -> None:
     """``saved``: the algorithms as a checkpoint has them; of keys that others saved, only the size is known."""
     found = saved if isinstance(saved, Mapping) else {}
     wrong = [
@@ -147,7 +148,7 @@ def train_tensors(
             )
 
 
-def train_values(reader: CheckpointReader) -> dict[str, Any]:
+def train_values(reader: TreeReader) -> dict[str, Any]:
     """The nested dict that was saved."""
     values: dict[str, Any] = {}
     for name, info in reader.tensors.items():

@@ -62,9 +62,11 @@ def _numbers(path: Path) -> dict[Path, int]:
 
 def _complete(steps: list[Path]) -> list[Path]:
     """Those that have a tree of arrays, and the file that is written last."""
+    # DCP writes its own last file last.
+    dcp = [step for step in steps if (step / ".metadata").exists()]
     trees = [step for step in steps if _has(step, TREE_FILE)]
     # Orbax before 0.12.3 wrote no such file on disks, where directories appear complete.
-    return [step for step in trees if _has(step, COMMIT_FILE)] or trees
+    return [*dcp, *([step for step in trees if _has(step, COMMIT_FILE)] or trees)]
 
 
 def _has(step: Path, name: str) -> bool:

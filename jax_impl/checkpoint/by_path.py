@@ -1,0 +1,60 @@
+"""A checkpoint of any format as a tree: tensors by their place in it, ``params/layers/0/w``, whatever the files say.
+
+::
+
+    Orbax          params/layers/0/w      the same
+    DCP            params.layers.0.w      its path in the saved state dict
+    safetensors    params.layers.0.w      the path that twinshard stored, or the name cut at its dots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from bridge.formats import Box, TreePath, open_checkpoint
+from bridge.formats.base import TensorInfo
+
+
+class TreeReader:
+    """``tensors``, ``objects`` and ``read`` by slashed path; reads boxes, never more."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = open_checkpoint(path)
+        self.path, self.format = path, self._reader.format
+        self._names: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in self._reader.tensors.items():
+            tree: TreePath = (
+                tuple(name.split(".")) if len(info.path) == 1 and self.format != "orbax" else info.path
+            )
+            place = "/".join(map(str, tree))
+            self._names[place] = name
+            self.tensors[place] = replace(info, path=tree)
+
+    @property
+    def objects(self) -> dict[TreePath, Any]:
+        """Values that are no arrays, by tree path."""
+        return {self._reader.object_paths[name]: value for name, value in self._reader.objects.items()}
+
+    @property
+    def key_types(self) -> Mapping[str, str]:
+        """The algorithms of random keys by path, as far as the format has them."""
+        types: Mapping[str, str] = getattr(self._reader, "key_types", {})
+        return {place: types[name] for place, name in self._names.items() if name in types}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        return self._reader.read(self._names[name], box)
+
+    def __enter__(self) -> TreeReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.close()
