@@ -120,7 +120,7 @@ it onto any mesh, strategy and engine, also from DCP and safetensors with the sa
 programs saved by stock Orbax: parameters at the top or below ``params`` or ``model``, states of nnx modules and of
 ``nnx.Optimizer``, linen train states with optax states. Of a directory of steps it takes the latest complete one. A
 checkpoint must fit the plan and the optimizer, and the error names what does not. With ``strict=False`` moments that
-fit are kept, also for another optimizer, and the others are fresh; weights must always fit.
+fit are kept, also for another optimizer, and the others are fresh; weights in another floating dtype are cast.
 ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks. For stock ``CheckpointManager``, save
 with ``item="default"``.
 

@@ -88,8 +88,9 @@ def load_checkpoint(
         strict: whether the checkpoint must have this plan's and optimizer's tensors and no others. If False, tensors
             that nothing asks for are ignored, and moments that are missing, or of another shape or dtype, are fresh
             ones. Moments that fit are kept for another optimizer, too, at any place in a chain. A parameter's
-            moments are kept together, and with their count, or not at all. Weights must always fit. Where something is
-            fresh, a device holds the moments of ``optimizer.init`` beside the loaded ones for the while.
+            moments are kept together, and with their count, or not at all. Weights must be there in their shapes; in
+            another floating dtype they are cast. Where something is fresh, a device holds the moments of
+            ``optimizer.init`` beside the loaded ones for the while.
         variables: ``variable_leaves(model)``, for those variables that the checkpoint lacks; if not strict, also for
             those that are of another shape or dtype.
         timeout: seconds that processes wait for one another.

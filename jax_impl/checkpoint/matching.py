@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from bridge.formats import CheckpointError
 from jax_impl.checkpoint.moments import match_moments
 from jax_impl.checkpoint.names import Kind, listed
@@ -80,11 +82,22 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
             f"{name} (expected {getattr(wanted.tensors[name], field)}, got {getattr(found[source], field)})"
             for name, source in sources.items()
             if getattr(wanted.tensors[name], field) != getattr(found[source], field)
+            and not (field == "dtype" and _may_be_cast(name, wanted, found[source]))
         ]
         if wrong:
-            raise CheckpointError(f"{path}: tensors of another {field} than this model's: {listed(wrong)}")
+            hint = "; strict=False casts floating-point weights" if field == "dtype" and wanted.strict else ""
+            raise CheckpointError(
+                f"{path}: tensors of another {field} than this model's: {listed(wrong)}{hint}"
+            )
     fresh = tuple(name for name in wanted.tensors if name not in sources)
     return Match(sources, fresh, tuple(rest), step)
+
+
+def _may_be_cast(name: str, wanted: Wanted, found: Kind) -> bool:
+    """Whether these are weights in another floating dtype, such as a bfloat16 copy for inference."""
+    both = (wanted.tensors[name].dtype, found.dtype)
+    floating = all(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16 for dtype in both)
+    return not wanted.strict and name.startswith("params/") and floating
 
 
 def _sources(found: Mapping[str, Kind], wanted: Wanted) -> dict[str, str]:

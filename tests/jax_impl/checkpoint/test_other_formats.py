@@ -78,6 +78,22 @@ def test_weights_alone_come_from_a_file_of_weights(saved: Any) -> None:
         load_checkpoint(folder / "weights.safetensors", plan, OPTIMIZER)
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_weights_in_another_dtype_are_cast_if_asked_for(saved: Any, tmp_path: Path, engine: str) -> None:
+    folder, _ = saved
+    half = tmp_path / "half.safetensors"
+    convert(folder / "weights.safetensors", half, to="safetensors", casts=["*=bfloat16"])
+    plan, _ = fully_shard(parameters(), data_parallel_mesh(4), units=["layers/*"], engine=engine)
+    with pytest.raises(CheckpointError, match=r"expected float32, got bfloat16.*strict=False casts"):
+        load_checkpoint(half, plan)
+    weights = load_checkpoint(half, plan, strict=False).state.weights
+    whole = unshard(plan, load_checkpoint(folder / "orbax", plan).state.weights)
+    for path, value in unshard(plan, weights).items():
+        assert value.dtype == jnp.float32
+        np.testing.assert_array_equal(value, whole[path].astype(jnp.bfloat16).astype(jnp.float32))
+    make_train_step(plan, pair, OPTIMIZER)(init_state(plan, weights, OPTIMIZER), batch(3))
+
+
 def test_names_with_dots_are_paths_and_others_are_refused_with_the_command(tmp_path: Path) -> None:
     plan, weights = fully_shard(parameters(), data_parallel_mesh(2), units=["layers/*"])
     leaves = {"layers.0.w": (3, 8), "layers.0.b": (8,), "head": (8, 1)}
