@@ -23,8 +23,8 @@ def call_batched(
 ) -> Any:
     """``call(apply, collectors, sources, inner, *inputs)``; ``apply(leaves, inner, *inputs)`` is what is vectorized.
 
-    Weights that differ by element of the batch (an ensemble) are vectorized in JAX's way, and so is what a loop around
-    the call is, since a loop is traced before it is vectorized.
+    Weights are the same for all of the batch. A loop around the call is vectorized in JAX's way, since it is traced
+    before it is vectorized.
     """
 
     def plain(collectors: Any, sources: Any, inner: Any, *inputs: Any) -> Any:
@@ -38,12 +38,13 @@ def call_batched(
     @function.def_vmap
     def _(size: int, batched: list[Any], collectors: Any, sources: Any, inner: Any, *inputs: Any) -> Any:
         if any(jax.tree.leaves(batched[:3])):
-            axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched))
-            output = jax.vmap(plain, in_axes=axes, axis_size=size)(collectors, sources, inner, *inputs)
-        else:
-            axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched[3:]))
-            vectorized = jax.vmap(apply, in_axes=(None, None, *axes), axis_size=size)
-            output = call_batched(call, vectorized, collectors, sources, inner, *inputs)
+            raise ValueError(
+                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, whose "
+                'path fully_shard is told (stacked=["members"])'
+            )
+        axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched[3:]))
+        vectorized = jax.vmap(apply, in_axes=(None, None, *axes), axis_size=size)
+        output = call_batched(call, vectorized, collectors, sources, inner, *inputs)
         return output, jax.tree.map(lambda _: True, output)
 
     return function(collectors, sources, inner, *inputs)

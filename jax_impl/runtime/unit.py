@@ -56,6 +56,9 @@ def sharded_call(
     def called(apply: Callable[..., Any], *arrays: Any) -> Any:
         return _called(name, apply, groups, recompute, *arrays)
 
+    if any(group.layers is not None for group in groups):
+        # Members of an ensemble differ in their weights, and units may lie inside of them: JAX's own way is for that.
+        return called(apply, collectors, sources, inner, *inputs)
     return call_batched(called, apply, collectors, sources, inner, *inputs)
 
 

@@ -442,13 +442,6 @@ JAX = [
         "jax_impl/modules/test_equinox_models.py",
     ),
     M(
-        "members of an ensemble taken for one",
-        "jax_impl/runtime",
-        "if any(jax.tree.leaves(batched[:3])):",
-        "if False:",
-        "jax_impl/modules/test_equinox_models.py",
-    ),
-    M(
         "a step gives up what the plan remembers",
         "jax_impl/train.py",
         "{path: jnp.copy(value) for path, value",
