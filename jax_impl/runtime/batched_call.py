@@ -39,8 +39,8 @@ def call_batched(
     def _(size: int, batched: list[Any], collectors: Any, sources: Any, inner: Any, *inputs: Any) -> Any:
         if any(jax.tree.leaves(batched[:3])):
             raise ValueError(
-                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, whose "
-                'path fully_shard is told (stacked=["members"])'
+                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, "
+                'whose path fully_shard is told (stacked=["members"])'
             )
         axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched[3:]))
         vectorized = jax.vmap(apply, in_axes=(None, None, *axes), axis_size=size)
