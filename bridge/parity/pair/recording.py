@@ -1,0 +1,139 @@
+"""What one run of one model is: the calls of its modules, its loss and its gradients, as NumPy arrays.
+
+Both sides, ``TorchSide`` and ``JaxSide``, give the same records, and everything that compares knows only these::
+
+    record(batch, "float32")    Recording
+                                  calls[k]   path "model.layers.0.mlp", number 0     inputs "0"; outputs ""; gradients ""
+                                  loss, parameter gradients by name
+    rerun("float64", "model.layers.0.mlp", 0, inputs={"0": x})
+                                Rerun        the same module alone, on other inputs
+
+A leaf of a call is an array somewhere in its arguments or in its output, named by its place: positional arguments by
+number, the others by name, and what lies in tuples, lists, dicts and dataclasses below them joined by dots
+(``"hidden_states"``, ``"1.0"``, ``"past.key"``). An output that is one array has the name ``""``. ``None``, text and
+plain numbers are no leaves: they stay as they were in every rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Leaves = Mapping[str, np.ndarray]
+"""Arrays of a call by their place in its arguments or its output."""
+
+COMPUTE_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    ``path``: the module, in its framework's own notation (``"model.layers.0"``, ``"layers/0"``; the root is ``""``).
+    ``number``: how often the module was called before, in the same run. ``parent``: index in ``Recording.calls`` of the
+    call around it, or None for the root's. ``gradients``: of the loss, by output leaf; only floating leaves that the
+    loss depends on, and none without a backward.
+    """
+
+    path: str
+    number: int
+    kind: str
+    inputs: Leaves
+    outputs: Leaves
+    gradients: Leaves = field(default_factory=dict)
+    parent: int | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One run of the whole model.
+
+    ``calls``: in the order in which the calls began. ``loss``: as float64; None without one. ``gradients``: of the
+    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run.
+    """
+
+    dtype: str
+    calls: Sequence[Call]
+    loss: float | None
+    gradients: Leaves = field(default_factory=dict)
+
+    def find(self, path: str, number: int = 0) -> Call | None:
+        """The call of ``path`` with this number."""
+        return next((call for call in self.calls if (call.path, call.number) == (path, number)), None)
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """One module alone, on inputs that were given.
+
+    ``calls``: those of modules inside of it, in the order in which they began; ``parent`` counts in this list, and the
+    module's own call is not in it. ``input_gradients``: by input leaf; ``gradients``: by full parameter name. Both are
+    empty without cotangents.
+    """
+
+    outputs: Leaves
+    calls: Sequence[Call] = ()
+    input_gradients: Leaves = field(default_factory=dict)
+    gradients: Leaves = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """``steps`` of an optimizer: losses before each step, and the weights after the first and after the last."""
+
+    losses: tuple[float, ...]
+    first: Leaves
+    last: Leaves
+
+
+Replacements = Mapping[tuple[str, int], Leaves]
+"""Outputs that calls inside of a rerun return instead of their own, by path and number."""
+
+
+class Side(Protocol):
+    """One model with its loss. Runs never change the model: weights, buffers and modes are as before after each.
+
+    ``framework``: "torch" or "jax". ``separator``: between the parts of a path, "." or "/".
+    """
+
+    framework: str
+    separator: str
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Parameters by path, in their own dtype; a parameter with two names once, under the first."""
+        ...
+
+    def load(self, weights: Leaves) -> None:
+        """Set parameters. ``ValueError`` names those that are missing, unexpected or of another shape."""
+        ...
+
+    def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
+        """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
+
+        In float64 nothing may be computed in less, as far as the model lets that be changed from outside.
+        """
+        ...
+
+    def rerun(
+        self,
+        dtype: str,
+        path: str,
+        number: int,
+        inputs: Leaves,
+        *,
+        cotangents: Leaves | None = None,
+        replaced: Replacements | None = None,
+    ) -> Rerun:
+        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these leaves of its inputs.
+
+        Input leaves that are not given are those of the recorded call. ``cotangents``: by output leaf, missing ones are
+        zeros; with them the module's backward runs. ``KeyError`` for a call that was not recorded.
+        """
+        ...
+
+    def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
+        """Train a copy of the model, one step for each batch, by the side's optimizer."""
+        ...
