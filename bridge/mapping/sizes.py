@@ -109,10 +109,17 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
-    fields = config if isinstance(config, dict) else {}
+    return with_config_fields(table, config if isinstance(config, dict) else {}, str(file))
+
+
+def with_config_fields(table: MappingTable, fields: Mapping[str, object], where: str) -> MappingTable:
+    """The table with the sizes that the fields of a configuration give; ``where`` names it in errors.
+
+    Raises MappingError when the numbers are no sizes.
+    """
     sizes = {}
     for axis in table.config.keys() - table.axes.keys():
-        found = (_config_value(text, fields, str(file)) for text in table.config[axis])
+        found = (_config_value(text, fields, where) for text in table.config[axis])
         size_ = next((value for value in found if value is not None), None)
         if size_ is not None:
             sizes[axis] = size_

@@ -3,7 +3,7 @@
 Both sides, ``TorchSide`` and ``JaxSide``, give the same records, and everything that compares knows only these::
 
     record(batch, "float32")    Recording
-                                  calls[k]   path "model.layers.0.mlp", number 0     inputs "0"; outputs ""; gradients ""
+                                  calls[k]   path "model.layers.0.mlp", number 0; inputs "0"; outputs ""; gradients ""
                                   loss, parameter gradients by name
     rerun("float64", "model.layers.0.mlp", 0, inputs={"0": x})
                                 Rerun        the same module alone, on other inputs

@@ -1,0 +1,167 @@
+"""Gradients of partner modules and parameters, and which module's backward a difference comes from.
+
+A module alone is given torch's inputs and torch's gradient of its output, on both sides. A forward that differs makes
+gradients differ, too, so a backward is blamed only where neither the module nor a module inside of it was blamed
+before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from bridge.parity.pair.distance import FACTOR, distance, noise
+from bridge.parity.pair.recording import Call, Rerun
+from bridge.parity.pair.rows import Row, ratio_of, row_of
+from bridge.parity.pair.runs import CallPair, Runs, in_layout
+from bridge.parity.pair.weight_map import Key, WeightMap
+
+
+def gradient_rows(runs: Runs, weights: WeightMap) -> Iterator[Row]:
+    """A row for each JAX parameter: the loss's gradient, torch's in the JAX layout."""
+    high, low = (weights.to_jax(run.gradients, gradients=True) for run in (runs.torch_high, runs.torch_low))
+    for name, found in runs.jax_high.gradients.items():
+        if name not in high:
+            continue
+        floor = max(
+            noise(low.get(name), high[name], runs.dtype),
+            noise(runs.jax_low.gradients.get(name), found, runs.dtype),
+        )
+        names = ", ".join(weights.sources.get(name, ()))
+        yield row_of("gradients", (names, name), high[name], found, floor, dtype=runs.dtype)
+
+
+def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
+    """A row for each floating output leaf of each pair of calls: the loss's gradient by it, from the last call on."""
+    for pair in reversed(pairs):
+        torch_low, jax_low = (
+            _same(run.calls, call) for run, call in ((runs.torch_low, pair.torch), (runs.jax_low, pair.jax))
+        )
+        for name, other, way in pair.outputs:
+            if name not in pair.torch.gradients or other not in pair.jax.gradients:
+                continue
+            high, found = way.to_jax(pair.torch.gradients[name]), pair.jax.gradients[other]
+            theirs = None if torch_low is None else torch_low.gradients.get(name)
+            ours = None if jax_low is None else jax_low.gradients.get(other)
+            floor = max(
+                noise(None if theirs is None else way.to_jax(theirs), high, runs.dtype),
+                noise(ours, found, runs.dtype),
+            )
+            yield row_of(
+                "backward",
+                (pair.modules.torch, pair.modules.jax),
+                high,
+                found,
+                floor,
+                dtype=runs.dtype,
+                leaf=name,
+                call=pair.number,
+                kind=pair.torch.kind,
+                layout=str(way),
+            )
+
+
+def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[float, str]:
+    """The largest ratio among the gradients of inputs and own parameters, and which one it was.
+
+    NaN where the module's output has no gradient, or where the module cannot be run alone.
+    """
+    theirs = {name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients}
+    if not theirs:
+        return math.nan, ""
+    ours = in_layout(pair.outputs, theirs)
+    torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
+    jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
+    path, other, number = pair.modules.torch, pair.modules.jax, pair.number
+    try:
+        high, low = (
+            runs.torch.rerun(dtype, path, number, torch_inputs, cotangents=theirs)
+            for dtype in ("float64", runs.dtype)
+        )
+        found, found_low = (
+            runs.jax.rerun(dtype, other, number, jax_inputs, cotangents=ours)
+            for dtype in ("float64", runs.dtype)
+        )
+    except Exception as error:
+        return math.nan, f"not run alone: {type(error).__name__}: {error!s:.200}"
+    worst, note = 0.0, ""
+    for what, one, two, one_low, two_low in (
+        *_inputs(pair, high, found, low, found_low),
+        *_parameters(weights, high, found, low, found_low),
+    ):
+        floor = max(noise(one_low, one, runs.dtype), noise(two_low, two, runs.dtype))
+        ratio = ratio_of(distance(one, two, runs.dtype), floor)
+        if ratio > worst:
+            worst, note = ratio, f"in the gradient of {what}"
+    return worst, note
+
+
+Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+
+
+def _inputs(pair: CallPair, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun) -> Iterator[Compared]:
+    for name, other, way in pair.inputs:
+        if name in high.input_gradients and other in found.input_gradients:
+            theirs = low.input_gradients.get(name)
+            yield (
+                f"its input {name}",
+                way.to_jax(high.input_gradients[name]),
+                found.input_gradients[other],
+                None if theirs is None else way.to_jax(theirs),
+                found_low.input_gradients.get(other),
+            )
+
+
+def _parameters(
+    weights: WeightMap, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun
+) -> Iterator[Compared]:
+    """Those that one torch parameter, or some, make whole; layers of a stack count as parameters of their own."""
+    translated, translated_low = (weights.parts_to_jax(run.gradients, gradients=True) for run in (high, low))
+    for name, gradient in found.gradients.items():
+        key = _key(name, weights)
+        twin = translated.get(key)
+        if twin is not None and twin.size == gradient.size:
+            theirs = translated_low.get(key)
+            yield (
+                name,
+                twin.reshape(gradient.shape),
+                gradient,
+                None if theirs is None else theirs.reshape(gradient.shape),
+                found_low.gradients.get(name),
+            )
+
+
+def _key(name: str, weights: WeightMap) -> Key:
+    """The parameter, or the layer of a stack where a name has a number that no parameter's name has."""
+    if name in weights.sources:
+        return name, ()
+    parts = name.split("/")
+    for place, part in enumerate(parts):
+        base = "/".join((*parts[:place], *parts[place + 1 :]))
+        if part.isdecimal() and base in weights.sources:
+            return base, (int(part),)
+    return name, ()
+
+
+def blamed(local: Mapping[int, float], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]) -> set[int]:
+    """Indices of the pairs whose backward introduces a difference: no pair inside of them does, in either direction."""
+    index = {id(pair.torch): number for number, pair in enumerate(pairs)}
+    suspects = {number for number, ratio in local.items() if ratio > FACTOR}
+    explained = set()
+    for number in suspects | faulty:
+        explained |= {index[id(call)] for call in _around(pairs[number].torch, runs) if id(call) in index}
+    return suspects - explained - faulty
+
+
+def _around(call: Call, runs: Runs) -> Iterator[Call]:
+    calls = runs.torch_high.calls
+    parent = call.parent
+    while parent is not None:
+        yield calls[parent]
+        parent = calls[parent].parent
+
+
+def _same(calls: Sequence[Call], call: Call) -> Call | None:
+    return next((one for one in calls if (one.path, one.number) == (call.path, call.number)), None)

@@ -1,0 +1,175 @@
+"""All stages of the comparison of two sides: weights, forward, loss, backward, gradients, update, further steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bridge.parity.pair.backward import activation_rows, backward_alone, blamed, gradient_rows
+from bridge.parity.pair.distance import FACTOR, epsilon, noise
+from bridge.parity.pair.forward import forward_rows
+from bridge.parity.pair.modules import pair_modules
+from bridge.parity.pair.recording import Leaves, Side, Training
+from bridge.parity.pair.report import ParityReport, by_stage
+from bridge.parity.pair.rows import Row, Stage, row_of
+from bridge.parity.pair.runs import CallPair, Runs
+from bridge.parity.pair.weight_map import WeightMap
+
+Progress = Callable[[str], None]
+
+
+def compare_sides(
+    torch: Side,
+    jax: Side,
+    batch: Any,
+    weights: WeightMap,
+    *,
+    dtype: str = "float32",
+    given: Mapping[str, str] | None = None,
+    steps: int = 3,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Compare everything. ``steps``: of training, 0 for none; ``given``: partners among modules, JAX by torch."""
+    say = progress or (lambda _: None)
+    begun = time.monotonic()
+    say("weights")
+    rows = list(weight_rows(torch.weights(), jax.weights(), weights))
+    say("forward and backward of both models, in float64 and in " + dtype)
+    runs = Runs(torch, jax, batch, dtype)
+    modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
+    pairs = list(runs.pairs(modules))
+    say(f"{len(pairs)} modules, each alone")
+    forward = _in_order(list(forward_rows(runs, pairs)), pairs, runs)
+    rows += forward
+    rows += loss_rows(runs)
+    gradients = list(gradient_rows(runs, weights))
+    backward = list(activation_rows(runs, pairs))
+    if any(row.counts for row in (*gradients, *backward)):
+        say("backward of each module alone")
+        backward = _with_blame(backward, pairs, runs, weights, forward)
+    rows += (*backward, *gradients)
+    if steps:
+        say(f"{steps} steps of training")
+        rows += update_rows(torch, jax, batch, weights, dtype, steps)
+    return ParityReport(
+        by_stage(rows),
+        dtype,
+        (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
+        modules.torch_only,
+        modules.jax_only,
+        weights.torch_only,
+        weights.jax_only,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]:
+    """A row for each JAX parameter; more than a rounding of its dtype counts."""
+    translated = weights.to_jax(torch)
+    for name, found in jax.items():
+        if name not in translated:
+            continue
+        high, low = translated[name].astype(np.float64), found.astype(np.float64)
+        coarse = max(epsilon(one.dtype.name) for one in (translated[name], found))
+        floor = max(0.25 * coarse * float(np.linalg.norm(low)), np.finfo(np.float64).tiny)
+        names = ", ".join(weights.sources.get(name, ()))
+        yield row_of("weights", (names, name), high, low, floor)
+
+
+def loss_rows(runs: Runs) -> Iterator[Row]:
+    """One row, unless the models have no loss."""
+    values = [run.loss for run in (runs.torch_high, runs.jax_high, runs.torch_low, runs.jax_low)]
+    if any(value is None for value in values):
+        return
+    high, found, low, found_low = (np.asarray(value, np.float64) for value in values)
+    floor = max(noise(low, high, runs.dtype), noise(found_low, found, runs.dtype))
+    yield row_of("loss", ("loss", "loss"), high, found, floor, dtype=runs.dtype)
+
+
+def update_rows(
+    torch: Side, jax: Side, batch: Any, weights: WeightMap, dtype: str, steps: int
+) -> Iterator[Row]:
+    """What the first step of the optimizers changes, and the losses and weights after all steps."""
+    batches = [batch] * steps
+    ours = {one: torch.train(batches, one) for one in ("float64", dtype)}
+    theirs = {one: jax.train(batches, one) for one in ("float64", dtype)}
+    start = {name: leaf.astype(np.float64) for name, leaf in weights.to_jax(torch.weights()).items()}
+    begin = {name: leaf.astype(np.float64) for name, leaf in jax.weights().items()}
+    when: tuple[tuple[Stage, Callable[[Training], Leaves]], ...] = (
+        ("update", lambda run: run.first),
+        ("steps", lambda run: run.last),
+    )
+    for stage, chosen in when:
+        if stage == "steps" and steps < 2:
+            continue
+        high, low = (
+            {n: a - start[n] for n, a in weights.to_jax(chosen(ours[one])).items()}
+            for one in ("float64", dtype)
+        )
+        found, found_low = (
+            {n: a - begin[n] for n, a in chosen(theirs[one]).items()} for one in ("float64", dtype)
+        )
+        for name, change in found.items():
+            if name in high:
+                # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
+                least = noise(None, begin[name], dtype)
+                floor = max(noise(low[name], high[name], dtype), noise(found_low[name], change, dtype), least)
+                names = ", ".join(weights.sources.get(name, ()))
+                yield row_of(stage, (names, name), high[name], change, floor, dtype=dtype)
+    yield from _training_losses(ours, theirs, dtype)
+
+
+def _training_losses(
+    ours: Mapping[str, Training], theirs: Mapping[str, Training], dtype: str
+) -> Iterator[Row]:
+    high, low = (np.asarray(ours[one].losses) for one in ("float64", dtype))
+    found, found_low = (np.asarray(theirs[one].losses) for one in ("float64", dtype))
+    if len(high):
+        floor = max(noise(low, high, dtype), noise(found_low, found, dtype))
+        yield row_of("steps", ("losses", "losses"), high, found, floor, dtype=dtype)
+
+
+def _in_order(rows: Sequence[Row], pairs: Sequence[CallPair], runs: Runs) -> list[Row]:
+    """Inner modules before outer ones: in the order in which torch's calls end."""
+    calls = runs.torch_high.calls
+    ends = {id(call): number for number, call in enumerate(calls)}
+    for number, call in enumerate(calls):
+        parent = call.parent
+        while parent is not None:
+            ends[id(calls[parent])] = number
+            parent = calls[parent].parent
+    depth = {id(call): number for number, call in enumerate(calls)}
+    of = {(pair.modules.torch, pair.number): pair.torch for pair in pairs}
+
+    def key(row: Row) -> tuple[int, int]:
+        call = of[row.name, row.call]
+        return ends[id(call)], -depth[id(call)]
+
+    return sorted(rows, key=key)
+
+
+def _with_blame(
+    rows: Sequence[Row],
+    pairs: Sequence[CallPair],
+    runs: Runs,
+    weights: WeightMap,
+    forward: Sequence[Row],
+) -> list[Row]:
+    place = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
+    faulty = {place[row.name, row.call] for row in forward if row.verdict == "introduced"}
+    alone = {number: backward_alone(runs, pair, weights) for number, pair in enumerate(pairs)}
+    guilty = blamed({number: ratio for number, (ratio, _) in alone.items()}, pairs, runs, faulty)
+    found = []
+    for row in rows:
+        number = place[row.name, row.call]
+        local, note = alone[number]
+        if number in guilty:
+            row = dataclasses.replace(row, verdict="introduced", local=local, note=note)
+        elif row.ratio > FACTOR:
+            row = dataclasses.replace(row, verdict="inherited", local=local)
+        found.append(row)
+    return found

@@ -1,0 +1,54 @@
+"""Arrays in memory as a checkpoint, so that mappings translate weights and gradients without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.formats.base import Box, TensorInfo, TreePath
+
+
+class ArrayReader:
+    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
+        self.format = "orbax" if separator == "/" else "dcp"
+        self.path: Path | str = where
+        self._arrays = dict(arrays)
+        self.tensors = {
+            name: TensorInfo(
+                name,
+                tuple(name.split("/")) if separator == "/" else (name,),
+                array.shape,
+                array.dtype,
+                (Box.whole(array.shape),),
+            )
+            for name, array in arrays.items()
+        }
+        self.objects: Mapping[str, object] = {}
+        self.object_paths: Mapping[str, TreePath] = {}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        box = Box.whole(self.tensors[name].shape) if box is None else box
+        return np.array(self._arrays[name][box.slices()], order="C")
+
+    def lend(self, name: str, box: Box) -> None:
+        return None
+
+    def files(self) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

@@ -1,0 +1,140 @@
+"""Which torch modules are which JAX modules: those that own the same parameters.
+
+The relation of parameters (``WeightMap``) settles it without names of modules::
+
+    torch                                        JAX
+    model.layers.1.mlp       owns                layers/1/mlp          owns
+      gate_proj.weight  <------------------------>  gate/kernel
+      up_proj.weight    <------------------------>  up/kernel
+      down_proj.weight  <------------------------>  down/kernel
+
+Where several modules around each other own the same parameters (a wrapper and what it wraps), the innermost ones are
+partners, then the next ones outward. The roots are always partners. A ``[[pair]]`` of the caller comes before all that.
+Modules without parameters (activations, rotary tables, dropout) have no partner unless the caller names one: what they
+do shows in the module around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.parity.pair.recording import Recording
+from bridge.parity.pair.weight_map import Key, WeightMap
+
+
+@dataclass(frozen=True)
+class ModulePair:
+    """Two modules that should do the same. ``order``: of the torch module's first call, counted from 0."""
+
+    torch: str
+    jax: str
+    order: int
+
+    @property
+    def name(self) -> str:
+        """For a person: the torch path, "(model)" for the root."""
+        return self.torch or "(model)"
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The pairs, in the order of the torch model's calls; called modules without a partner."""
+
+    pairs: tuple[ModulePair, ...]
+    torch_only: tuple[str, ...]
+    jax_only: tuple[str, ...]
+
+
+def pair_modules(
+    weights: WeightMap, torch: Recording, jax: Recording, given: Mapping[str, str] | None = None
+) -> Modules:
+    """Partners among the modules that were called. ``given``: JAX paths by torch path, from the caller.
+
+    Raises ``ValueError`` for a given path that no call has.
+    """
+    torch_paths = list(dict.fromkeys(call.path for call in torch.calls))
+    jax_paths = list(dict.fromkeys(call.path for call in jax.calls))
+    chosen = dict(given or {})
+    for path, known, side in (
+        *((path, torch_paths, "torch") for path in chosen),
+        *((path, jax_paths, "jax") for path in chosen.values()),
+    ):
+        if path not in known:
+            raise ValueError(
+                f"[[pair]]: expected a {side} module that was called, got {path!r}; called were "
+                f"{', '.join(repr(one) for one in known[:12])}{' and more' if len(known) > 12 else ''}"
+            )
+    chosen.setdefault("", "")
+    edges = weights.edges
+    left = _owned(torch_paths, {key for key, _ in edges}, ".")
+    right = _owned(jax_paths, {key for _, key in edges}, "/")
+    image: dict[Key, set[Key]] = {}
+    for key, other in edges:
+        image.setdefault(key, set()).add(other)
+    back: dict[Key, set[Key]] = {}
+    for key, other in edges:
+        back.setdefault(other, set()).add(key)
+    by_keys: dict[frozenset[Key], list[str]] = {}
+    for path in jax_paths:
+        if right[path] and path not in chosen.values():
+            by_keys.setdefault(right[path], []).append(path)
+    groups: dict[frozenset[Key], list[str]] = {}
+    for path in torch_paths:
+        if left[path] and path not in chosen:
+            groups.setdefault(left[path], []).append(path)
+    for keys, paths in groups.items():
+        partners = frozenset(twin for key in keys for twin in image[key])
+        if frozenset(key for twin in partners for key in back[twin]) != keys:
+            continue
+        # Innermost first: they are the longest paths.
+        for path, other in zip(
+            sorted(paths, key=len, reverse=True),
+            sorted(by_keys.get(partners, []), key=len, reverse=True),
+            strict=False,
+        ):
+            chosen[path] = other
+    order = {path: number for number, path in enumerate(torch_paths)}
+    pairs = sorted((ModulePair(path, other, order[path]) for path, other in chosen.items()), key=_by_order)
+    return Modules(
+        tuple(pairs),
+        tuple(path for path in torch_paths if path not in chosen),
+        tuple(path for path in jax_paths if path not in chosen.values()),
+    )
+
+
+def _by_order(pair: ModulePair) -> int:
+    return pair.order
+
+
+def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[str, frozenset[Key]]:
+    """The keys below each path. A number in a path that no parameter's name has is a layer of a stack."""
+    tree = _Node()
+    for key in keys:
+        node = tree
+        node.keys.add(key)
+        for part in key[0].split(separator):
+            node = node.children.setdefault(part, _Node())
+            node.keys.add(key)
+    found = {}
+    for path in paths:
+        node, numbers = tree, []
+        for part in path.split(separator) if path else ():
+            if part in node.children:
+                node = node.children[part]
+            elif part.isdecimal():
+                numbers.append(int(part))
+            else:
+                node = _Node()
+                break
+        layer = tuple(numbers)
+        found[path] = frozenset(key for key in node.keys if key[1][: len(layer)] == layer)
+    return found
+
+
+class _Node:
+    """A part of the tree of parameter names, with all keys below."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.keys: set[Key] = set()

@@ -1,0 +1,149 @@
+"""``parity``: bring a PyTorch model and a JAX model, and be told where they first part."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from bridge.mapping import MappingTable
+from bridge.mapping.rules import mapping_table
+from bridge.mapping.sizes import with_config_fields
+from bridge.parity.pair.compare import Progress, compare_sides
+from bridge.parity.pair.recording import COMPUTE_DTYPES, Leaves, Side
+from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.weight_map import WeightMap
+
+_PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
+
+
+def parity(
+    torch_model: Any,
+    jax_model: Any,
+    batch: Any,
+    *,
+    mapping: str | os.PathLike[str] | MappingTable,
+    loss: Any = None,
+    axes: Mapping[str, int] | None = None,
+    pairs: Mapping[str, str] | None = None,
+    dtype: str = "float32",
+    steps: int = 3,
+    scale: float | None = None,
+    weights: Literal["own", "torch", "jax"] = "own",
+    torch_optimizer: Any = None,
+    jax_optimizer: Any = None,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Compare weights, modules, loss, gradients, updates and ``steps`` of training of two models.
+
+    Args:
+        torch_model: an ``nn.Module``, in the mode (train or eval) in which it is to be compared; or a ``Side``.
+        jax_model: an nnx module; ``(linen module, variables)``; ``(function, pytree of parameters)``; or a ``Side``.
+        batch: NumPy arrays. An array is given as ``model(x)``, a tuple as ``model(*x)``, a dict as ``model(**x)``;
+            with ``loss="next_token"`` it is int tokens ``[B, T + 1]``.
+        mapping: which parameters are which: a shipped family, a TOML file or a table.
+        loss: ``"next_token"``; None for a fixed random projection of the outputs; or a pair of functions
+            ``(model, batch) -> scalar``, torch's and JAX's.
+        axes: sizes that shapes leave open, as ``--axis`` gives them. A torch model with a ``config`` needs none.
+        pairs: partners among modules that own no parameters, JAX paths by torch paths.
+        dtype: the compute dtype under test. Reference runs are in float64.
+        scale: factor for all parameters of two and more axes, during the comparison only. Weights near their
+            initialization make attention almost uniform, and hide mistakes in it.
+        weights: "torch" copies torch's weights into the JAX model for the comparison, "jax" the other way round;
+            "own" compares the models as they are.
+        torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
+
+    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``ValueError`` for anything else
+    that cannot be compared.
+    """
+    if dtype not in COMPUTE_DTYPES or dtype == "float64":
+        choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
+        raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
+    if steps < 0:
+        raise ValueError(f"steps: expected 0 or more, got {steps}")
+    torch_loss, jax_loss = loss if isinstance(loss, tuple | list) else (loss, loss)
+    torch = _torch_side(torch_model, torch_loss, torch_optimizer)
+    jax = _jax_side(jax_model, jax_loss, jax_optimizer)
+    table = mapping_table(mapping, axes)
+    assert table is not None
+    config: Any = getattr(torch_model, "config", None)
+    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    table = with_config_fields(table, fields, "the torch model's config")
+    relation = WeightMap.of(table, torch.weights(), jax.weights())
+    with _weights_for(torch, jax, relation, weights, scale):
+        report = compare_sides(
+            torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
+        )
+    return replace(report, versions=_versions())
+
+
+@contextmanager
+def _weights_for(
+    torch: Side, jax: Side, relation: WeightMap, weights: str, scale: float | None
+) -> Iterator[None]:
+    """The weights of the comparison, and the models' own ones again after it."""
+    if weights not in ("own", "torch", "jax"):
+        raise ValueError(f"weights: expected own, torch or jax, got {weights!r}")
+    ours, theirs = torch.weights(), jax.weights()
+    try:
+        if weights == "torch":
+            jax.load({**theirs, **_cast(relation.to_jax(ours), theirs)})
+        elif weights == "jax":
+            torch.load({**ours, **_cast(relation.to_torch(theirs), ours)})
+        if scale is not None:
+            torch.load(_scaled(torch.weights(), scale, {n for n, one in ours.items() if one.ndim > 1}))
+            matrices = {name for name, own in relation.sources.items() if all(ours[n].ndim > 1 for n in own)}
+            jax.load(_scaled(jax.weights(), scale, matrices))
+        yield
+    finally:
+        if weights == "jax" or scale is not None:
+            torch.load(ours)
+        if weights == "torch" or scale is not None:
+            jax.load(theirs)
+
+
+def _cast(leaves: Leaves, like: Leaves) -> dict[str, np.ndarray]:
+    return {name: leaf.astype(like[name].dtype) for name, leaf in leaves.items() if name in like}
+
+
+def _scaled(leaves: Leaves, scale: float, names: set[str]) -> dict[str, np.ndarray]:
+    return {
+        name: (leaf * scale).astype(leaf.dtype) if name in names else leaf for name, leaf in leaves.items()
+    }
+
+
+def _torch_side(model: Any, loss: Any, optimizer: Any) -> Side:
+    if _is_side(model):
+        side: Side = model
+        return side
+    from bridge.parity.pair.torch_side import TorchSide
+
+    return TorchSide(model, loss, optimizer=optimizer)
+
+
+def _jax_side(model: Any, loss: Any, optimizer: Any) -> Side:
+    if _is_side(model):
+        side: Side = model
+        return side
+    from bridge.parity.pair.jax_side import JaxSide
+
+    return JaxSide(model, loss, optimizer=optimizer)
+
+
+def _is_side(model: Any) -> bool:
+    return hasattr(model, "framework") and hasattr(model, "rerun")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,157 @@
+"""The result of a comparison: rows by stage, what came first, what was not compared; as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge.parity.pair.distance import FACTOR
+from bridge.parity.pair.rows import STAGES, Row, Stage
+from bridge.text import plain_json
+
+
+@dataclass(frozen=True)
+class Revealed:
+    """A fault that the self-test planted in the JAX side, and whether this batch showed it."""
+
+    fault: str
+    module: str
+    shown: bool
+    ratio: float
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What ``parity`` found.
+
+    ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called
+    and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one. ``dtype``: the compute dtype
+    under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of the self-test.
+    """
+
+    rows: tuple[Row, ...]
+    dtype: str
+    losses: tuple[float | None, float | None, float | None, float | None]
+    torch_only: tuple[str, ...] = ()
+    jax_only: tuple[str, ...] = ()
+    torch_parameters: tuple[str, ...] = ()
+    jax_parameters: tuple[str, ...] = ()
+    revealed: tuple[Revealed, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def same(self) -> bool:
+        """Whether no row is beyond rounding."""
+        return not any(row.counts for row in self.rows)
+
+    def stage(self, name: Stage) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.stage == name)
+
+    @property
+    def introduced(self) -> tuple[Row, ...]:
+        """The places where a difference begins: weights that differ, then modules, in the order of computing."""
+        weights = [row for row in self.stage("weights") if row.counts]
+        return (*weights, *(row for row in self.rows if row.verdict == "introduced"))
+
+    @property
+    def first_divergence(self) -> Row | None:
+        """The first place where the two part: None where they are the same."""
+        if self.introduced:
+            return self.introduced[0]
+        return next((row for row in self.rows if row.counts), None)
+
+    def summary(self) -> str:
+        """One sentence or two, for a person."""
+        first = self.first_divergence
+        compared = ", ".join(f"{len(self.stage(stage))} {stage}" for stage in STAGES if self.stage(stage))
+        if first is None:
+            worst = max((row.ratio for row in self.rows), default=0.0)
+            return (
+                f"The two models are the same: {compared} compared, no difference above {FACTOR:g} times what "
+                f"rounding to {self.dtype} explains (the largest is {worst:.2g} times)."
+            )
+        where = first.name or "(model)"
+        words = {
+            "weights": f"The weights differ: {where}",
+            "forward": f"The models first part in {where} ({first.kind}), in forward",
+            "backward": f"The models first part in {where} ({first.kind}), in backward",
+            "loss": "The models' outputs are the same, the losses differ",
+            "gradients": f"The gradients differ: {where}",
+            "update": f"The optimizers' first update differs: {where}",
+            "steps": f"The trainings differ: {where}",
+        }[first.stage]
+        ratio = first.local if not math.isnan(first.local) else first.ratio
+        cause = f": {first.cause}" if first.cause else ""
+        others = len({(row.stage, row.name) for row in self.introduced}) - 1
+        more = f" Further places: {others}." if others > 0 else ""
+        return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}"
+
+    def table(self, most: int = 20) -> list[tuple[str, ...]]:
+        """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
+        heading = (
+            "stage",
+            "torch",
+            "jax",
+            "verdict",
+            "error",
+            "floor",
+            "ratio",
+            "alone",
+            "max ULP",
+            "cosine",
+        )
+        begin = list(self.introduced)
+        others = sorted(
+            (row for row in self.rows if row.counts and row not in begin), key=_size, reverse=True
+        )
+        shown = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
+        cells = [
+            (
+                row.stage,
+                (row.name or "(model)") + (f"#{row.call}" if row.call else ""),
+                row.partner or "(model)",
+                row.verdict + (f": {row.cause}" if row.cause else ""),
+                f"{row.error:.1e}",
+                f"{row.floor:.1e}",
+                _number(row.ratio),
+                "" if math.isnan(row.local) else _number(row.local),
+                str(row.max_ulp),
+                f"{row.cosine:.6f}",
+            )
+            for row in shown[:most]
+        ]
+        return [heading, *cells]
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.first_divergence
+        return {
+            **dataclasses.asdict(self),
+            "same": self.same,
+            "factor": FACTOR,
+            "summary": self.summary(),
+            "first_divergence": None if first is None else dataclasses.asdict(first),
+        }
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
+
+
+def _size(row: Row) -> float:
+    return row.ratio if math.isnan(row.local) else max(row.ratio, row.local)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.1e}"
+
+
+def by_stage(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows in the order of the stages, otherwise as they are."""
+    order = {stage: number for number, stage in enumerate(STAGES)}
+    return tuple(sorted(rows, key=lambda row: order[row.stage]))

@@ -1,0 +1,133 @@
+"""The recorded runs of both sides, and what lies around a call: partners, children, inputs that can be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bridge.parity.pair.align import Alignment, match_leaves
+from bridge.parity.pair.distance import distance
+from bridge.parity.pair.modules import ModulePair, Modules
+from bridge.parity.pair.recording import Call, Leaves, Recording, Side
+
+_NEAR = 0.3
+"""Further inputs that are farther apart than this, relatively, may mean something else on the other side."""
+
+Matched = Sequence[tuple[str, str, Alignment]]
+
+
+@dataclass(frozen=True)
+class CallPair:
+    """Partner calls: a pair of modules, and which of their calls."""
+
+    modules: ModulePair
+    number: int
+    torch: Call
+    jax: Call
+
+    @cached_property
+    def outputs(self) -> Matched:
+        return match_leaves(self.torch.outputs, self.jax.outputs)
+
+    @cached_property
+    def inputs(self) -> Matched:
+        """The first floating input, and others of equal shapes that have nearly the same values.
+
+        A rotary table and its twin may hold the same numbers in another order, which nobody can tell from shapes.
+        """
+        found: list[tuple[str, str, Alignment]] = []
+        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs):
+            theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
+            first = ours.dtype.kind not in "iub" and not any(
+                self.jax.inputs[one].dtype.kind not in "iub" for _, one, _ in found
+            )
+            if first or distance(theirs, ours).relative <= _NEAR:
+                found.append((name, other, way))
+        return found
+
+
+class Runs:
+    """Both sides' runs in float64 and in the compute dtype, on one batch.
+
+    The batch is recorded when this is made, and both sides keep the calls for reruns.
+    """
+
+    def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
+        self.torch, self.jax, self.dtype = torch, jax, dtype
+        self.torch_high = torch.record(batch, "float64", backward=backward)
+        self.jax_high = jax.record(batch, "float64", backward=backward)
+        self.torch_low = torch.record(batch, dtype, backward=backward)
+        self.jax_low = jax.record(batch, dtype, backward=backward)
+
+    def pairs(self, modules: Modules) -> Iterator[CallPair]:
+        """Partner calls, in the order in which torch's began."""
+        partners = {pair.torch: pair for pair in modules.pairs}
+        theirs = {(call.path, call.number): call for call in self.jax_high.calls}
+        for call in self.torch_high.calls:
+            pair = partners.get(call.path)
+            twin = None if pair is None else theirs.get((pair.jax, call.number))
+            if pair is not None and twin is not None:
+                yield CallPair(pair, call.number, call, twin)
+
+
+@dataclass(frozen=True)
+class Children:
+    """The partner calls inside of a pair of calls, without those inside of other partner calls.
+
+    ``torch``, ``jax``: the number of each call among those of its module inside of the outer call, from 0.
+    """
+
+    pairs: tuple[CallPair, ...]
+    torch: tuple[int, ...]
+    jax: tuple[int, ...]
+
+
+def children_of(outer: CallPair, every: Sequence[CallPair], runs: Runs) -> Children:
+    """See ``Children``."""
+    known = {id(pair.torch): pair for pair in every}
+    found, torch_numbers, jax_numbers = [], [], []
+    inside_torch = _inside(outer.torch, runs.torch_high)
+    inside_jax = _inside(outer.jax, runs.jax_high)
+    for call in inside_torch:
+        pair = known.get(id(call))
+        if pair is None or not any(pair.jax is one for one in inside_jax):
+            continue
+        if _nearest(call, known, runs.torch_high) is not outer.torch:
+            continue
+        found.append(pair)
+        torch_numbers.append(_number(call, inside_torch))
+        jax_numbers.append(_number(pair.jax, inside_jax))
+    return Children(tuple(found), tuple(torch_numbers), tuple(jax_numbers))
+
+
+def _inside(outer: Call, recording: Recording) -> list[Call]:
+    calls = recording.calls
+    found: set[int] = set()
+    for index, call in enumerate(calls):
+        if call.parent is not None and (calls[call.parent] is outer or call.parent in found):
+            found.add(index)
+    return [calls[index] for index in sorted(found)]
+
+
+def _nearest(call: Call, known: dict[int, CallPair], recording: Recording) -> Call | None:
+    parent = call.parent
+    while parent is not None:
+        around = recording.calls[parent]
+        if id(around) in known:
+            return around
+        parent = around.parent
+    return None
+
+
+def _number(call: Call, among: Sequence[Call]) -> int:
+    same = [one for one in among if one.path == call.path]
+    return next(number for number, one in enumerate(same) if one is call)
+
+
+def in_layout(matched: Matched, leaves: Leaves) -> dict[str, np.ndarray]:
+    """Torch's leaves under the JAX names, in the JAX layout."""
+    return {other: way.to_jax(leaves[name]) for name, other, way in matched if name in leaves}

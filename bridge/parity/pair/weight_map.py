@@ -1,0 +1,207 @@
+"""Which torch parameters are which JAX parameters, and values of one side in the layout of the other.
+
+A mapping's rules relate tensors; a stack on one side relates its layers one by one::
+
+    torch                               JAX
+    layers.0.mlp.up.weight      <-->    (layers/mlp/up/kernel, 0)
+    layers.1.mlp.up.weight      <-->    (layers/mlp/up/kernel, 1)
+
+A parameter, or a layer of a stack of parameters, is a ``Key``: its name, and its numbers along the axes that the other
+side has as numbers in names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from bridge.formats.base import Box
+from bridge.mapping import MappingError, MappingTable
+from bridge.mapping.apply import apply_rule
+from bridge.mapping.entries import Entry, Rule
+from bridge.mapping.found import Found, NameIndex, find
+from bridge.mapping.sizes import known_sizes
+from bridge.parity.pair.in_memory import ArrayReader
+from bridge.parity.pair.recording import Leaves
+
+Key = tuple[str, tuple[int, ...]]
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Two models' parameters through a mapping. Names are those of the models, with whatever root they have.
+
+    ``edges``: pairs of keys that hold the same elements or parts of them. ``torch_only``, ``jax_only``: parameters that
+    the mapping relates to nothing on the other side.
+
+    Raises MappingError where the mapping does not fit both models.
+    """
+
+    mapping: MappingTable
+    torch: Found = field(repr=False)
+    jax: Found = field(repr=False)
+    torch_names: Mapping[str, str] = field(repr=False)
+    jax_names: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        mapping: MappingTable,
+        torch: Leaves,
+        jax: Leaves,
+        *,
+        torch_convention: str | None = None,
+        jax_convention: str | None = None,
+    ) -> WeightMap:
+        """The relation of two models' weights."""
+        sides = []
+        for what, leaves, separator, wanted in (
+            ("the torch model", torch, ".", torch_convention),
+            ("the JAX model", jax, "/", jax_convention),
+        ):
+            reader = ArrayReader(leaves, separator, what)
+            found = find(reader.tensors.values(), mapping, wanted, what)
+            unknown = sorted(info.name for info in found.others.values() if not mapping.drops(info.name))
+            if unknown or not found.weights:
+                raise MappingError(
+                    f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
+                    f"{found.convention.name}, got {', '.join(unknown[:_SHOWN]) or 'none that it knows'}"
+                    f"{f' and {len(unknown) - _SHOWN} more' if len(unknown) > _SHOWN else ''}; add rules, list them "
+                    "under drop, or give another mapping"
+                )
+            sides.append(found)
+        first, second = sides
+        if first.convention.name == second.convention.name:
+            raise MappingError(
+                f"mapping {mapping.name}: expected two conventions, got both models in {first.convention.name}"
+            )
+        names = [{weight: info.name for weight, info in side.weights.items()} for side in sides]
+        return cls(mapping, first, second, *names)
+
+    @cached_property
+    def edges(self) -> frozenset[tuple[Key, Key]]:
+        found = set()
+        for rule in self.mapping.rules:
+            left = _members(rule, self.torch.convention.name, self.torch_names)
+            right = _members(rule, self.jax.convention.name, self.jax_names)
+            for entry, name, values in left:
+                for other, other_name, others in right:
+                    if any(others.get(index, value) != value for index, value in values.items()):
+                        continue
+                    every = {**values, **others}
+                    found.add(((name, _along(entry, every)), (other_name, _along(other, every))))
+        return frozenset(found)
+
+    @cached_property
+    def torch_only(self) -> tuple[str, ...]:
+        related = {name for (name, _), _ in self.edges}
+        return tuple(name for name in self.torch_names.values() if name not in related)
+
+    @cached_property
+    def jax_only(self) -> tuple[str, ...]:
+        related = {name for _, (name, _) in self.edges}
+        return tuple(name for name in self.jax_names.values() if name not in related)
+
+    @cached_property
+    def sources(self) -> Mapping[str, tuple[str, ...]]:
+        """By JAX parameter, the torch parameters of which it is made."""
+        found: dict[str, set[str]] = {}
+        for (name, _), (other, _) in self.edges:
+            found.setdefault(other, set()).add(name)
+        return {name: tuple(sorted(names)) for name, names in found.items()}
+
+    def to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[str, np.ndarray]:
+        """Values of all torch parameters as the JAX parameters would have them, by JAX name.
+
+        ``gradients``: where a rule multiplies a weight, its gradient is divided.
+        """
+        names = {name: weight for weight, name in self.torch_names.items()}
+        given = {names[name]: array for name, array in leaves.items() if name in names}
+        found = self._translated(given, self.torch, self.jax.convention.name, gradients)
+        return {self.jax_names[weight]: array for weight, array in found.items() if weight in self.jax_names}
+
+    def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> dict[str, np.ndarray]:
+        """Values of all JAX parameters as the torch parameters would have them, by torch name."""
+        names = {name: weight for weight, name in self.jax_names.items()}
+        given = {names[name]: array for name, array in leaves.items() if name in names}
+        found = self._translated(given, self.jax, self.torch.convention.name, gradients)
+        return {
+            self.torch_names[weight]: array for weight, array in found.items() if weight in self.torch_names
+        }
+
+    def parts_to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[Key, np.ndarray]:
+        """Values of some torch parameters, as the JAX parameters or the layers of stacks that they make whole."""
+        names = {name: weight for weight, name in self.torch_names.items()}
+        given = {names[name]: array for name, array in leaves.items() if name in names}
+        source, target = self.torch.convention.name, self.jax.convention.name
+        found: dict[Key, np.ndarray] = {}
+        for rule in self.mapping.rules:
+            inputs, outputs = rule.entries(source), rule.entries(target)
+            if not inputs or not outputs:
+                continue
+            gathered = [one for one in inputs[0].path.indices if one not in outputs[0].path.indices]
+            groups: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
+            for entry in inputs:
+                for weight, array in given.items():
+                    values = entry.path.match(weight)
+                    if values is not None:
+                        key = tuple(values[one] for one in gathered)
+                        first = entry.path.format({**values, **dict.fromkeys(gathered, 0)})
+                        groups.setdefault(key, {})[first] = array
+            # A stack of one layer, of which the result is the part of that layer.
+            for key, arrays in groups.items():
+                try:
+                    made = self._translated(arrays, self.torch, target, gradients)
+                except MappingError:
+                    continue
+                for weight, array in made.items():
+                    if weight in self.jax_names:
+                        found[self.jax_names[weight], key] = array
+        whole = {name for _, (name, numbers) in self.edges if numbers}
+        for name in whole if set(self.torch_names.values()) <= set(leaves) else ():
+            found[name, ()] = self.to_jax(leaves, gradients=gradients)[name]
+        return found
+
+    def _translated(
+        self, leaves: Leaves, source: Found, target: str, gradients: bool
+    ) -> dict[str, np.ndarray]:
+        name = source.convention.name
+        reader = ArrayReader(leaves, source.convention.separator, f"the {name} parameters")
+        axes = known_sizes(reader, self.mapping)
+        index = NameIndex(self.mapping.rules, name)
+        members: dict[int, dict[str, str]] = {}
+        for weight in leaves:
+            for rule in index.rules_of(weight)[:1]:
+                members.setdefault(id(rule), {})[weight] = weight
+        made: dict[str, np.ndarray] = {}
+        for rule in self.mapping.rules:
+            if id(rule) not in members or not rule.entries(target):
+                continue
+            own = {weight: reader.tensors[weight] for weight in members[id(rule)]}
+            for weight, view in apply_rule(rule, name, target, own, axes, -1 if gradients else 1, own):
+                made[weight] = view.read(reader, Box.whole(view.shape))
+        return made
+
+
+def _members(
+    rule: Rule, convention: str, names: Mapping[str, str]
+) -> Sequence[tuple[Entry, str, dict[str, int]]]:
+    found = []
+    for entry in rule.entries(convention):
+        for weight, name in names.items():
+            values = entry.path.match(weight)
+            if values is not None:
+                found.append((entry, name, values))
+    return found
+
+
+def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
+    """The numbers of a tensor's stacked axes, in the order of the axes."""
+    if entry.expression is None:
+        return ()
+    axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets() for axis in axes)
+    return tuple(values[axis] for axis in axes if axis in values and axis not in entry.path.indices)
