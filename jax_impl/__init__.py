@@ -55,8 +55,8 @@ Python float is one of them where it belongs to a node that can be called (a mod
 works: units are called as the submodules that they stand for, by ``__call__`` or any method. Their attributes cannot be
 read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays and
 ``eqx.nn.State`` (BatchNorm) have no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each unit once and
-reduces the sum over the rows. Where a loop such as ``lax.scan`` lies between ``vmap`` and a unit, a gradient of each
-row is kept and reduced, which is right, but as many times as large.
+reduces the sum over the rows; units may use the name of the axis. Where a loop such as ``lax.scan`` lies between
+``vmap`` and a unit, a gradient of each row is kept and reduced, which is right, but as many times as large.
 
 **haiku.** Keys with ``/`` are paths: ``"mlp/~/linear_0"`` has the parameter ``mlp/~/linear_0/w``. An unedited
 ``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is

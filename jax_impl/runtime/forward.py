@@ -18,7 +18,7 @@ from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
 from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan
-from jax_impl.runtime.unit import Collectors, Sources, sharded_call
+from jax_impl.runtime.unit import Collectors, Sources, UnitCall
 
 # By unit path.
 AllCollectors = dict[str, Collectors]
@@ -141,18 +141,8 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    output, values = sharded_call(
-        scope_of(path),
-        apply,
-        unit.groups,
-        unit.recompute,
-        collectors,
-        sources[: len(unit.groups)],
-        inner,
-        list(variables),
-        arrays,
-        layer,
-    )
+    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute)
+    output, values = call(collectors, sources[: len(unit.groups)], inner, list(variables), arrays, layer)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)
     for i, value in zip(changed, values, strict=True):

@@ -20,6 +20,7 @@ anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,95 +36,76 @@ Collectors = tuple[tuple[jax.Array, ...], ...]
 Sources = tuple[tuple[jax.Array, ...], ...]
 
 
-def sharded_call(
-    name: str,
-    apply: Callable[..., Any],
-    groups: Sequence[Group],
-    recompute: bool,
-    collectors: Collectors,
-    sources: Sources,
-    inner: Mapping[str, tuple[Collectors, Sources]],
-    *inputs: Any,
-) -> Any:
-    """``apply(leaves of each group, inner, *inputs)`` with the weights taken from ``sources``.
+@dataclass(frozen=True)
+class UnitCall:
+    """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
-    ``inner`` holds collectors and sources of the units inside this one; ``inputs`` are pytrees of arrays.
-    Differentiating by ``collectors`` gives each group's reduced gradient; sources have none. What profiles show of the
-    unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is no plain forward or
-    backward.
+    What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
+    no plain forward or backward.
     """
 
-    def called(apply: Callable[..., Any], *arrays: Any) -> Any:
-        return _called(name, apply, groups, recompute, *arrays)
+    name: str
+    apply: Callable[..., Any]
+    groups: Sequence[Group]
+    recompute: bool
 
-    if any(group.layers is not None for group in groups):
-        # Members of an ensemble differ in their weights, and units may lie inside of them: JAX's own way is for that.
-        return called(apply, collectors, sources, inner, *inputs)
-    return call_batched(called, apply, collectors, sources, inner, *inputs)
+    def __call__(
+        self,
+        collectors: Collectors,
+        sources: Sources,
+        inner: Mapping[str, tuple[Collectors, Sources]],
+        *inputs: Any,
+    ) -> Any:
+        """``inner`` holds collectors and sources of the units inside this one; ``inputs`` are pytrees of arrays.
 
+        Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
+        """
+        if any(group.layers is not None for group in self.groups):
+            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
+            return self._once(collectors, sources, inner, *inputs)
+        return call_batched(self._calling, self.apply, collectors, sources, inner, *inputs)
 
-def _called(
-    name: str,
-    apply: Callable[..., Any],
-    groups: Sequence[Group],
-    recompute: bool,
-    collectors: Collectors,
-    sources: Sources,
-    inner: Mapping[str, tuple[Collectors, Sources]],
-    *inputs: Any,
-) -> Any:
-    def weights(sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
-        leaves = []
-        for group, source in zip(groups, open_sealed(sources), strict=True):
-            if group.strategy.shard_parameters or again:
-                # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
-                source, after = fence((source, after))
-            if group.strategy.shard_parameters:
-                with jax.named_scope("gather"):
-                    gathered = group.gather(source)
-                # What follows may need nothing of these weights; its collectives must still come after this one.
-                source, after = fence((gathered, after))
-            leaves.append(group.leaves(source))
-        return tuple(leaves), after
+    def _calling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        return replace(self, apply=apply)._once
 
-    keeps_order = any(group.strategy.shard_parameters for group in groups)
+    def _once(self, *arrays: Any) -> Any:
+        in_scope = jax.named_scope(self.name)
+        call = jax.custom_vjp(in_scope(self._plain))
+        call.defvjp(in_scope(self._forward), in_scope(self._backward))
+        return call(*arrays)
 
-    @jax.custom_vjp
-    @jax.named_scope(name)
-    def call(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
-        leaves, inputs = weights(sources, inputs)
-        return apply(leaves, inner, *inputs)
+    def _plain(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
+        leaves, inputs = self._weights(sources, inputs)
+        return self.apply(leaves, inner, *inputs)
 
-    @jax.named_scope(name)
-    def forward(collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
-        leaves, inputs = weights(sources, inputs)
-        if recompute:
-            return apply(leaves, inner, *inputs), (sources, inner, inputs)
+    def _forward(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
+        leaves, inputs = self._weights(sources, inputs)
+        if self.recompute:
+            return self.apply(leaves, inner, *inputs), (sources, inner, inputs)
         vjp: Any
-        output, vjp = jax.vjp(apply, leaves, inner, *inputs)
+        output, vjp = jax.vjp(self.apply, leaves, inner, *inputs)
         # Residuals that are arguments are listed apart, so weights can be left out and put back.
         vjp.args_res[:2] = [None, None]
-        if keeps_order:
+        if any(group.strategy.shard_parameters for group in self.groups):
             output, vjp = fence((output, vjp))
         return output, (sources, inner, vjp)
 
-    @jax.named_scope(name)
-    def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+    def _backward(self, saved: Any, cotangent: Any) -> tuple[Any, ...]:
         sources, inner, rest = saved
-        if recompute:
+        if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that computed.
             cotangent, rest = fence((cotangent, rest))
-        leaves, (cotangent, rest) = weights(sources, (cotangent, rest), again=True)
-        if recompute:
+        leaves, (cotangent, rest) = self._weights(sources, (cotangent, rest), again=True)
+        if self.recompute:
             with jax.named_scope("recompute"):
-                _, vjp = jax.vjp(apply, leaves, inner, *rest)
+                vjp = self._recomputed(leaves, inner, rest)
         else:
             vjp = rest
             vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
         reduced: list[tuple[jax.Array, ...]] = []
-        for group, values in zip(groups, gradients, strict=True):
+        for group, values in zip(self.groups, gradients, strict=True):
             if group.trainable:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, collected, reduced = fence((values, collected, reduced))
@@ -138,5 +120,28 @@ def _called(
             *input_gradients,
         )
 
-    call.defvjp(forward, backward)
-    return call(collectors, sources, inner, *inputs)
+    def _recomputed(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
+        try:
+            return jax.vjp(self.apply, leaves, inner, *inputs)[1]
+        except NameError as error:
+            # Of a vmap that is vectorized in JAX's own way, no name is known in backward.
+            raise ValueError(
+                f"unit {self.name!r}: expected no loop and no stack of layers between a vmap that names its axis and a "
+                "unit that uses the name and is recomputed, got one: use vmap inside of the loop, or recompute=False "
+                f"({error})"
+            ) from error
+
+    def _weights(self, sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
+        """The leaves of each group, which come after ``after``; ``again``: in backward."""
+        leaves = []
+        for group, source in zip(self.groups, open_sealed(sources), strict=True):
+            if group.strategy.shard_parameters or again:
+                # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
+                source, after = fence((source, after))
+            if group.strategy.shard_parameters:
+                with jax.named_scope("gather"):
+                    gathered = group.gather(source)
+                # What follows may need nothing of these weights; its collectives must still come after this one.
+                source, after = fence((gathered, after))
+            leaves.append(group.leaves(source))
+        return tuple(leaves), after

@@ -437,9 +437,23 @@ JAX = [
     M(
         "every row of a vmap reduced",
         "jax_impl/runtime",
-        "if not _is_batched(inputs):",
+        "if _mapped((inputs, [index for _, index in axes or ()])) is None:",
         "if True:",
         "jax_impl/modules/test_equinox_models.py",
+    ),
+    M(
+        "the name of a vmap's axis is lost inside of a unit",
+        "jax_impl/runtime",
+        "axis_name=name, axis_size=size",
+        "axis_size=size",
+        "jax_impl/modules/test_named_axes.py",
+    ),
+    M(
+        "what is one for all rows has a row of its own for each",
+        "jax_impl/runtime",
+        "flags[:] = _mapped((place, leaves))[1]",
+        "flags[:] = [True] * len(leaves)",
+        "jax_impl/modules/test_named_axes.py",
     ),
     M(
         "a step gives up what the plan remembers",

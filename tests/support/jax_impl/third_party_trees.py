@@ -110,8 +110,7 @@ def flax_imagenet(axis: Axis) -> Program:
     model = OnAxis(
         example.ResNet(stage_sizes=[1, 1], block_cls=example.ResNetBlock, num_classes=5, num_filters=4), axis
     )
-    # All that a unit returns under vmap is mapped, also statistics, which linen.vmap shares here.
-    units = [] if axis is None else ["model/conv_init", "model/ResNetBlock_*", "model/Dense_0"]
+    units = ["model/conv_init", "model/ResNetBlock_*", "model/Dense_0"]
     return _with_statistics(model, features(16, 16, 3), units, one_axis=True)
 
 
