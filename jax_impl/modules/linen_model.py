@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import errors, linen
+from flax.linen.module import wrap_method_once
 
 from jax_impl.modules.seal import seal
 from jax_impl.modules.tree_model import Tree, call_unit
-from jax_impl.modules.unit_slot import UnitSlot, unit_type
+from jax_impl.modules.unit_slot import UnitSlot, UnitType, unit_type
 
 Path = tuple[str, ...]
 # Beside the parameters of a stack: a name that no linen module has, as it is no identifier.
@@ -169,13 +170,15 @@ class _UnitCalls:
             return run(*args, **kwargs)
         unbound, found = module.unbind()
         slot = self._checked(slot, found.get("params", {}))
+        # What is lifted in place (nn.scan on the method itself) is caught inside of the loop, and is not to loop again.
+        method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
         # In a lifted function others may be mutable than outside.
         mutable = [name for name in self.mutable or () if module.is_mutable_collection(name)]
         layer = self.sliced or unit_type(slot).layers is not None
 
         def call(bound: Any, args: Any, kwargs: Any) -> Any:
-            return getattr(bound, name)(*args, **kwargs)
+            return method(bound, *args, **kwargs)
 
         def apply(params: Tree, others: Any, keys: Any, args: Any, kwargs: Any) -> Any:
             given = {**others, "params": params}
@@ -190,26 +193,34 @@ class _UnitCalls:
     def _checked(self, slot: UnitSlot, found: Tree) -> UnitSlot:
         """The slot with the arrays of this call, which are one layer's in a stack."""
         unit = unit_type(slot)
-        stacked = unit.layers is not None and not self.sliced
         arrays, structure = jax.tree.flatten(slot)
-        if stacked:
-            found = dict(found)
-            own = found.pop(_ARRAYS, arrays)
-            fits = [a.shape for a in own] == [a.shape[1:] for a in arrays]
-            slot = jax.tree.unflatten(structure, own)
-        else:
-            fits = True
-        shapes = [leaf.shape for leaf in jax.tree.leaves(_without_arrays(found))]
-        if not fits or shapes != [
-            leaf.shape[unit.layers is not None :] for leaf in jax.tree.leaves(_zeros(unit.shapes))
-        ]:
-            layers = "no stack" if unit.layers is None else f"a stack of {unit.layers} layers"
+        found = dict(found)
+        whole = [leaf.shape for leaf in jax.tree.leaves(_zeros(unit.shapes))]
+        fits = True
+        if unit.layers is not None and not self.sliced:
+            # Without the arrays of a loop, it is a call with the whole stack.
+            own = found.pop(_ARRAYS, _for_loop(unit, arrays))
+            fits = [one.shape for one in own] == [one.shape[1:] for one in _for_loop(unit, arrays)]
+            if fits:
+                own = [one.reshape(array.shape[1:]) for one, array in zip(own, arrays, strict=False)]
+                slot = jax.tree.unflatten(structure, own)
+        given = [leaf.shape for leaf in jax.tree.leaves(_without_arrays(found))]
+        if fits and given == [shape[unit.layers is not None :] for shape in whole]:
+            return slot
+        layers = "no stack" if unit.layers is None else f"a stack of {unit.layers} layers"
+        axes = _looped_axes(whole, given) - {0}
+        if axes and (unit.layers is not None or 0 not in _looped_axes(whole, given)):
+            which = " or ".join(map(str, sorted(axes)))
             raise ValueError(
-                f"unit {unit.path!r}, {layers}: expected a linen module that is called with all of its parameters, or "
-                "with those of one layer of a stack inside of nn.scan or nn.vmap over axis 0: name what these lift by "
-                'fully_shard(..., units=["layers/*"], stacked=["layers"]), and nothing else'
+                f"unit {unit.path!r}, {layers}: expected nn.scan or nn.vmap over axis 0 of its parameters, got one "
+                f'over axis {which}: write variable_axes={{"params": 0}}, with that axis of the parameters moved to '
+                "the front (jnp.moveaxis), or choose units that contain the loop"
             )
-        return slot
+        raise ValueError(
+            f"unit {unit.path!r}, {layers}: expected a linen module that is called with all of its parameters, or "
+            "with those of one layer of a stack inside of nn.scan or nn.vmap over axis 0: name what these lift by "
+            'fully_shard(..., units=["layers/*"], stacked=["layers"]), and nothing else'
+        )
 
     def _without(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.off = True
@@ -232,7 +243,7 @@ def _placeholders(params: Tree, path: Path, units: dict[Path, UnitSlot], sliced:
         zeros = seal(unit.path, zeros)
         if unit.layers is None or sliced or not isinstance(zeros, Mapping):
             return zeros
-        return {**zeros, _ARRAYS: tuple(jax.tree.leaves(params))}
+        return {**zeros, _ARRAYS: _for_loop(unit, jax.tree.leaves(params))}
     if isinstance(params, Mapping):
         return {name: _placeholders(below, (*path, name), units, sliced) for name, below in params.items()}
     return params
@@ -243,6 +254,27 @@ def _without_arrays(params: Tree) -> Tree:
     if not isinstance(params, Mapping):
         return params
     return {name: _without_arrays(below) for name, below in params.items() if name != _ARRAYS}
+
+
+def _for_loop(unit: UnitType, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The arrays of a stack, with all axes that its parameters may be looped over.
+
+    And one more, whose shape inside of the loop tells axis 0 from others, whatever the sizes.
+    """
+    axes = min((leaf.ndim for leaf in jax.tree.leaves(_zeros(unit.shapes))), default=1)
+    shaped = (array.reshape(*array.shape, *(1,) * (axes - array.ndim)) for array in arrays)
+    return (*shaped, jnp.zeros((unit.layers or 0, *(1,) * (axes - 1)), bool))
+
+
+def _looped_axes(whole: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]) -> set[int]:
+    """Along which axes a loop may have cut shapes ``given`` out of the whole ones."""
+    if len(whole) != len(given) or not whole:
+        return set()
+    return {
+        axis
+        for axis in range(min(map(len, whole)))
+        if all((*shape[:axis], *shape[axis + 1 :]) == one for shape, one in zip(whole, given, strict=True))
+    }
 
 
 def _zeros(shapes: Tree, layer: bool = False) -> Tree:

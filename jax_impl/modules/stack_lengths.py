@@ -51,8 +51,8 @@ def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
         length = _common(sizes.values())
         if length is None:
             raise ValueError(
-                f"stacked: expected all parameters of {path!r} with one leading axis over its layers, got leading "
-                f"sizes {dict(list(sizes.items())[:8])}"
+                f"stacked: expected all parameters of {path!r} with one leading axis over its layers, which nn.scan "
+                f'makes with variable_axes={{"params": 0}}, got leading sizes {dict(list(sizes.items())[:8])}'
             )
         lengths[path] = length
     return lengths

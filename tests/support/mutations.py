@@ -477,6 +477,20 @@ JAX = [
         "jax_impl/modules/test_linen_stacks.py",
     ),
     M(
+        "a loop over another axis taken for one over axis 0",
+        "jax_impl/modules",
+        "fits = [one.shape for one in own] == [one.shape[1:] for one in _for_loop(unit, arrays)]",
+        "fits = True",
+        "jax_impl/modules/test_linen_stacks.py",
+    ),
+    M(
+        "a method that is a loop is looped again",
+        "jax_impl/modules",
+        "return method(bound, *args, **kwargs)",
+        "return getattr(bound, name)(*args, **kwargs)",
+        "jax_impl/modules/test_linen_stacks.py",
+    ),
+    M(
         "what a linen unit writes is dropped",
         "jax_impl/modules",
         "module.put_variable(collection, below, value)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,7 +98,42 @@ class Members(linen.Module):
         return members(name="members")(linen.Dense(DIM)(x))
 
 
+class InPlace(linen.Module):
+    """Its own method is the loop."""
+
+    @partial(linen.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+    @linen.remat
+    @linen.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x + linen.gelu(linen.Dense(DIM, name="mlp")(x)), None
+
+
+class LoopedInPlace(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(3)(InPlace(name="layers")(linen.Dense(DIM)(x), None)[0])
+
+
+class OtherAxis(linen.Module):
+    """As many layers as features, so that sizes alone do not tell the axis."""
+
+    axis: int
+    bias: bool
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        loop = linen.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=DIM,
+        )
+        return loop(linen.Dense(DIM, use_bias=self.bias, name="layers"), x, None)[0]
+
+
 CASES = [
+    (LoopedInPlace(), ["layers/*"], ["layers"], {}, False),
+    (LoopedInPlace(), ["layers/*", "layers/*/mlp"], ["layers"], {"recompute": True}, True),
     (ByClass(remat=True), ["layers/*", "layers/*/mlp"], ["layers"], {"recompute": True}, False),
     (ByClass(), ["layers/*"], ["layers"], {}, True),
     (ByClass(remat=True), ["layers/*"], ["layers"], {"strategy": "optim"}, True),
@@ -160,6 +196,44 @@ def test_stacks_that_are_not_named_are_refused_with_the_keyword(net, units, stac
     plan, weights = fully_shard(params, data_parallel_mesh(2), units=units, stacked=stacked)
     with pytest.raises(ValueError, match=r"no stack: .*stacked=\[\"layers\"\]"):
         make_train_step(plan, linen_loss(net, apply_linen), optax.sgd(0.1)).gradients(weights, x)
+
+
+@pytest.mark.parametrize(
+    ("net", "axes"),
+    [(OtherAxis(1, True), "1"), (OtherAxis(1, False), "1 or 2"), (OtherAxis(2, False), "1 or 2")],
+)
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_loops_over_another_axis_are_refused_with_the_axis(net, axes, engine):
+    x = features()
+    params = net.init(jax.random.key(0), x)["params"]
+    plan, weights = fully_shard(
+        params, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], engine=engine
+    )
+    message = rf"unit 'layers', a stack of 5 layers: .*axis 0 .*got one over axis {axes}: .*\"params\": 0"
+    with pytest.raises(ValueError, match=message):
+        make_train_step(plan, linen_loss(net, apply_linen), optax.sgd(0.1)).gradients(weights, x)
+
+
+def test_a_loop_over_another_axis_that_is_no_stack_is_refused_with_the_axis():
+    class Three(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            loop = linen.scan(
+                Layer,
+                variable_axes={"params": 1},
+                split_rngs={"params": True},
+                in_axes=linen.broadcast,
+                length=3,
+            )
+            return loop(name="layers")(x, 0.1)[0]
+
+    net, x = Three(), features()
+    params = net.init(jax.random.key(0), x)["params"]
+    plan, weights = fully_shard(params, data_parallel_mesh(2), units=["layers"])
+    with pytest.raises(ValueError, match=r"unit 'layers', no stack: .*got one over axis 1: "):
+        make_train_step(plan, linen_loss(net, apply_linen), optax.sgd(0.1)).gradients(weights, x)
+    with pytest.raises(ValueError, match=r"'layers' with one leading axis .*variable_axes={\"params\": 0}"):
+        fully_shard(params, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"])
 
 
 def test_a_module_that_nothing_scans_is_no_stack():
