@@ -113,6 +113,33 @@ def test_units_know_the_names_of_the_axes_around_them(loss, engine, recompute):
         assert_gradients_as_alone(parameters(), loss, engine, recompute=recompute)
 
 
+def test_names_of_the_mesh_may_be_among_them():
+    """Means over all rows of all devices are those of the whole batch."""
+
+    def loss_over(names: Any) -> Any:
+        def block(block: Any, x: jax.Array) -> jax.Array:
+            y = jnp.tanh(x @ block["w"])
+            return y - jax.lax.pmean(y, names) + jax.lax.pmean(y @ y, names)
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            def model(row: jax.Array) -> jax.Array:
+                return call_unit(block, params["blocks"][1], call_unit(block, params["blocks"][0], row))
+
+            return jnp.mean((jax.vmap(model, axis_name="batch")(x) - 0.3) ** 2)
+
+        return loss
+
+    with jax.enable_x64(True):
+        expected, gradients = jax.jit(jax.value_and_grad(loss_over("batch")))(parameters(), rows())
+        plan, weights = fully_shard(parameters(), data_parallel_mesh(DEVICES))
+        given = shard_batch(plan, rows())
+        value, found, _ = jax.jit(make_gradients(plan, loss_over(("dp", "batch"))))(weights, given)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        for path, one in unshard(plan, found).items():
+            block = int(path.split("/")[1])
+            np.testing.assert_allclose(one, gradients["blocks"][block]["w"], atol=1e-12)
+
+
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_units_in_a_loop_know_the_names_too(engine):
     with jax.enable_x64(True):
