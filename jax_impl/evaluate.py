@@ -29,7 +29,8 @@ from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devic
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_this_device
-from jax_impl.train import TrainState, check_state, settled
+from jax_impl.train import settled
+from jax_impl.train_state import TrainState, check_state
 
 # Of a batch: its loss, or what it has for each row.
 Evaluated = tuple[LossParts | None, Any]

@@ -26,7 +26,7 @@ from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.runtime.memory_kinds import kinds_like
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
-from jax_impl.train import TrainState, init_state, place_variables, trainable
+from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _load(
     }
     fresh = None
     if optimizer is not None and any(name.startswith("opt_state/") for name in matched.fresh):
-        fresh = init_state(plan, arrays, optimizer, variables).opt_state
+        fresh = initial_moments(plan, arrays, optimizer)
     state = TrainState(arrays, tensors.optimizer(opt_state, fresh, places.opt_state), variables)
     train = train_values(reader)
     if matched.step is not None:

@@ -183,7 +183,10 @@ def _hint_of_trees(
     if not others or not (lacking or any(is_below(name, tree) for name in unexpected for tree in others)):
         return ""
     where = " and ".join(repr(tree) if tree else "the top" for tree in trees)
-    return f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}). "
+    rest = "" if lacking else f", or strict=False takes {root or 'the top'!r} and ignores the rest"
+    return (
+        f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}){rest}. "
+    )
 
 
 def _hint(missing: list[str], wanted: Wanted, some: bool) -> str:

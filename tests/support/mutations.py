@@ -443,7 +443,7 @@ JAX = [
     ),
     M(
         "a step gives up what the plan remembers",
-        "jax_impl/train.py",
+        "jax_impl/train_state.py",
         "{path: jnp.copy(value) for path, value",
         "{path: value for path, value",
         "jax_impl/test_options.py",
