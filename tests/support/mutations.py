@@ -449,6 +449,27 @@ JAX = [
         "jax_impl/test_options.py",
     ),
     M(
+        "moments of other weights beside the caller's",
+        "jax_impl/checkpoint",
+        "parameter_of(n, wanted.parameters) not in kept",
+        "True",
+        "jax_impl/checkpoint/test_initial.py",
+    ),
+    M(
+        "a loss of padded rows runs",
+        "jax_impl/evaluate.py",
+        "if self._checked[traced] and rows != real:",
+        "if False:",
+        "jax_impl/test_evaluate.py",
+    ),
+    M(
+        "a warning points one frame too far in",
+        "bridge/callers.py",
+        "stacklevel=level)",
+        "stacklevel=level - 1)",
+        "jax_impl/test_warnings.py",
+    ),
+    M(
         "series inside of blocks are blocks",
         "jax_impl/modules",
         "        if not inside:\n",
