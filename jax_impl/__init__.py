@@ -208,7 +208,8 @@ from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.train import TrainState, abstract_state, init_state, make_train_step
+from jax_impl.train import make_train_step
+from jax_impl.train_state import TrainState, abstract_state, init_state
 
 __all__ = [
     "STRATEGIES",

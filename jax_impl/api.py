@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh
@@ -35,8 +35,9 @@ from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.precision import Precision, main_dtype
-from jax_impl.runtime.sharding_plan import Buffers, Group, ShardingPlan, UnitPlan
-from jax_impl.train import TrainState
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.unit_plan import Group, UnitPlan
+from jax_impl.train_state import TrainState
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
@@ -105,12 +106,11 @@ def _warn_of_whole_parameters(plan: ShardingPlan) -> None:
     sizes = {path: math.prod(info.shape) for path, info in plan.parameters.items()}
     share = sum(sizes[path] for path in plan.whole_parameters) / max(1, sum(sizes.values()))
     if share > _SHARE_TO_WARN_OF:
-        warnings.warn(
+        warn_caller(
             f"pjit engine: no dimension of {len(plan.whole_parameters)} of {len(sizes)} parameters, {share:.0%} of the "
             f"elements, divides by the number of shards, so they are whole everywhere: {plan.whole_parameters[:5]}, "
             'see plan.whole_parameters; engine="shard_map" shards any shape',
             RuntimeWarning,
-            stacklevel=3,
         )
 
 

@@ -29,7 +29,8 @@ from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devic
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_this_device
-from jax_impl.train import TrainState, check_state, settled
+from jax_impl.train import settled
+from jax_impl.train_state import TrainState, check_state
 
 # Of a batch: its loss, or what it has for each row.
 Evaluated = tuple[LossParts | None, Any]
@@ -41,7 +42,8 @@ class EvalStep:
     def __init__(self, plan: ShardingPlan, fn: Callable[..., Any], has_aux: bool, equal_parts: bool) -> None:
         self._plan, self._fn = plan, fn
         self._has_aux, self._equal_parts = has_aux, equal_parts
-        self._checked: set[Any] = set()
+        # Whether it is a loss, by the shapes of what was checked.
+        self._checked: dict[Any, bool] = {}
 
     def __call__(self, state: TrainState | Buffers, batch: Batch, *shared: Any) -> Any:
         weights, variables = _parts_of(state)
@@ -51,16 +53,17 @@ class EvalStep:
         leaves, structure = jax.tree.flatten((given[1], given[3]))
         traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if traced not in self._checked:
-            self._check(self._program.trace(*given).jaxpr)
-            self._checked.add(traced)
-        loss, by_row = settled(self._plan, self._program(*given))
-        if loss is None:
-            return by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row)
-        if rows != real:
+            program = self._program.trace(*given)
+            self._check(program.jaxpr)
+            self._checked[traced] = program.out_info[0] is not None
+        if self._checked[traced] and rows != real:
             raise ValueError(
                 f"batch: expected a multiple of {self._plan.num_devices} rows for a loss, got {real}: fill the batch "
                 "by pad_batch, and let the loss return (sum, weight) of the rows that count"
             )
+        loss, by_row = settled(self._plan, self._program(*given))
+        if loss is None:
+            return by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row)
         weight = {} if loss.weight is None else {"weight": loss.weight}
         return {"loss": loss.value, **weight, **({"aux": loss.aux} if self._has_aux else {})}
 

@@ -6,6 +6,7 @@
     3  bridge/checkpoints
     2  torch_impl          jax_impl              bridge/mapping
     1  bridge/sharding     bridge/formats        bridge/text.py
+    0  bridge/callers.py
 
 Imports inside of functions and for type checking count: a reader has to follow them as well.
 """
@@ -31,6 +32,7 @@ FLOORS = {
     "bridge.formats": 1,
     "bridge.text": 1,
     "bridge.version": 1,
+    "bridge.callers": 0,
 }
 FORMATS = {"bridge.formats.dcp", "bridge.formats.orbax", "bridge.formats.safetensors"}
 

@@ -41,7 +41,7 @@ from jax_impl.checkpoint.names import (
 )
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.train import TrainState
+from jax_impl.train_state import TrainState
 
 _SPILLED = "spilled"
 

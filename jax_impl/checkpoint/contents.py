@@ -22,7 +22,7 @@ from jax_impl.runtime.buffer import Piece
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalArray
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.train import TrainState
+from jax_impl.train_state import TrainState
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.
 _SLABS = 8 << 20

@@ -1,41 +1,32 @@
 """Loading a checkpoint onto any plan: ours in any format, or one that another JAX program saved by stock Orbax.
 
-``matching.py`` says which stored tensor is which; each device's boxes are then read from those.
+``matching.py`` says which stored tensor is which, ``placing.py`` reads each device's boxes of those.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 
-from bridge.formats import Box, CheckpointError, TreePath
+from bridge.formats import CheckpointError, TreePath
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
-from jax_impl.checkpoint.names import (
-    KEY_IMPLS,
-    check_key_impls,
-    is_key,
-    key_impls,
-    kinds,
-    parts_of,
-    train_values,
-)
+from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
+from jax_impl.checkpoint.placing import Tensors, moved
 from jax_impl.checkpoint.steps import choose_step
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
-from jax_impl.runtime.memory_kinds import in_memory, kinds_like
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.memory_kinds import kinds_like
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
-from jax_impl.train import TrainState, init_state, place_variables, trainable
+from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
 
 
 @dataclass(frozen=True)
@@ -47,8 +38,8 @@ class LoadedCheckpoint:
     ``step`` beside another program's trees is there, too. ``objects``: values that are no arrays, by tree path, such as
     the hyperparameters in a checkpoint that came from PyTorch. Not used here; give them to ``save_checkpoint`` to keep
     them. ``fresh``: tensors that the checkpoint lacked, by the names that ``save_checkpoint`` gives: moments as
-    ``optimizer.init`` makes them, variables as the caller gave them. ``ignored``: the checkpoint's tensors that were
-    not read.
+    ``optimizer.init`` makes them, weights and variables as the caller gave them. ``ignored``: the checkpoint's tensors
+    that were not read.
     """
 
     state: TrainState
@@ -66,7 +57,9 @@ def load_checkpoint(
     like: TrainState | None = None,
     step: int | None = None,
     strict: bool = True,
+    initial: TrainState | Buffers | None = None,
     variables: Mapping[str, jax.Array] | None = None,
+    tree: str | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
     """Load a checkpoint onto the plan's devices, whoever saved it on however many: Orbax, DCP or safetensors.
@@ -88,22 +81,28 @@ def load_checkpoint(
         strict: whether the checkpoint must have this plan's and optimizer's tensors and no others. If False, tensors
             that nothing asks for are ignored, and moments that are missing, or of another shape or dtype, are fresh
             ones. Moments that fit are kept for another optimizer, too, at any place in a chain. A parameter's
-            moments are kept together, and with their count, or not at all. Weights must be there in their shapes; in
-            another floating dtype they are cast. Where something is fresh, a device holds the moments of
-            ``optimizer.init`` beside the loaded ones for the while.
+            moments are kept together, and with their count, or not at all. Weights must be there in their shapes,
+            unless ``initial`` has others; in another floating dtype they are cast. Where a moment is fresh, a device
+            holds the moments of ``optimizer.init`` beside the loaded ones for the while.
+        initial: weights of this plan, or a state. Copies of its weights and variables are taken where the checkpoint
+            has none or those of another shape, with fresh moments. Needs ``strict=False``, and a checkpoint with at
+            least one of the weights; the result's ``fresh`` names what was taken.
         variables: ``variable_leaves(model)``, for those variables that the checkpoint lacks; if not strict, also for
-            those that are of another shape or dtype.
+            those that are of another shape or dtype. Default: those of a state that ``initial`` is.
+        tree: the place of the weights in a checkpoint that has several models', such as "student" or "ema/params". The
+            tree is searched like a whole checkpoint; an optimizer's state may also be beside it. All else is ignored.
         timeout: seconds that processes wait for one another.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        ValueError: ``variables`` of another model, ``like`` of another plan or optimizer.
+        ValueError: ``variables`` of another model, ``like`` of another plan or optimizer, ``initial`` of another plan,
+            donated or with ``strict``.
         CheckpointError: damaged, of another format, or of another model or optimizer (the differences are listed);
             without the step, or any complete one; or another process failed or was not heard of.
     """
     processes = Processes(plan.mesh, "load", timeout)
     with processes.step("choose") as chosen:
-        given = None if variables is None else place_variables(plan, variables)
+        given = _given(plan, initial, variables, strict=strict)
         directory = Path(os.path.abspath(path))
         if processes.first:
             # Saves may end meanwhile: the others take what the first one saw.
@@ -111,19 +110,61 @@ def load_checkpoint(
     directory = directory / chosen.shared
     with processes.step("read"):
         with TreeReader(directory) as reader:
-            loaded = _load(reader, plan, optimizer, given, like, strict=strict)
+            loaded = _load(reader, plan, optimizer, given, like, strict=strict, tree=(tree or "").strip("/"))
         warn_of_whole_moments(plan, loaded.state.opt_state)
         return loaded
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The caller's values for what a checkpoint lacks; None: none."""
+
+    weights: Buffers | None
+    variables: Variables | None
+
+
+def _given(
+    plan: ShardingPlan,
+    initial: TrainState | Buffers | None,
+    variables: Mapping[str, jax.Array] | None,
+    *,
+    strict: bool,
+) -> _Given:
+    if initial is None:
+        return _Given(None, None if variables is None else place_variables(plan, variables))
+    if strict:
+        raise ValueError(
+            "initial: expected strict=False beside it: a strict load keeps nothing, got strict=True"
+        )
+    if variables is None and isinstance(initial, TrainState):
+        # Copies, because a step may be given all of either state (donated).
+        variables = {path: jnp.copy(value) for path, value in initial.variables.items()}
+    weights = initial.weights if isinstance(initial, TrainState) else initial
+    if weights.keys() != plan.arrays.keys():
+        raise ValueError(
+            f"initial: expected the plan's weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}: "
+            "init_state, or fully_shard, gives them"
+        )
+    for key, array in weights.items():
+        if not isinstance(array, jax.Array) or array.dtype != plan.arrays[key].dtype:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise ValueError(
+                f"initial: array {key!r}: expected a jax.Array of {plan.arrays[key].dtype}, got "
+                f"{type(array).__name__} of {found}"
+            )
+        plan.check_array(key, array)
+    return _Given(weights, None if variables is None else place_variables(plan, variables))
 
 
 def _load(
     reader: TreeReader,
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation | None,
-    given: Variables | None,
+    given: _Given,
     like: TrainState | None,
     *,
     strict: bool,
+    tree: str,
 ) -> LoadedCheckpoint:
     weights: dict[str, Any] = {
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
@@ -136,8 +177,10 @@ def _load(
         kinds(plan, weights, opt_state),
         plan.parameters.keys(),
         with_optimizer=optimizer is not None,
-        with_variables=given is not None,
+        with_weights=given.weights is not None,
+        with_variables=given.variables is not None,
         strict=strict,
+        tree=tree,
     )
     try:
         matched = match(reader.path, kinds_of(reader.tensors), wanted)
@@ -158,20 +201,20 @@ def _load(
     saved = objects.pop(KEY_IMPLS, None)
     read = {path: impl for path, impl in impls.items() if f"variables/{path}" in matched.sources}
     check_key_impls(reader, read, {**typed, **(saved if isinstance(saved, Mapping) else {})})
-    tensors = _Tensors(reader, plan, matched.sources)
-    arrays = {
-        key: _moved(tensors.array("params", key, weights[key].dtype), places.weights[key]) for key in weights
-    }
+    tensors = Tensors(reader, plan, matched.sources)
+    arrays = tensors.weights(weights, given.weights, places.weights)
     variables = {
-        path: _moved(
-            tensors.variable(path, impls) if f"variables/{path}" in matched.sources else (given or {})[path],
+        path: moved(
+            tensors.variable(path, impls)
+            if f"variables/{path}" in matched.sources
+            else (given.variables or {})[path],
             places.variables[path],
         )
         for path in plan.variables
     }
     fresh = None
     if optimizer is not None and any(name.startswith("opt_state/") for name in matched.fresh):
-        fresh = init_state(plan, arrays, optimizer, variables).opt_state
+        fresh = initial_moments(plan, arrays, optimizer)
     state = TrainState(arrays, tensors.optimizer(opt_state, fresh, places.opt_state), variables)
     train = train_values(reader)
     if matched.step is not None:
@@ -188,92 +231,7 @@ def _places(plan: ShardingPlan, state: TrainState, like: TrainState | None) -> A
     return kinds_like(like, TrainState(state.weights, state.opt_state, variables))
 
 
-def _moved(array: Any, kind: str) -> Any:
-    """The array in memory of this kind, "" for the device's own: one array at a time is in both."""
-    return array if not kind else jax.device_put(array, in_memory(array.sharding, kind))
-
-
 def _in_the_way(path: TreePath, tensors: Mapping[str, Any]) -> bool:
     """Whether an object, such as the None of an empty part of a chain, is where the plan's next save has tensors."""
     name = "/".join(map(str, path))
     return any(f"{tensor}/".startswith(f"{name}/") or name.startswith(f"{tensor}/") for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """``names``: the stored name of each tensor of the plan that is stored."""
-
-    reader: TreeReader
-    plan: ShardingPlan
-    names: Mapping[str, str]
-
-    def array(self, name: str, key: str, dtype: np.dtype, fresh: jax.Array | None = None) -> jax.Array:
-        """The array ``key`` of ``name``; ``fresh`` has what is not stored."""
-        stored, sharding = self.plan.stored(key), self.plan.sharding(key)
-        devices: defaultdict[str, list[jax.Device]] = defaultdict(list)
-        indices: dict[jax.Device, Any] = dict(sharding.addressable_devices_indices_map(stored.shape))
-        for device, index in indices.items():
-            devices[repr(index)].append(device)
-        shards = {repr(shard.index): shard for shard in ([] if fresh is None else fresh.addressable_shards)}
-        placed = []
-        for place, index in {repr(index): index for index in indices.values()}.items():
-            own = np.asarray(shards[place].data) if place in shards else None
-            kept = {} if own is None else {(p.path, p.offsets): p.values for p in stored.pieces(index, own)}
-            values = stored.shard(index, dtype, partial(self._box, name, kept))
-            # Waiting frees the host's copy of one shard before the next is read.
-            placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[place]])
-        return jax.make_array_from_single_device_arrays(stored.shape, sharding, placed)
-
-    def optimizer(self, opt_state: Any, fresh: Any, places: Any) -> Any:
-        """Arrays in the place of the abstract ones of ``opt_state``; ``fresh``: the like with values, or None.
-
-        ``places``: the like with kinds of memory.
-        """
-        memory = jax.tree.leaves(places)
-        news: list[Any] = (
-            [None] * len(jax.tree.leaves(opt_state)) if fresh is None else jax.tree.leaves(fresh)
-        )
-        leaves = []
-        for number, (keys, leaf) in enumerate(jax.tree.leaves_with_path(opt_state)):
-            # A fresh array makes room for the one that takes its place.
-            new, news[number] = news[number], None
-            leaves.append(_moved(self._moment(keys, leaf, new), memory[number]))
-        return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
-
-    def variable(self, path: str, impls: Mapping[str, str]) -> jax.Array:
-        array = self._replicated(f"variables/{path}")
-        if not is_key(self.plan.variables[path]):
-            return array
-        wrap = partial(jax.random.wrap_key_data, impl=impls[path])
-        return jax.jit(wrap, out_shardings=self.plan.replicated)(array)
-
-    def _moment(self, keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, fresh: jax.Array | None) -> Any:
-        located = self.plan.locate_buffer(keys, leaf)
-        if located is None:
-            name = "/".join(parts_of(keys))
-            return self._replicated(name) if name in self.names else fresh
-        key, rest = located
-        name = "/".join(parts_of(rest))
-        held = [path for path in self.plan.parameters if self.plan.holding({key: leaf}, path) is not None]
-        lacking = [path for path in held if f"{name}/{path}" not in self.names]
-        if held and lacking == held:
-            return fresh
-        return self.array(name, key, leaf.dtype, fresh if lacking else None)
-
-    def _box(
-        self,
-        name: str,
-        kept: Mapping[tuple[str, tuple[int, ...]], np.ndarray],
-        path: str,
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-    ) -> np.ndarray:
-        source = self.names.get(f"{name}/{path}")
-        return kept[path, offsets] if source is None else self.reader.read(source, Box(offsets, sizes))
-
-    def _replicated(self, name: str) -> jax.Array:
-        values = self.reader.read(self.names[name])
-        # Not device_put, which has all processes compare their values by a collective.
-        return jax.make_array_from_callback(
-            values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
-        )

@@ -8,12 +8,12 @@
     opt_state/<name>/<path>      <name>/<path> below opt_state, optimizer/opt_state (``nnx.Optimizer``), ...
     train/step                   step, beside any of these
 
-In the state of an nnx module every name ends in ``/value``.
+In the state of an nnx module every name ends in ``/value``. ``roots.py`` finds the trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from bridge.formats import CheckpointError
-from jax_impl.checkpoint.moments import match_moments
+from jax_impl.checkpoint.moments import match_moments, parameter_of
 from jax_impl.checkpoint.names import Kind, listed
-
-# What programs call the trees that hold a model's parameters, and the trees around those; the first is the likeliest.
-_WEIGHTS = ("params", "model", "weights", "state", "train_state")
-_OPTIMIZER = ("opt_state", "optimizer")
-_VALUE = "value"
+from jax_impl.checkpoint.roots import (
+    bare,
+    is_below,
+    is_of_optimizer,
+    root_of_optimizer,
+    root_of_weights,
+    spellings,
+    step_beside,
+    trees_of_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,18 @@ class Match:
 class Wanted:
     """What a load asks of a checkpoint.
 
-    ``tensors``: as ``names.kinds`` gives them. ``parameters``: their paths. ``with_variables``: whether the caller has
-    values for variables that the checkpoint lacks.
+    ``tensors``: as ``names.kinds`` gives them. ``parameters``: their paths. ``with_weights``, ``with_variables``:
+    whether the caller has values for those that the checkpoint lacks. ``tree``: which one has the weights, "" for
+    whichever has most of them.
     """
 
     tensors: Mapping[str, Kind]
     parameters: Collection[str]
     with_optimizer: bool
+    with_weights: bool
     with_variables: bool
     strict: bool
+    tree: str = ""
 
 
 def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
@@ -64,18 +72,28 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
     ``found``: the tensors of the checkpoint at ``path``, but ``train``. Raises ``CheckpointError`` for what is missing,
     different or, if strict, unexpected.
     """
-    sources = _sources(found, wanted)
-    step = _step(found, sources.values())
+    root = root_of_weights(found, wanted.parameters, wanted.tree)
+    sources = _sources(found, wanted, root)
+    step = step_beside(found, sources.values(), wanted.tree)
     used = {*sources.values(), step}
     rest = [name for name in found if name not in used]
-    missing = [name for name in wanted.tensors if name not in sources and not _may_be_fresh(name, wanted)]
+    # Going on with nothing but initial values is no load.
+    some = any(f"params/{p}" in sources for p in wanted.parameters) or not wanted.parameters
+    missing = [
+        name for name in wanted.tensors if name not in sources and not (some and _may_be_fresh(name, wanted))
+    ]
     unexpected = [
-        name for name in rest if wanted.strict and (wanted.with_optimizer or not _of_optimizer(name))
+        name
+        for name in rest
+        if wanted.strict
+        and is_below(name, wanted.tree)
+        and (wanted.with_optimizer or not is_of_optimizer(name, wanted.tree))
     ]
     if missing or unexpected:
+        hint = _hint_of_trees(found, missing, unexpected, wanted, root) or _hint(missing, wanted, some)
         raise CheckpointError(
-            f"{path}: is this another model's or optimizer's checkpoint? {_hint(missing, wanted)}Missing: "
-            f"{listed(missing)}; unexpected: {listed(unexpected)}"
+            f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: {listed(missing)}; unexpected: "
+            f"{listed(unexpected)}"
         )
     for field in Kind._fields:
         wrong = [
@@ -85,7 +103,11 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
             and not (field == "dtype" and _may_be_cast(name, wanted, found[source]))
         ]
         if wrong:
-            hint = "; strict=False casts floating-point weights" if field == "dtype" and wanted.strict else ""
+            hint = ""
+            if field == "dtype" and wanted.strict:
+                hint = "; strict=False casts floating-point weights"
+            elif field == "shape" and not wanted.with_weights and wrong[0].startswith("params/"):
+                hint = "; strict=False with initial=state goes on with the state's own weights for these"
             raise CheckpointError(
                 f"{path}: tensors of another {field} than this model's: {listed(wrong)}{hint}"
             )
@@ -100,103 +122,81 @@ def _may_be_cast(name: str, wanted: Wanted, found: Kind) -> bool:
     return not wanted.strict and name.startswith("params/") and floating
 
 
-def _sources(found: Mapping[str, Kind], wanted: Wanted) -> dict[str, str]:
-    root = _root_of_weights(found, wanted.parameters)
+def _sources(found: Mapping[str, Kind], wanted: Wanted, root: str) -> dict[str, str]:
     around = root.rpartition("/")[0]
-    optimizer = _root_of_optimizer(found)
+    optimizer = root_of_optimizer(found, wanted.tree)
+    variables = (f"{wanted.tree}/variables".lstrip("/"), "variables", root, around)
     sources: dict[str, str] = {}
     for name in wanted.tensors:
         kind, _, rest = name.partition("/")
         if kind == "opt_state" and not wanted.strict:
             continue
-        roots = {"params": (root,), "variables": ("variables", root, around), "opt_state": (optimizer,)}[kind]
-        source = next((n for r in roots for n in _spellings(r, rest) if n in found), None)
+        roots = {"params": (root,), "variables": variables, "opt_state": (optimizer,)}[kind]
+        source = next((n for r in roots for n in spellings(r, rest) if n in found), None)
         if source is not None:
             sources[name] = source
     if not wanted.strict:
-        moments = {n: k for n, k in wanted.tensors.items() if n.startswith("opt_state/")}
+        for name in list(sources):
+            if _is_replaced(wanted, name, found[sources[name]]):
+                del sources[name]
+        # Moments are of the weights that they were saved with.
+        kept = {path for path in wanted.parameters if f"params/{path}" not in sources}
+        moments = {
+            n: k
+            for n, k in wanted.tensors.items()
+            if n.startswith("opt_state/") and parameter_of(n, wanted.parameters) not in kept
+        }
         stored = {n: k for n, k in found.items() if n.startswith(f"{optimizer}/")}
         sources |= match_moments(
-            {_bare(n, "opt_state"): (n, kind) for n, kind in moments.items()},
-            {_bare(n, optimizer): (n, kind) for n, kind in stored.items()},
+            {bare(n, "opt_state"): (n, kind) for n, kind in moments.items()},
+            {bare(n, optimizer): (n, kind) for n, kind in stored.items()},
             wanted.parameters,
         )
-        for name in [n for n in sources if n.startswith("variables/") and wanted.with_variables]:
-            if found[sources[name]] != wanted.tensors[name]:
-                del sources[name]
     return sources
+
+
+def _is_replaced(wanted: Wanted, name: str, found: Kind) -> bool:
+    """Whether the caller's own value is taken, because the checkpoint's does not fit."""
+    if name.startswith("variables/"):
+        return wanted.with_variables and found != wanted.tensors[name]
+    return name.startswith("params/") and wanted.with_weights and found.shape != wanted.tensors[name].shape
 
 
 def _may_be_fresh(name: str, wanted: Wanted) -> bool:
     """Whether a load goes on without the tensor."""
     if name.startswith("variables/"):
         return wanted.with_variables
-    return name.startswith("opt_state/") and not wanted.strict
+    return not wanted.strict and (name.startswith("opt_state/") or wanted.with_weights)
 
 
-def _hint(missing: list[str], wanted: Wanted) -> str:
-    if any(name.startswith("params/") for name in missing):
+def _hint_of_trees(
+    found: Mapping[str, Kind],
+    missing: Collection[str],
+    unexpected: Collection[str],
+    wanted: Wanted,
+    root: str,
+) -> str:
+    """What to do where the weights are in trees that nobody chose, or in several."""
+    trees = trees_of_weights(found, wanted.parameters)
+    others = [tree for tree in trees if tree and tree != root]
+    lacking = any(name.startswith("params/") for name in missing)
+    if not others or not (lacking or any(is_below(name, tree) for name in unexpected for tree in others)):
         return ""
+    where = " and ".join(repr(tree) if tree else "the top" for tree in trees)
+    rest = "" if lacking else f", or strict=False takes {root or 'the top'!r} and ignores the rest"
+    return (
+        f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}){rest}. "
+    )
+
+
+def _hint(missing: list[str], wanted: Wanted, some: bool) -> str:
+    if any(name.startswith("params/") for name in missing):
+        return (
+            "strict=False with initial=state goes on with the state's own weights for these. " if some else ""
+        )
     if any(name.startswith("variables/") for name in missing):
         return "variables=jax_impl.variable_leaves(model) gives variables that a checkpoint lacks. "
     return "strict=False goes on with what fits. "
-
-
-def _root_of_weights(found: Mapping[str, Kind], parameters: Collection[str]) -> str:
-    """The tree below which most parameters are; of equal ones the outermost, or the one with the likeliest name."""
-
-    def rank(root: str) -> tuple[int, int, list[int]]:
-        have = sum(any(n in found for n in _spellings(root, path)) for path in parameters)
-        words = root.split("/") if root else []
-        return -have, len(words), [_WEIGHTS.index(word) for word in words]
-
-    roots = {"params", "", *(root for name in found for root in _prefixes(name, _WEIGHTS))}
-    best = min(roots, key=rank)
-    return best if rank(best)[0] else "params"
-
-
-def _root_of_optimizer(found: Mapping[str, Kind]) -> str:
-    """The innermost tree that is named for an optimizer, ``opt_state`` where there is none."""
-    words = (*_OPTIMIZER, *_WEIGHTS)
-    roots = [
-        root for name in found for root in _prefixes(name, words) if root.rpartition("/")[2] in _OPTIMIZER
-    ]
-    return max(roots, key=lambda root: root.count("/"), default="opt_state")
-
-
-def _of_optimizer(name: str) -> bool:
-    words = (*_OPTIMIZER, *_WEIGHTS)
-    return any(root.rpartition("/")[2] in _OPTIMIZER for root in _prefixes(name, words))
-
-
-def _step(found: Mapping[str, Kind], used: Collection[str]) -> str | None:
-    """The outermost integer that is called step and is not inside of anything but known trees."""
-    words = (*_OPTIMIZER, *_WEIGHTS)
-    steps = [
-        name
-        for name, kind in found.items()
-        if name not in used and kind.shape == () and kind.dtype.kind in "iu"
-        for root in ("", *_prefixes(name, words))
-        if name in _spellings(root, "step")
-    ]
-    return min(steps, key=lambda name: name.count("/"), default=None)
-
-
-def _prefixes(name: str, words: Collection[str]) -> Iterator[str]:
-    parts = name.split("/")
-    for end in range(1, len(parts)):
-        if parts[end - 1] not in words:
-            return
-        yield "/".join(parts[:end])
-
-
-def _spellings(root: str, rest: str) -> tuple[str, str]:
-    name = f"{root}/{rest}" if root else rest
-    return name, f"{name}/{_VALUE}"
-
-
-def _bare(name: str, root: str) -> str:
-    return name.removeprefix(f"{root}/").removesuffix(f"/{_VALUE}")
 
 
 def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:

@@ -42,11 +42,17 @@ def _parts(tensors: Tensors, parameters: Collection[str]) -> dict[_Place, _Part]
     parts: defaultdict[_Place, _Part] = defaultdict(dict)
     for name, tensor in tensors.items():
         words = name.split("/")
-        start = next((i for i in range(len(words)) if "/".join(words[i:]) in parameters), len(words))
-        entry, path = words[:start], "/".join(words[start:])
+        path = parameter_of(name, parameters)
+        entry = words[: len(words) - len(path.split("/"))] if path else words
         key = (entry[-1] if entry else "", bool(path))
         parts[tuple(entry[:-1])].setdefault(key, {})[path] = tensor
     return dict(parts)
+
+
+def parameter_of(name: str, parameters: Collection[str]) -> str:
+    """The path of the parameter that a tensor of an optimizer's state belongs to, "" for a number."""
+    words = name.split("/")
+    return next((path for i in range(len(words)) if (path := "/".join(words[i:])) in parameters), "")
 
 
 def _shared(part: _Part, stored: _Part) -> dict[str, str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from bridge.callers import warn_caller
 from bridge.sharding.mesh_axes import why_not_data_parallel
 
 AXIS = "dp"
@@ -148,7 +148,7 @@ def checked_mesh(mesh: Mesh) -> Mesh:
     _check_names(mesh.axis_names)
     if mesh.devices.size > 1 and is_simulated(mesh):
         for fault in _simulation_faults():
-            warnings.warn(f"several CPU devices {fault}", RuntimeWarning, stacklevel=3)
+            warn_caller(f"several CPU devices {fault}", RuntimeWarning)
     # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
     return _automatic(mesh.devices, mesh.axis_names)
 

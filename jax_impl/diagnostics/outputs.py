@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from bridge.callers import warn_caller
 from jax_impl.comm.mesh import DataParallelMesh
 
 
@@ -169,11 +169,10 @@ def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
             yield watch.found
         jax.effects_barrier()
         if not watch.calls:
-            warnings.warn(
+            warn_caller(
                 "watch_nonfinite_outputs: expected a step of the plan to run, saw none: run the step inside of the "
                 "context. A program compiled ahead of it (lower, compile) has no callbacks, compile it inside, too",
                 RuntimeWarning,
-                stacklevel=3,
             )
     finally:
         with _lock:

@@ -12,13 +12,13 @@ without; so `fitted` asks the trial which of the two an optimizer is.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
+from bridge.callers import warn_caller
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.forms import Form, arrays_of, form_named, taking_loss, tree_of
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
@@ -63,13 +63,12 @@ def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
             whole[path] = math.prod(leaf.shape)
     share = sum(whole.values()) / max(1, sum(math.prod(x.shape) for x in plan.logical.values()))
     if share > _SHARE_TO_WARN_OF:
-        warnings.warn(
+        warn_caller(
             f"shard_map engine: this optimizer looks at shapes or names of parameters. No dimension of {len(whole)} of "
             f"{len(plan.logical)} of them, {share:.0%} of the elements, divides by the number of shards, so their "
             f"moments are whole on every device: {tuple(whole)[:5]}; an optimizer that treats all elements alike "
             "(adamw without a mask) shards any shape",
             RuntimeWarning,
-            stacklevel=3,
         )
 
 

@@ -15,20 +15,18 @@ With the shard_map engine a group is one flat array, with the pjit engine one ar
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bridge.sharding import Layout, Strategy
-from jax_impl.comm.collectives import Wire
+from bridge.callers import warn_caller
 from jax_impl.comm.mesh import DataParallelMesh
 from jax_impl.diagnostics.layout_report import layout_report
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
@@ -36,56 +34,10 @@ from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
+from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
-Arrays = Sequence[jax.Array]
-
-
-class Stored(Protocol):
-    """An array of a train state, and which parts of parameters lie where in it. ``index`` as in ``jax.Shard.index``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype: ...
-    @property
-    def spec(self) -> PartitionSpec: ...
-    def numel(self, index: tuple[slice, ...]) -> int:
-        """Elements of parameters in a shard."""
-
-    def pieces(self, index: tuple[slice, ...], values: np.ndarray) -> Iterator[Piece]:
-        """A shard's values as boxes of parameters."""
-
-    def shard(self, index: tuple[slice, ...], dtype: np.dtype, read: Read) -> np.ndarray:
-        """A shard's values from boxes of parameters."""
-
-
-class Group(Protocol):
-    """Parameters of one unit that are gathered and reduced together; see ``FlatGroup`` for what the methods do."""
-
-    @property
-    def trainable(self) -> bool: ...
-    @property
-    def paths(self) -> tuple[str, ...]: ...
-    @property
-    def dtype(self) -> np.dtype: ...
-    @property
-    def wire(self) -> Wire: ...
-    @property
-    def layers(self) -> int | None: ...
-    @property
-    def stored(self) -> Mapping[str, Stored]: ...
-    @property
-    def strategy(self) -> Strategy: ...
-    def hold(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
-    def collectors(self) -> tuple[jax.Array, ...]: ...
-    def gather(self, sources: Arrays) -> tuple[jax.Array, ...]: ...
-    def leaves(self, whole: Arrays) -> tuple[jax.Array, ...]: ...
-    def reduce(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
-    def finish(self, gradients: Arrays) -> tuple[jax.Array, ...]: ...
-    def logical(self, arrays: Arrays) -> tuple[jax.Array, ...]: ...
-    def at_rest(self, leaves: Arrays) -> tuple[jax.Array, ...]: ...
 
 
 def check_not_donated(name: str, array: jax.Array) -> None:
@@ -107,26 +59,6 @@ class ParamInfo:
     shape: tuple[int, ...]
     dtype: np.dtype
     trainable: bool
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One unit: its module, strategy, and groups (trainable, then frozen by dtype; those that have parameters)."""
-
-    module: UnitModule
-    strategy: Strategy
-    recompute: bool
-    groups: tuple[Group, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """Of the trainable group, or the only one. Raises ``ValueError`` where there is none."""
-        layouts = [group.layout for group in self.groups if hasattr(group, "layout")]
-        if not layouts:
-            raise ValueError(
-                f"unit {self.module.path!r}: expected a flat group, got {len(self.groups)} groups without layout"
-            )
-        return layouts[0]
 
 
 @dataclass(frozen=True, repr=False)
@@ -343,9 +275,8 @@ class ShardingPlan:
     def _warn_of_given_variables(self) -> None:
         changing = [path for path, info in self.variables.items() if not issubclass(info.kind, nnx.RngState)]
         if changing:
-            warnings.warn(
+            warn_caller(
                 f"plan.merge: {changing[:3]} have the values of the model that was sharded, which training changes: "
                 "plan.merge(unshard(plan, state)) has the state's",
                 RuntimeWarning,
-                stacklevel=3,
             )

@@ -28,7 +28,7 @@ import jax
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched
-from jax_impl.runtime.sharding_plan import Group
+from jax_impl.runtime.unit_plan import Group
 
 Leaves = tuple[jax.Array, ...]
 # Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.

@@ -201,6 +201,27 @@ def test_a_last_batch_is_filled_with_rows_that_do_not_count(engine: str, rows: i
 
 
 @ENGINES
+def test_a_loss_of_rows_that_do_not_divide_is_refused_before_it_runs(engine: str) -> None:
+    plan, weights = sharded(engine, 4)
+    ran: list[float] = []
+
+    def loss(tree: Any, rows: Any) -> jax.Array:
+        value = jnp.mean(token_losses(tree, rows))
+        jax.debug.callback(lambda x: ran.append(float(x)), value)
+        return value
+
+    evaluate = make_eval_step(plan, loss)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch: expected a multiple of 4 rows for a loss, got 15"):
+            evaluate(weights, {key: value[:15] for key, value in batch().items()})
+        jax.effects_barrier()
+        assert not ran
+    evaluate(weights, batch())
+    jax.effects_barrier()
+    assert ran
+
+
+@ENGINES
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(
     engine: str, microbatches: int

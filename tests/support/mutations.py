@@ -457,10 +457,31 @@ JAX = [
     ),
     M(
         "a step gives up what the plan remembers",
-        "jax_impl/train.py",
+        "jax_impl/train_state.py",
         "{path: jnp.copy(value) for path, value",
         "{path: value for path, value",
         "jax_impl/test_options.py",
+    ),
+    M(
+        "moments of other weights beside the caller's",
+        "jax_impl/checkpoint",
+        "parameter_of(n, wanted.parameters) not in kept",
+        "True",
+        "jax_impl/checkpoint/test_initial.py",
+    ),
+    M(
+        "a loss of padded rows runs",
+        "jax_impl/evaluate.py",
+        "if self._checked[traced] and rows != real:",
+        "if False:",
+        "jax_impl/test_evaluate.py",
+    ),
+    M(
+        "a warning points one frame too far in",
+        "bridge/callers.py",
+        "stacklevel=level)",
+        "stacklevel=level - 1)",
+        "jax_impl/test_warnings.py",
     ),
     M(
         "series inside of blocks are blocks",

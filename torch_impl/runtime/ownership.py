@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from bridge.callers import warn_caller
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.tensor_parallel import TensorParallel, tensor_parallel_of
 
@@ -75,10 +75,9 @@ class OwnedParameter:
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""
         if self.param._backward_hooks or getattr(self.param, "_post_accumulate_grad_hooks", None):
-            warnings.warn(
+            warn_caller(
                 f"{self.name}: hooks registered before fully_shard are not called any more; register them on the "
                 "sharded parameter, module.get_parameter(name)",
-                stacklevel=2,
             )
         setattr(self.param, _TAKEN, unit)
         # In place: an optimizer that was built too early holds this very object.

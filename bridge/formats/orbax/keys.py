@@ -9,11 +9,11 @@ The stored values are the uint32 of ``jax.random.key_data``.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.callers import warn_caller
 from bridge.formats.base import CheckpointError, CheckpointReader
 from bridge.formats.files.mapped import Fetch, regular_file, small_file
 
@@ -56,10 +56,9 @@ def check_keys(reader: CheckpointReader, used: Iterable[str]) -> None:
             )
     if found:
         first = next(iter(found))
-        warnings.warn(
+        warn_caller(
             f"{reader.path}: typed PRNG keys (key<{_DEFAULT}>) become their raw uint32: {len(found)}, such as "
             f"{first!r}. Give them to jax.random.wrap_key_data after restoring, or leave them out (--drop {first!r})",
-            stacklevel=2,
         )
 
 

@@ -16,7 +16,6 @@ import mmap
 import os
 import struct
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +24,7 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
+from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, is_unicode
 from bridge.formats.files.mapped import (
@@ -83,14 +83,12 @@ class OrbaxReader(ClosedAtEnd):
             raise FileNotFoundError(f"expected a checkpoint directory at {self.path}, found none")
         self._item = find_item(self.path)
         if not is_committed(self.path, self._item):
-            warnings.warn(
+            warn_caller(
                 f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish",
-                stacklevel=2,
             )
         if beside := items_beside(self.path, self._item):
-            warnings.warn(
+            warn_caller(
                 f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
-                stacklevel=2,
             )
         self._verify = verify
         self._fetch = fetch

@@ -52,8 +52,11 @@ def test_keys_of_the_default_implementation_become_their_data_with_a_warning(
     saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     keys = jax.random.split(jax.random.key(3), 4)
-    with pytest.warns(UserWarning, match=r"become their raw uint32: 1, such as 'rng'.*wrap_key_data"):
+    with pytest.warns(
+        UserWarning, match=r"become their raw uint32: 1, such as 'rng'.*wrap_key_data"
+    ) as caught:
         convert(saved(rng=keys), tmp_path / "out", to="orbax")
+    assert [warning.filename for warning in caught] == [__file__]
     with open_checkpoint(tmp_path / "out") as reader:
         again = jax.random.wrap_key_data(reader.read("rng"))
     assert np.array_equal(jax.random.key_data(again), jax.random.key_data(keys))

@@ -17,7 +17,8 @@ from flax import nnx
 from orbax.checkpoint.experimental import v1
 
 from bridge.formats import open_checkpoint
-from jax_impl import load_checkpoint, main_weight_adamw, save_checkpoint
+from jax_impl import load_checkpoint, main_weight_adamw, save_checkpoint, variable_leaves
+from jax_impl.modules.module_tree import parameter_leaves
 from tests.support.jax_impl import checkpoint_runs as runs
 from tests.support.jax_impl import process_job as jobs
 from tests.support.jax_impl.tiny import named, tokens
@@ -268,6 +269,23 @@ def test_several_processes_go_on_with_a_stock_checkpoint_and_leave_steps_for_sto
     assert found["train"]["step"] == 5
     found = leaves({name: value for name, value in found.items() if name != "train"})
     runs.assert_same_bits(found, dict(np.load(tmp_path / "5-saved.npz")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_several_processes_keep_their_own_weights_where_a_checkpoint_has_none(
+    groups: dict[str, jobs.Group], tmp_path: Path, engine: str
+) -> None:
+    """Of the parameters of one flat array some are stored, variables are not; nobody has an array whole."""
+    case = runs.Case(4, "optim_grads_params", engine, "mixed")
+    kept = ["params/embed/embedding", "params/layers/linear/kernel"]
+    whole = {f"params/{name}": np.asarray(x) for name, x in parameter_leaves(runs.model("mixed")).items()}
+    stored = {name: np.cos(x + 1) for name, x in whole.items() if name not in kept}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", runs.nested(stored))
+    answers = groups["2x2"].run(jobs.load_on_initial, path=str(tmp_path / "c"), case=case)
+    variables = [f"variables/{path}" for path in variable_leaves(runs.model("mixed"))]
+    assert answers == [{"wrong": [], "fresh": sorted([*kept, *variables])}] * 2
 
 
 FAILURES = {

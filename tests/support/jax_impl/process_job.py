@@ -37,6 +37,8 @@ from jax_impl import (
     simulate_devices,
     unshard,
 )
+from jax_impl.checkpoint.names import is_key
+from jax_impl.modules.module_tree import parameter_leaves
 from tests.support.jax_impl import checkpoint_runs as runs
 
 _ROOT = Path(__file__).parents[3]
@@ -240,6 +242,28 @@ def save_own_paths(path: str) -> dict[str, Any]:
 def load(path: str) -> dict[str, Any]:
     load_checkpoint(path, _small()[0], runs.OPTIMIZER, timeout=60)
     return {"loaded": True}
+
+
+def load_on_initial(path: str, case: list[Any]) -> dict[str, Any]:
+    """A load of some weights only: the parameters of which this process has a piece that is not as expected."""
+    key = _case(case)
+    plan, initial = runs.plan_of(*key), runs.fresh(*key)
+    loaded = load_checkpoint(path, plan, strict=False, initial=initial, timeout=60)
+    whole = {name: np.asarray(x) for name, x in parameter_leaves(runs.model(key.model)).items()}
+    kept = [name.removeprefix("params/") for name in loaded.fresh]
+    wrong = []
+    for name, array in loaded.state.weights.items():
+        for piece in plan.local_pieces(name, array):
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            expected = whole[piece.path][box] if piece.path in kept else np.cos(whole[piece.path] + 1)[box]
+            if not np.array_equal(piece.values, expected):
+                wrong.append(piece.path)
+    for variable, value in initial.variables.items():
+        found = loaded.state.variables[variable]
+        data = [jax.random.key_data(x) if is_key(x) else x for x in (value, found)]
+        if not np.array_equal(*(np.asarray(x.addressable_data(0)) for x in data)):
+            wrong.append(variable)
+    return {"wrong": wrong, "fresh": sorted(loaded.fresh)}
 
 
 def fail_to_load(path: str, process: int) -> dict[str, Any]:

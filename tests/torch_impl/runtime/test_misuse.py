@@ -357,8 +357,9 @@ def hooks_on_given_parameters() -> None:
     model.up.bias.register_hook(lambda grad: grad)
     with pytest.warns(
         UserWarning, match=r"^up.bias: hooks registered before fully_shard are not called any more"
-    ):
+    ) as caught:
         torch_impl.fully_shard(model)
+    assert [warning.filename for warning in caught] == [__file__]
     model = Block()
     model.stack.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.warns(UserWarning, match="^stack: hooks registered before fully_shard"):

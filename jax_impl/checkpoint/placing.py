@@ -1,0 +1,116 @@
+"""Stored tensors into a plan's arrays: each device's boxes are read, one shard at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from bridge.formats import Box
+from jax_impl.checkpoint.by_path import TreeReader
+from jax_impl.checkpoint.names import is_key, parts_of
+from jax_impl.runtime.memory_kinds import in_memory
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """``names``: the stored name of each tensor of the plan that is stored."""
+
+    reader: TreeReader
+    plan: ShardingPlan
+    names: Mapping[str, str]
+
+    def weights(self, expected: Buffers, initial: Buffers | None, places: Mapping[str, str]) -> Buffers:
+        """Arrays in the place of the abstract ones; ``initial`` has the parameters that are not stored."""
+        lacking = {
+            info.key for path, info in self.plan.parameters.items() if f"params/{path}" not in self.names
+        }
+        return {
+            key: moved(
+                self.array("params", key, array.dtype, initial[key] if initial and key in lacking else None),
+                places[key],
+            )
+            for key, array in expected.items()
+        }
+
+    def array(self, name: str, key: str, dtype: np.dtype, fresh: jax.Array | None = None) -> jax.Array:
+        """The array ``key`` of ``name``; ``fresh`` has what is not stored."""
+        stored, sharding = self.plan.stored(key), self.plan.sharding(key)
+        devices: defaultdict[str, list[jax.Device]] = defaultdict(list)
+        indices: dict[jax.Device, Any] = dict(sharding.addressable_devices_indices_map(stored.shape))
+        for device, index in indices.items():
+            devices[repr(index)].append(device)
+        shards = {repr(shard.index): shard for shard in ([] if fresh is None else fresh.addressable_shards)}
+        placed = []
+        for place, index in {repr(index): index for index in indices.values()}.items():
+            own = np.asarray(shards[place].data) if place in shards else None
+            kept = {} if own is None else {(p.path, p.offsets): p.values for p in stored.pieces(index, own)}
+            values = stored.shard(index, dtype, partial(self._box, name, kept))
+            # Waiting frees the host's copy of one shard before the next is read.
+            placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[place]])
+        return jax.make_array_from_single_device_arrays(stored.shape, sharding, placed)
+
+    def optimizer(self, opt_state: Any, fresh: Any, places: Any) -> Any:
+        """Arrays in the place of the abstract ones of ``opt_state``; ``fresh``: the like with values, or None.
+
+        ``places``: the like with kinds of memory.
+        """
+        memory = jax.tree.leaves(places)
+        news: list[Any] = (
+            [None] * len(jax.tree.leaves(opt_state)) if fresh is None else jax.tree.leaves(fresh)
+        )
+        leaves = []
+        for number, (keys, leaf) in enumerate(jax.tree.leaves_with_path(opt_state)):
+            # A fresh array makes room for the one that takes its place.
+            new, news[number] = news[number], None
+            leaves.append(moved(self._moment(keys, leaf, new), memory[number]))
+        return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+
+    def variable(self, path: str, impls: Mapping[str, str]) -> jax.Array:
+        array = self._replicated(f"variables/{path}")
+        if not is_key(self.plan.variables[path]):
+            return array
+        wrap = partial(jax.random.wrap_key_data, impl=impls[path])
+        return jax.jit(wrap, out_shardings=self.plan.replicated)(array)
+
+    def _moment(self, keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, fresh: jax.Array | None) -> Any:
+        located = self.plan.locate_buffer(keys, leaf)
+        if located is None:
+            name = "/".join(parts_of(keys))
+            return self._replicated(name) if name in self.names else fresh
+        key, rest = located
+        name = "/".join(parts_of(rest))
+        held = [path for path in self.plan.parameters if self.plan.holding({key: leaf}, path) is not None]
+        lacking = [path for path in held if f"{name}/{path}" not in self.names]
+        if held and lacking == held:
+            return fresh
+        return self.array(name, key, leaf.dtype, fresh if lacking else None)
+
+    def _box(
+        self,
+        name: str,
+        kept: Mapping[tuple[str, tuple[int, ...]], np.ndarray],
+        path: str,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> np.ndarray:
+        source = self.names.get(f"{name}/{path}")
+        return kept[path, offsets] if source is None else self.reader.read(source, Box(offsets, sizes))
+
+    def _replicated(self, name: str) -> jax.Array:
+        values = self.reader.read(self.names[name])
+        # Not device_put, which has all processes compare their values by a collective.
+        return jax.make_array_from_callback(
+            values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
+        )
+
+
+def moved(array: Any, kind: str) -> Any:
+    """The array in memory of this kind, "" for the device's own: one array at a time is in both."""
+    return array if not kind else jax.device_put(array, in_memory(array.sharding, kind))
