@@ -1,7 +1,7 @@
 """The `twinshard` command.
 
-Exit status: 0 for success, 1 when the answer is no (checkpoints differ, a relay promise is broken), 2 for an error,
-which is one message on standard error. Results go to standard output, progress to standard error.
+Exit status: 0 for success, 1 when the answer is no (checkpoints or curves differ, a relay promise is broken), 2 for an
+error, which is one message on standard error. Results go to standard output, progress to standard error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rich.console import Console
 
 import bridge
 from bridge.commands.convert import convert
+from bridge.commands.curves import CurvesCommand, curves_command
 from bridge.commands.diff import diff
 from bridge.commands.inspect import inspect
 from bridge.commands.map import map_
@@ -41,6 +42,7 @@ app.command(name="map")(map_)
 
 
 app.command()(relay)
+app.command(name="curves", cls=CurvesCommand)(curves_command)
 app.command()(plan)
 
 

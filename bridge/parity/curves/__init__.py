@@ -1,0 +1,1 @@
+"""Are two training runs the same experiment? ``read_metrics`` reads their curves, ``compare_runs`` compares them."""

@@ -1,0 +1,163 @@
+"""The band of seeds: how far the means of two groups of runs may lie apart if they are one experiment.
+
+Every run's curve is smoothed first by a running median over ``window`` steps, which leaves a jump where it is and
+forgets single stray points. At each step the difference of the two means is divided by its standard error, from the
+spread among the repeats of each side. A departure is a stretch of ``window`` or more steps that all lie beyond a
+critical value, on one side. That value keeps the probability of any false departure in the whole curve below ``alpha``:
+
+- with enough repeats (4 + 4 and more for ``alpha = 0.05``), from all ways to deal the labels A and B to the runs: the
+  largest stretch that each of them gives. It holds for any noise.
+- with fewer, from Student's t for normal noise. A stretch of ``window`` steps holds exactly one step whose number is
+  ``window - 1`` modulo ``window``, so only these steps count as tests (Bonferroni), however correlated the steps are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from bridge.parity.curves.student import two_sided_p, two_sided_quantile
+
+SPREAD_WINDOWS = 4
+"""The spread at a step is pooled over so many windows."""
+
+PARTS = 3
+"""The noise's correlation is estimated in so many parts of the curve."""
+
+MOST_RELABELINGS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Arrays are float64 ``[steps]``.
+
+    ``mean_a``, ``mean_b``: of the smoothed runs. ``spread``: standard deviation of one smoothed run. ``half``: how far
+    the means may lie apart. ``method``: "permutation" of ``tests`` labelings, or "t" with ``tests`` of them and ``dof``
+    degrees of freedom. ``p``: the probability of a stretch as extreme as the most extreme one, if A and B are one
+    experiment.
+    """
+
+    mean_a: np.ndarray
+    mean_b: np.ndarray
+    spread: np.ndarray
+    half: np.ndarray
+    window: int
+    method: str
+    tests: int
+    dof: float
+    critical: float
+    p: float
+
+
+def default_window(steps: int) -> int:
+    """A twentieth of the curve, an odd number from 5 to 51."""
+    return min(max(5, steps // 20), 51) // 2 * 2 + 1
+
+
+def seed_band(a: np.ndarray, b: np.ndarray, *, alpha: float, window: int) -> Band:
+    """The band for runs ``a [repeats, steps]`` and ``b [repeats, steps]``, finite, three runs or more in all."""
+    window = min(window, (a.shape[1] - 1) // 2 * 2 + 1)
+    runs = smoothed(np.concatenate([a, b]), window)
+    count, steps = len(a), a.shape[1]
+    own = tuple(range(count))
+    difference, error, dof = _studentized(runs, own, window)
+    observed = _longest(_ratio(difference, error), window)
+    labelings = _labelings(len(runs), count)
+    allowed = math.floor(alpha * len(labelings))
+    if allowed:
+        largest = [observed]
+        for group in labelings:
+            if group != own:
+                parts = _studentized(runs, group, window)
+                largest.append(_longest(_ratio(parts[0], parts[1]), window))
+        method, tests = "permutation", len(labelings)
+        critical = sorted(largest, reverse=True)[allowed]
+        p = sum(one >= observed for one in largest) / tests
+    else:
+        method, tests = "t", max(1, steps // window)
+        critical = two_sided_quantile(alpha / tests, dof)
+        p = min(1.0, tests * two_sided_p(observed, dof)) if observed > 0 else 1.0
+    spread = error / math.sqrt(1 / len(a) + 1 / len(b))
+    half = critical * error
+    means = runs[:count].mean(0), runs[count:].mean(0)
+    return Band(*means, spread, half, window, method, tests, dof, critical, p)
+
+
+def smoothed(runs: np.ndarray, window: int) -> np.ndarray:
+    """Running medians along the last axis. Windows near an end are moved inward, so that all are equally noisy."""
+    medians = np.median(sliding_window_view(runs, window, axis=-1), axis=-1)
+    return medians[..., _window_starts(runs.shape[-1], window)]
+
+
+def _window_starts(steps: int, window: int) -> np.ndarray:
+    return np.clip(np.arange(steps) - window // 2, 0, steps - window)
+
+
+def _studentized(
+    runs: np.ndarray, group: tuple[int, ...], window: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The difference of the means of ``group`` and of the others, its standard error, and its degrees of freedom."""
+    chosen = np.zeros(len(runs), bool)
+    chosen[list(group)] = True
+    first, second = runs[chosen], runs[~chosen]
+    residuals = np.concatenate([first - first.mean(0), second - second.mean(0)])
+    free = len(runs) - 2
+    steps = runs.shape[1]
+    length = min(steps, SPREAD_WINDOWS * window)
+    variance = (residuals**2).sum(0) / free
+    totals = np.concatenate([[0.0], np.cumsum(variance)])
+    starts = _window_starts(steps, length)
+    # Differences of sums may come out below zero by rounding.
+    pooled = np.maximum((totals[starts + length] - totals[starts]) / length, 0.0)
+    error = np.sqrt(pooled * (1 / len(first) + 1 / len(second)))
+    scaled = np.divide(residuals, np.sqrt(pooled), out=np.zeros_like(residuals), where=pooled > 0)
+    # Noise that is independent early and persistent late is held to be persistent.
+    parts = np.array_split(scaled, PARTS, axis=1) if steps >= PARTS * length else [scaled]
+    return first.mean(0) - second.mean(0), error, free * min(_independent(part, length) for part in parts)
+
+
+def _independent(scaled: np.ndarray, length: int) -> float:
+    """How many independent values the variance of ``length`` correlated ones is worth (Bartlett), at least 1.
+
+    ``scaled``: noise of unit variance, ``[repeats, length or more]``.
+    """
+    steps = scaled.shape[1]
+    total = (scaled**2).mean()
+    if total == 0:
+        return 1.0
+    spectrum = np.abs(np.fft.rfft(scaled, 2 * steps, axis=1)) ** 2
+    products = np.fft.irfft(spectrum, 2 * steps, axis=1)[:, :length].mean(0)
+    lags = np.arange(length)
+    correlation = products / (steps - lags) / total
+    weights = np.where(lags == 0, 1.0, 2.0) * (1 - lags / length)
+    return max(1.0, length / float((weights * np.minimum(correlation**2, 1.0)).sum()))
+
+
+def _ratio(difference: np.ndarray, error: np.ndarray) -> np.ndarray:
+    # Repeats that are equal to the bit have no spread, and any difference is infinitely many of them.
+    beyond = np.sign(difference) * np.where(difference == 0, 0.0, np.inf)
+    return np.divide(
+        difference, error, out=np.nan_to_num(beyond, nan=0.0, posinf=np.inf, neginf=-np.inf), where=error > 0
+    )
+
+
+def _longest(ratio: np.ndarray, window: int) -> float:
+    """The largest value that ``window`` steps in a row all reach, on one side."""
+    return float(max(sliding_window_view(side, window).min(1).max() for side in (ratio, -ratio)))
+
+
+def _labelings(runs: int, count: int) -> list[tuple[int, ...]]:
+    """Groups that could have been A, the own one first; of many, a sample that is the same every time."""
+    mirrored = 2 * count == runs
+    number = math.comb(runs, count) // (2 if mirrored else 1)
+    if number <= MOST_RELABELINGS:
+        groups = itertools.combinations(range(runs), count)
+        # Equal groups give the same statistic when A and B are exchanged; one of each pair holds run 0.
+        return [group for group in groups if not mirrored or group[0] == 0]
+    random = np.random.default_rng(0)
+    drawn = {tuple(sorted(map(int, random.permutation(runs)[:count]))) for _ in range(MOST_RELABELINGS - 1)}
+    return [tuple(range(count)), *sorted(drawn - {tuple(range(count))})]

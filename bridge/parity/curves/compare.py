@@ -1,0 +1,202 @@
+"""Two groups of runs, compared: the steps they share, what is not finite, and the band of seeds or the tolerance."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import numpy as np
+
+from bridge.parity.curves.band import default_window, seed_band
+from bridge.parity.curves.growth import Growth, growth
+from bridge.parity.curves.metrics_files import read_metrics
+from bridge.parity.curves.report import Curves, CurvesReport, Departure, Noise, relative_difference
+from bridge.parity.curves.series import MetricsError, Series
+
+PathLike = str | os.PathLike[str]
+
+
+def compare_runs(
+    a: Sequence[PathLike],
+    b: Sequence[PathLike],
+    metric: str = "loss",
+    *,
+    alpha: float = 0.05,
+    window: int | None = None,
+    rtol: float = 0.0,
+) -> CurvesReport:
+    """Are the runs ``a`` and the runs ``b`` the same experiment?
+
+    Each is a list of metrics files (``read_metrics``), one a run. Compared are the steps that all runs have. A NaN or
+    an infinity on one side only is a departure; steps at which both sides have one are left out.
+
+    With three runs or more in all, the runs of a side must be repeats that differ in their seeds. From them the band of
+    seeds is estimated (``bridge.parity.curves.band``): runs of one experiment leave it, anywhere on the curve, with
+    probability ``alpha`` at most. ``window`` (odd; by default a twentieth of the curve, 5 to 51) is the number of
+    compared steps that curves are smoothed over and that a departure must last; its first step is right to about half
+    a window. Relative differences of ``rtol`` or less are never beyond.
+
+    With one run on each side nothing is known of noise: every step that differs by more than ``rtol``, relative to A,
+    is beyond.
+
+    Raises ``MetricsError`` for files that cannot be read, that lack ``metric`` (and names those that exist) or share no
+    step, and for arguments out of range; ``OSError`` for files that cannot be opened.
+    """
+    _check_arguments(a, b, alpha, window, rtol)
+    names = [os.fspath(path) for path in (*a, *b)]
+    series = [_series(name, metric) for name in names]
+    steps = reduce(np.intersect1d, [one.steps for one in series])
+    if not len(steps):
+        raise MetricsError(f"expected steps that all runs have, found none: {_ranges(names, series)}")
+    values = np.stack([one.values[np.searchsorted(one.steps, steps)] for one in series])
+    runs_a, runs_b = values[: len(a)], values[len(a) :]
+    bad_a, bad_b = (~np.isfinite(runs).all(0) for runs in (runs_a, runs_b))
+    notes = _notes(names, series, len(steps))
+    if (bad_a & bad_b).any():
+        notes.append(
+            f"{(bad_a & bad_b).sum()} steps left out: both sides have values that are not finite there"
+        )
+    departures = [
+        Departure("not finite", int(steps[first]), int(steps[last]), last - first + 1, math.nan, math.nan)
+        for first, last in _stretches(bad_a ^ bad_b)
+    ]
+    usable = ~(bad_a | bad_b)
+    notes += _equal_runs(names, values)
+    curves = _Curves(steps, usable, runs_a, runs_b)
+    if not usable.any():
+        notes.append("no step has finite values on both sides")
+    elif len(names) == 2:
+        departures += curves.compare_exactly(rtol)
+    else:
+        departures += curves.compare_with_band(rtol, alpha, window)
+    return CurvesReport(
+        metric=metric,
+        a=tuple(names[: len(a)]),
+        b=tuple(names[len(a) :]),
+        steps=len(steps),
+        first_step=int(steps[0]),
+        last_step=int(steps[-1]),
+        rtol=rtol,
+        largest=curves.largest,
+        departures=tuple(sorted(departures, key=lambda departure: departure.first)),
+        noise=curves.noise,
+        growth=curves.growth,
+        notes=tuple(notes),
+        curves=Curves(steps, runs_a, runs_b, *curves.lines),
+    )
+
+
+class _Curves:
+    """The comparison of the finite values; ``lines`` holds the last four fields of ``report.Curves``."""
+
+    noise: Noise | None = None
+    growth: Growth | None = None
+    largest = 0.0
+
+    def __init__(self, steps: np.ndarray, usable: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+        self.steps, self.usable = steps[usable], usable
+        self.a, self.b = a[:, usable], b[:, usable]
+        self.lines = np.full((4, len(steps)), np.nan)
+
+    def compare_exactly(self, rtol: float) -> list[Departure]:
+        relative = relative_difference(self.a[0], self.b[0])
+        self._keep(self.a[0], self.b[0], np.zeros_like(relative), rtol * np.abs(self.a[0]))
+        self.growth = growth(self.steps, np.abs(relative))
+        return self._departures("rtol", relative, np.abs(relative) > rtol, 1)
+
+    def compare_with_band(self, rtol: float, alpha: float, window: int | None) -> list[Departure]:
+        width = default_window(len(self.steps)) if window is None else window
+        band = seed_band(self.a, self.b, alpha=alpha, window=width)
+        half = np.maximum(band.half, rtol * np.abs(band.mean_a))
+        relative = relative_difference(band.mean_a, band.mean_b)
+        self._keep(band.mean_a, band.mean_b, band.spread, half)
+        with np.errstate(all="ignore"):
+            typical = float(np.median(band.half / np.abs(band.mean_a)))
+        self.noise = Noise(
+            band.method, band.window, alpha, band.tests, band.dof, band.critical, band.p, typical
+        )
+        difference = band.mean_b - band.mean_a
+        return [
+            departure
+            for sign in (1, -1)
+            for departure in self._departures("band", relative, sign * difference > half, band.window)
+        ]
+
+    def _keep(self, mean_a: np.ndarray, mean_b: np.ndarray, spread: np.ndarray, half: np.ndarray) -> None:
+        self.lines[:, self.usable] = mean_a, mean_b, spread, half
+        self.largest = float(np.abs(relative_difference(mean_a, mean_b)).max())
+
+    def _departures(
+        self, kind: str, relative: np.ndarray, beyond: np.ndarray, fewest: int
+    ) -> list[Departure]:
+        found = []
+        for first, last in _stretches(beyond):
+            if last - first + 1 < fewest:
+                continue
+            part = relative[first : last + 1]
+            span = int(self.steps[first]), int(self.steps[last]), last - first + 1
+            found.append(Departure(kind, *span, float(part.mean()), float(part[np.abs(part).argmax()])))
+        return found
+
+
+def _stretches(flags: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The first and last index of every stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    for first, stop in zip(edges[::2], edges[1::2], strict=True):
+        yield int(first), int(stop) - 1
+
+
+def _check_arguments(
+    a: Sequence[PathLike], b: Sequence[PathLike], alpha: float, window: int | None, rtol: float
+) -> None:
+    if isinstance(a, str | os.PathLike) or isinstance(b, str | os.PathLike):
+        raise MetricsError(
+            'expected lists of paths, such as compare_runs(["a.jsonl"], ["b.jsonl"]), found one path'
+        )
+    if not a or not b:
+        raise MetricsError(f"expected one run or more on each side, found {len(a)} and {len(b)}")
+    if not 0 < alpha < 1:
+        raise MetricsError(f"alpha: expected a probability between 0 and 1, found {alpha}")
+    if window is not None and (window < 1 or window % 2 == 0):
+        raise MetricsError(f"window: expected an odd number of steps, found {window}")
+    if not rtol >= 0:
+        raise MetricsError(f"rtol: expected 0 or more, found {rtol}")
+
+
+def _series(path: str, metric: str) -> Series:
+    found = read_metrics(path)
+    if metric not in found:
+        raise MetricsError(f"{path}: expected the metric {metric!r}, found {', '.join(sorted(found))}")
+    return found[metric]
+
+
+def _ranges(names: Sequence[str], series: Sequence[Series]) -> str:
+    return "; ".join(
+        f"{name} has {len(one)} steps, {', '.join(map(str, one.steps[:3]))}{', ...' if len(one) > 3 else ''} "
+        f"up to {one.steps[-1]}"
+        for name, one in zip(names, series, strict=True)
+    )
+
+
+def _equal_runs(names: Sequence[str], values: np.ndarray) -> list[str]:
+    """Which repeats tell nothing of seeds. Two single runs may well be equal."""
+    if len(names) == 2:
+        return []
+    return [
+        f"{names[k]} and {names[n]} are equal to the bit: not two seeds, and so the band is too narrow"
+        for n in range(len(names))
+        for k in range(n)
+        if np.array_equal(values[k], values[n], equal_nan=True)
+    ]
+
+
+def _notes(names: Sequence[str], series: Sequence[Series], common: int) -> list[str]:
+    """Which runs have steps that others lack."""
+    return [
+        f"{name}: {len(one) - common} of its {len(one)} steps (the last one {one.steps[-1]}) left out, as other runs "
+        "lack them"
+        for name, one in zip(names, series, strict=True)
+        if len(one) > common
+    ]

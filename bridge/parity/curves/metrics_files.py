@@ -1,0 +1,182 @@
+"""Metrics files of a training run: JSON lines, CSV, and TensorBoard event files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bridge.parity.curves.event_files import is_event_file, read_events
+from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Series, as_number, as_step
+
+_EVENTS = "tfevents"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
+    """Every metric of one run, by name.
+
+    ``path`` is a file, or a directory of TensorBoard event files, which are read in the order of their names (they
+    begin with a time). Files are told apart by name (``*tfevents*``, ``.csv``, ``.tsv``, ``.jsonl``, ``.json``), others
+    by their first bytes.
+
+    - JSON lines: objects; every number, and text such as "nan", is a value. The step is ``step``, ``global_step`` or
+      ``_step``, or the number of the line, from 0, if no line has one.
+    - CSV: a heading, then rows; empty cells are absent values, columns of text are left out. Steps as above.
+    - Event files: scalars, as ``simple_value`` or as a tensor of float or double. They store losses in float32.
+
+    Of several values at one step the last counts. A last line or record that is incomplete, as while the run goes on,
+    is left out with a warning. Raises ``MetricsError``, with file and line or byte, for damaged files and files without
+    any number; ``OSError`` for files that cannot be opened.
+    """
+    place = Path(path)
+    found = Collected()
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if _EVENTS in file.name)
+        if not files:
+            raise MetricsError(
+                f"{place}: expected TensorBoard event files (*{_EVENTS}*) in the directory, found none"
+            )
+        for file in files:
+            read_events(file, found)
+    elif _is_events(place):
+        read_events(place, found)
+    elif _is_csv(place):
+        _read_csv(place, found)
+    else:
+        _read_json_lines(place, found)
+    series = found.series()
+    if not series:
+        raise MetricsError(f"{place}: expected at least one metric with a number, found none")
+    return series
+
+
+def _is_events(path: Path) -> bool:
+    if path.suffix in (".jsonl", ".json", ".csv", ".tsv"):
+        return False
+    return _EVENTS in path.name or is_event_file(path)
+
+
+def _is_csv(path: Path) -> bool:
+    if path.suffix in (".csv", ".tsv"):
+        return True
+    if path.suffix in (".jsonl", ".json"):
+        return False
+    with path.open("rb") as file:
+        return not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+
+
+def _left_out(path: Path, line: int, what: str) -> None:
+    warnings.warn(f"{path}, line {line}: the last {what} is incomplete and left out", stacklevel=4)
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise MetricsError(
+            f"{path}, line {line}: expected UTF-8 text, found byte {data[error.start]:#04x}"
+        ) from None
+
+
+def _step_name(names: Sequence[str]) -> str | None:
+    """The first of ``names`` that means the step."""
+    ranked = [(STEP_NAMES.index(name.lower()), name) for name in names if name.lower() in STEP_NAMES]
+    return min(ranked)[1] if ranked else None
+
+
+def _read_json_lines(path: Path, found: Collected) -> None:
+    rows = list(_json_rows(path))
+    name = _step_name(list(dict.fromkeys(key for _, row in rows for key in row)))
+    for count, (line, row) in enumerate(rows):
+        if name is not None and name not in row:
+            raise MetricsError(
+                f'{path}, line {line}: expected a "{name}" as in other lines, found {_some(row)}'
+            )
+        step = count if name is None else as_step(row[name])
+        if step is None:
+            stored = row.get(str(name))
+            raise MetricsError(f'{path}, line {line}: expected a whole number as "{name}", found {stored!r}')
+        for key, value in row.items():
+            number = as_number(value)
+            if number is not None and key != name:
+                found.add(key, step, number)
+
+
+def _some(row: dict[str, Any]) -> str:
+    return ", ".join(f'"{key}"' for key in list(row)[:5]) or "an empty object"
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = _text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            if number == len(lines):
+                return _left_out(path, number, "line")
+            raise MetricsError(
+                f"{path}, line {number}: expected one JSON object such as "
+                f'{{"step": 1, "loss": 2.3}}, found {line[:60]!r} ({error})'
+            ) from None
+        if not isinstance(row, dict):
+            raise MetricsError(f"{path}, line {number}: expected a JSON object, found {line[:60]!r}")
+        yield number, row
+
+
+def _read_csv(path: Path, found: Collected) -> None:
+    text = _text(path)
+    first = text.split("\n", 1)[0]
+    complete = text.endswith("\n")
+    reader = csv.reader(text.splitlines(), delimiter="\t" if "\t" in first and "," not in first else ",")
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise MetricsError(f"{path}, line {reader.line_num}: expected rows of a table: {error}") from None
+    if not rows:
+        raise MetricsError(f"{path}: expected a heading and rows, found an empty file")
+    (_, names), *rows = rows
+    names = [name.strip() for name in names]
+    if all(as_number(name) is not None for name in names):
+        raise MetricsError(
+            f"{path}, line 1: expected a heading such as step,loss, found numbers: {first[:60]!r}"
+        )
+    if rows and not complete:
+        # A number that is cut still looks like one.
+        _left_out(path, rows.pop()[0], "row")
+    _add_rows(path, names, rows, found)
+
+
+def _add_rows(path: Path, names: list[str], rows: list[tuple[int, list[str]]], found: Collected) -> None:
+    for line, row in rows:
+        if len(row) != len(names):
+            raise MetricsError(
+                f"{path}, line {line}: expected {len(names)} cells as in the heading, found {len(row)}"
+            )
+    step_name = _step_name(names)
+    at = None if step_name is None else names.index(step_name)
+    steps = [count if at is None else as_step(row[at]) for count, (_, row) in enumerate(rows)]
+    for (line, row), step in zip(rows, steps, strict=True):
+        if at is not None and step is None:
+            raise MetricsError(
+                f"{path}, line {line}: expected a whole number as {names[at]}, found {row[at]!r}"
+            )
+    for column, name in enumerate(names):
+        filled = [(at_row, row[column]) for at_row, (_, row) in enumerate(rows) if row[column].strip()]
+        if column == at or not filled or as_number(filled[0][1]) is None:
+            continue
+        for at_row, cell in filled:
+            number, step = as_number(cell), steps[at_row]
+            if number is None or step is None:
+                line = rows[at_row][0]
+                raise MetricsError(
+                    f"{path}, line {line}: expected a number in column {name}, found {cell[:60]!r}"
+                )
+            found.add(name, step, number)

@@ -1,0 +1,187 @@
+"""The answer of ``compare_runs``: the verdict, the departures, and its JSON, table and text forms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.parity.curves.growth import Growth
+
+_ROWS = 11
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A stretch of steps at which A and B are not the same experiment.
+
+    ``kind``: "band" (beyond the band of seeds), "rtol" (single runs, beyond the tolerance) or "not finite" (a NaN or an
+    infinity on one side only). ``first``, ``last``: its steps; ``count``: how many compared steps that are. ``mean``
+    and ``largest``: of ``(B - A) / |A|``, with its sign, over the stretch; NaN where a value is not finite.
+    """
+
+    kind: str
+    first: int
+    last: int
+    count: int
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the band of seeds was found: see ``bridge.parity.curves.band``.
+
+    ``method``: "permutation" or "t". ``tests``: labelings, or tests of the Bonferroni correction. ``critical``: how
+    many standard errors the band is wide. ``p``: the probability of such curves if A and B are one experiment.
+    ``band``: the median over the steps of the band's half width, relative to A.
+    """
+
+    method: str
+    window: int
+    alpha: float
+    tests: int
+    dof: float
+    critical: float
+    p: float
+    band: float
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """What was compared, for pictures. ``a`` and ``b``: the values, ``[runs, steps]``; the others ``[steps]``.
+
+    ``mean_a``, ``mean_b``: of the smoothed runs (of the run itself if each side has one). ``spread``: of one smoothed
+    run. ``half``: how far the means may lie apart. All are NaN at steps with values that are not finite.
+    """
+
+    steps: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    mean_a: np.ndarray
+    mean_b: np.ndarray
+    spread: np.ndarray
+    half: np.ndarray
+
+    @property
+    def relative(self) -> np.ndarray:
+        """``(B - A) / |A|`` of the means."""
+        return relative_difference(self.mean_a, self.mean_b)
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """``(b - a) / |a|``; 0 where both are equal, infinite where only ``a`` is 0."""
+    with np.errstate(all="ignore"):
+        return np.where(a == b, 0.0, (b - a) / np.abs(a))
+
+
+@dataclass(frozen=True, eq=False)
+class CurvesReport:
+    """Whether runs ``a`` and ``b`` are one experiment, as far as ``metric`` shows.
+
+    ``steps``: how many were compared, from ``first_step`` to ``last_step``. ``departures``: in order of their steps;
+    none if the runs are the same. ``noise``: None if each side has one run, since noise was not estimated then.
+    ``growth``: of the difference of two single runs, if it grows. ``notes``: steps and values that were left out.
+    """
+
+    metric: str
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    steps: int
+    first_step: int
+    last_step: int
+    rtol: float
+    largest: float
+    departures: tuple[Departure, ...]
+    noise: Noise | None
+    growth: Growth | None
+    notes: tuple[str, ...]
+    curves: Curves
+
+    @property
+    def same(self) -> bool:
+        return not self.departures
+
+    @property
+    def verdict(self) -> str:
+        """ "same experiment" or "different from step k"."""
+        return "same experiment" if self.same else f"different from step {self.departures[0].first}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the curves themselves."""
+        fields = {name: value for name, value in vars(self).items() if name != "curves"}
+        return {"same": self.same, "verdict": self.verdict, **fields}
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading and a dozen rows: evenly spaced steps and the first step of every departure (ten of them)."""
+        curves, steps = self.curves, self.curves.steps
+        evenly = np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int)
+        starts = np.searchsorted(steps, [departure.first for departure in self.departures[:10]])
+        rows: list[tuple[str, ...]] = [("step", "A", "B", "difference", "band", "")]
+        relative = curves.relative
+        with np.errstate(all="ignore"):
+            band = curves.half / np.abs(curves.mean_a)
+        for k in sorted({*map(int, evenly), *map(int, starts)}):
+            kinds = [one.kind for one in self.departures if one.first <= steps[k] <= one.last]
+            mark = "" if not kinds else "not finite" if "not finite" in kinds else "beyond"
+            shown = (f"{curves.mean_a[k]:.6g}", f"{curves.mean_b[k]:.6g}", _percent(relative[k], sign=True))
+            rows.append((str(steps[k]), *shown, _percent(band[k]), mark))
+        return rows
+
+    def summary(self) -> str:
+        """The verdict with its reasons, in lines of text."""
+        compared = f"{self.steps} common steps {self.first_step} to {self.last_step}"
+        lines = [f"{self.verdict}: {self.metric} of {len(self.a)} + {len(self.b)} runs, {compared}"]
+        lines += [_explained(departure, self.last_step) for departure in self.departures[:5]]
+        if len(self.departures) > 5:
+            lines.append(f"... and {len(self.departures) - 5} more stretches beyond")
+        lines.append(self._about_noise())
+        if self.growth is not None:
+            lines.append(self.growth.summary())
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _about_noise(self) -> str:
+        noise = self.noise
+        if noise is None:
+            return (
+                f"Noise was not estimated: one run a side. Largest relative difference {self.largest:.3g}, allowed "
+                f"{self.rtol:g}. Give repeats with other seeds (three a side) to learn what seeds do."
+            )
+        how = (
+            f"from {noise.tests} ways to deal the labels A and B"
+            if noise.method == "permutation"
+            else f"from Student's t ({noise.dof:.1f} degrees of freedom, {noise.tests} tests, Bonferroni)"
+        )
+        return (
+            f"Band of seeds: {_percent(noise.band)} (median), {noise.critical:.2f} standard errors, {how}. A departure "
+            f"stays beyond for {noise.window} steps or more, on running medians over {noise.window} steps. False "
+            f"alarms: at most {noise.alpha:g} for the whole curve; p = {noise.p:.2g}."
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture of the curves, the bands and the departures; the suffix gives the format."""
+        from bridge.parity.curves.picture import save_picture
+
+        save_picture(self, Path(path))
+
+
+def _percent(value: float, sign: bool = False) -> str:
+    if value == 0 or math.isnan(value):
+        return f"{abs(value):.3g} %"
+    return f"{100 * value:{'+' if sign else ''}.3g} %"
+
+
+def _explained(departure: Departure, last_step: int) -> str:
+    end = "to the end" if departure.last == last_step else f"until step {departure.last}"
+    steps = "1 step" if departure.count == 1 else f"{departure.count} compared steps"
+    span = f"from step {departure.first} {end} ({steps})"
+    if departure.kind == "not finite":
+        return f"{span}: values that are not finite (NaN, infinity) on one side only"
+    beyond = "the band of seeds" if departure.kind == "band" else "the tolerance"
+    return (
+        f"{span}: beyond {beyond}, B is {_percent(departure.mean, sign=True)} from A on average, "
+        f"{_percent(departure.largest, sign=True)} where it is furthest"
+    )

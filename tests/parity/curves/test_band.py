@@ -1,0 +1,96 @@
+"""The band of seeds, on synthetic curves whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.parity.curves.band import default_window, seed_band, smoothed
+from bridge.parity.curves.student import two_sided_p, two_sided_quantile
+
+STEPS = 200
+WINDOW = default_window(STEPS)
+
+
+def noise(kind: str, runs: int, random: np.random.Generator) -> np.ndarray:
+    """Of about unit size: independent, drifting, or with an offset of the whole run, all or its late half."""
+    white = random.standard_normal((runs, STEPS))
+    offset = random.standard_normal((runs, 1))
+    if kind == "walk":
+        return np.cumsum(white, 1) / np.sqrt(STEPS)
+    if kind == "offset":
+        return 0.5 * white + offset
+    if kind == "late":
+        return 0.3 * white + offset * np.clip(2 * np.arange(STEPS) / STEPS - 1, 0, 1)
+    if kind == "shrinking":
+        return white * (0.05 + np.exp(-np.arange(STEPS) / 10))
+    return white
+
+
+@pytest.mark.parametrize("kind", ["white", "walk", "offset", "late", "shrinking"])
+@pytest.mark.parametrize(("a", "b"), [(3, 3), (3, 1), (4, 4)])
+def test_false_alarms_are_as_rare_as_promised(kind: str, a: int, b: int) -> None:
+    random = np.random.default_rng(17)
+    alarms = 0
+    for _ in range(50):
+        runs = noise(kind, a + b, random)
+        band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
+        alarms += band.p <= 0.05
+    # With 50 times 0.05 expected at most, more than 6 come up once in 90 times.
+    assert alarms <= 6, f"{alarms} false alarms in 50"
+
+
+@pytest.mark.parametrize(("a", "b"), [(3, 3), (4, 4), (5, 2)])
+def test_p_is_below_alpha_exactly_if_a_stretch_leaves_the_band(a: int, b: int) -> None:
+    random = np.random.default_rng(3)
+    seen = set()
+    for size in np.linspace(0, 2, 30):
+        runs = noise("white", a + b, random)
+        runs[a:, 90:] += size
+        band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
+        beyond = band.mean_b - band.mean_a > band.half
+        stretch = max(map(len, "".join("x" if one else " " for one in beyond).split()), default=0)
+        assert (stretch >= WINDOW) == (band.p <= 0.05)
+        seen.add(stretch >= WINDOW)
+    assert seen == {True, False}
+
+
+def test_running_medians_keep_a_jump_and_forget_a_stray_point() -> None:
+    curve = np.where(np.arange(60) < 30, 1.0, 2.0)
+    stray = curve.copy()
+    stray[10], stray[45] = 99, -99
+    assert (smoothed(stray[None], 11) == curve).all()
+
+
+def test_runs_without_any_spread_allow_no_difference() -> None:
+    same = np.ones((2, 50))
+    assert seed_band(same, same, alpha=0.05, window=5).p == 1
+    assert seed_band(same, same + 1e-9, alpha=0.05, window=5).p == 0
+
+
+def test_student_t_agrees_with_tables() -> None:
+    for p, dof, t in [
+        (0.05, 1, 12.7062047),
+        (0.05, 4, 2.7764451),
+        (0.001, 10, 4.5868939),
+        (0.01, 120, 2.6174211),
+    ]:
+        assert two_sided_quantile(p, dof) == pytest.approx(t, rel=1e-7)
+        assert two_sided_p(t, dof) == pytest.approx(p, rel=1e-6)
+    for p in (0.5, 1e-6, 1e-12):  # two degrees of freedom have a closed form
+        t = 2 * (0.5 - p / 2) * np.sqrt(2 / (1 - 4 * (0.5 - p / 2) ** 2))
+        assert two_sided_quantile(p, 2) == pytest.approx(t, rel=1e-3)
+
+
+def test_twenty_labelings_and_more_are_dealt_fewer_are_not() -> None:
+    random = np.random.default_rng(0)
+    for a, b, method, tests in [
+        (3, 3, "t", STEPS // WINDOW),
+        (4, 4, "permutation", 35),
+        (5, 2, "permutation", 21),
+    ]:
+        runs = noise("white", a + b, random)
+        band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
+        assert (band.method, band.tests) == (method, tests)
+    runs = noise("white", 14, random)
+    assert seed_band(runs[:7], runs[7:], alpha=0.05, window=WINDOW).tests <= 1000 + 1716
