@@ -43,7 +43,7 @@ def dcp(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-@pytest.mark.parametrize("name", ["convert", "diff", "inspect", "relay"])
+@pytest.mark.parametrize("name", ["convert", "curves", "diff", "inspect", "relay"])
 def test_the_help_of_every_command_shows_an_example(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0

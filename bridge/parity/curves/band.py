@@ -36,8 +36,9 @@ class Band:
     """Arrays are float64 ``[steps]``.
 
     ``mean_a``, ``mean_b``: of the smoothed runs. ``spread``: standard deviation of one smoothed run. ``half``: how far
-    the means may lie apart. ``method``: "permutation" of ``tests`` labelings, or "t" with ``tests`` of them and ``dof``
-    degrees of freedom. ``p``: the probability of a stretch as extreme as the most extreme one, if A and B are one
+    the means may lie apart. ``ratio``: the means' difference, B less A, in standard errors; beyond the band it is
+    larger than ``critical`` or smaller than ``-critical``. ``method``: "permutation" of ``tests`` labelings, or "t"
+    with ``tests`` of them and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most extreme one, if A and B are one
     experiment.
     """
 
@@ -45,6 +46,7 @@ class Band:
     mean_b: np.ndarray
     spread: np.ndarray
     half: np.ndarray
+    ratio: np.ndarray
     window: int
     method: str
     tests: int
@@ -60,20 +62,22 @@ def default_window(steps: int) -> int:
 
 def seed_band(a: np.ndarray, b: np.ndarray, *, alpha: float, window: int) -> Band:
     """The band for runs ``a [repeats, steps]`` and ``b [repeats, steps]``, finite, three runs or more in all."""
-    window = min(window, (a.shape[1] - 1) // 2 * 2 + 1)
-    runs = smoothed(np.concatenate([a, b]), window)
     count, steps = len(a), a.shape[1]
-    own = tuple(range(count))
-    difference, error, dof = _studentized(runs, own, window)
-    observed = _longest(_ratio(difference, error), window)
+    window = min(window, (steps - 1) // 2 * 2 + 1)
+    length = min(steps, SPREAD_WINDOWS * window)
+    runs = smoothed(np.concatenate([a, b]), window)
+    scale = math.sqrt(1 / len(a) + 1 / len(b))
     labelings = _labelings(len(runs), count)
+    difference, spread, residuals = _parts(runs, labelings[0], length)
+    ratio = _ratio(difference, scale * spread)
+    observed = _longest(ratio, window)
+    dof = (len(runs) - 2) * _independent(residuals, spread, length)
     allowed = math.floor(alpha * len(labelings))
     if allowed:
         largest = [observed]
-        for group in labelings:
-            if group != own:
-                parts = _studentized(runs, group, window)
-                largest.append(_longest(_ratio(parts[0], parts[1]), window))
+        for group in labelings[1:]:
+            other, its_spread, _ = _parts(runs, group, length)
+            largest.append(_longest(_ratio(other, scale * its_spread), window))
         method, tests = "permutation", len(labelings)
         critical = sorted(largest, reverse=True)[allowed]
         p = sum(one >= observed for one in largest) / tests
@@ -81,10 +85,9 @@ def seed_band(a: np.ndarray, b: np.ndarray, *, alpha: float, window: int) -> Ban
         method, tests = "t", max(1, steps // window)
         critical = two_sided_quantile(alpha / tests, dof)
         p = min(1.0, tests * two_sided_p(observed, dof)) if observed > 0 else 1.0
-    spread = error / math.sqrt(1 / len(a) + 1 / len(b))
-    half = critical * error
     means = runs[:count].mean(0), runs[count:].mean(0)
-    return Band(*means, spread, half, window, method, tests, dof, critical, p)
+    half = critical * scale * spread
+    return Band(*means, spread, half, ratio, window, method, tests, dof, critical, p)
 
 
 def smoothed(runs: np.ndarray, window: int) -> np.ndarray:
@@ -97,39 +100,51 @@ def _window_starts(steps: int, window: int) -> np.ndarray:
     return np.clip(np.arange(steps) - window // 2, 0, steps - window)
 
 
-def _studentized(
-    runs: np.ndarray, group: tuple[int, ...], window: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """The difference of the means of ``group`` and of the others, its standard error, and its degrees of freedom."""
+def _parts(
+    runs: np.ndarray, group: tuple[int, ...], length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For ``group`` and the other runs: the difference of means, the pooled deviation of a run, each run's own."""
     chosen = np.zeros(len(runs), bool)
     chosen[list(group)] = True
     first, second = runs[chosen], runs[~chosen]
     residuals = np.concatenate([first - first.mean(0), second - second.mean(0)])
-    free = len(runs) - 2
-    steps = runs.shape[1]
-    length = min(steps, SPREAD_WINDOWS * window)
-    variance = (residuals**2).sum(0) / free
-    totals = np.concatenate([[0.0], np.cumsum(variance)])
-    starts = _window_starts(steps, length)
-    # Differences of sums may come out below zero by rounding.
-    pooled = np.maximum((totals[starts + length] - totals[starts]) / length, 0.0)
-    error = np.sqrt(pooled * (1 / len(first) + 1 / len(second)))
-    scaled = np.divide(residuals, np.sqrt(pooled), out=np.zeros_like(residuals), where=pooled > 0)
-    # Noise that is independent early and persistent late is held to be persistent.
-    parts = np.array_split(scaled, PARTS, axis=1) if steps >= PARTS * length else [scaled]
-    return first.mean(0) - second.mean(0), error, free * min(_independent(part, length) for part in parts)
+    sums = _window_sums((residuals**2).sum(0) / (len(runs) - 2), length)
+    spread = np.sqrt(sums / length)[_window_starts(runs.shape[1], length)]
+    return second.mean(0) - first.mean(0), spread, residuals
 
 
-def _independent(scaled: np.ndarray, length: int) -> float:
-    """How many independent values the variance of ``length`` correlated ones is worth (Bartlett), at least 1.
+def _window_sums(values: np.ndarray, length: int) -> np.ndarray:
+    """Sums of ``length`` values in a row, ``[n - length + 1]``.
 
-    ``scaled``: noise of unit variance, ``[repeats, length or more]``.
+    Put together from sums of 1, 2, 4, ... values: differences of running sums would lose a small spread behind a large
+    one.
     """
-    steps = scaled.shape[1]
-    total = (scaled**2).mean()
+    total = np.zeros(len(values) - length + 1)
+    done, size = 0, 1
+    while done < length:
+        if length & size:
+            total += values[done : done + len(total)]
+            done += size
+        values = values[:-size] + values[size:]
+        size *= 2
+    return total
+
+
+def _independent(residuals: np.ndarray, spread: np.ndarray, length: int) -> float:
+    """How many independent values the variance of ``length`` correlated steps is worth, at least 1 (Bartlett)."""
+    noise = np.divide(residuals, spread, out=np.zeros_like(residuals), where=spread > 0)
+    steps = noise.shape[1]
+    # Noise that is independent early and persistent late is held to be persistent.
+    parts = np.array_split(noise, PARTS, axis=1) if steps >= PARTS * length else [noise]
+    return min(_independent_in(part, length) for part in parts)
+
+
+def _independent_in(noise: np.ndarray, length: int) -> float:
+    steps = noise.shape[1]
+    total = (noise**2).mean()
     if total == 0:
         return 1.0
-    spectrum = np.abs(np.fft.rfft(scaled, 2 * steps, axis=1)) ** 2
+    spectrum = np.abs(np.fft.rfft(noise, 2 * steps, axis=1)) ** 2
     products = np.fft.irfft(spectrum, 2 * steps, axis=1)[:, :length].mean(0)
     lags = np.arange(length)
     correlation = products / (steps - lags) / total
@@ -139,10 +154,8 @@ def _independent(scaled: np.ndarray, length: int) -> float:
 
 def _ratio(difference: np.ndarray, error: np.ndarray) -> np.ndarray:
     # Repeats that are equal to the bit have no spread, and any difference is infinitely many of them.
-    beyond = np.sign(difference) * np.where(difference == 0, 0.0, np.inf)
-    return np.divide(
-        difference, error, out=np.nan_to_num(beyond, nan=0.0, posinf=np.inf, neginf=-np.inf), where=error > 0
-    )
+    without = np.where(difference == 0, 0.0, np.copysign(np.inf, difference))
+    return np.divide(difference, error, out=without, where=error > 0)
 
 
 def _longest(ratio: np.ndarray, window: int) -> float:
@@ -159,5 +172,11 @@ def _labelings(runs: int, count: int) -> list[tuple[int, ...]]:
         # Equal groups give the same statistic when A and B are exchanged; one of each pair holds run 0.
         return [group for group in groups if not mirrored or group[0] == 0]
     random = np.random.default_rng(0)
-    drawn = {tuple(sorted(map(int, random.permutation(runs)[:count]))) for _ in range(MOST_RELABELINGS - 1)}
-    return [tuple(range(count)), *sorted(drawn - {tuple(range(count))})]
+    own = tuple(range(count))
+    drawn = {_group(random.permutation(runs), count, mirrored) for _ in range(MOST_RELABELINGS - 1)}
+    return [own, *sorted(drawn - {own})]
+
+
+def _group(order: np.ndarray, count: int, mirrored: bool) -> tuple[int, ...]:
+    first, second = (tuple(sorted(map(int, part))) for part in (order[:count], order[count:]))
+    return second if mirrored and 0 in second else first

@@ -117,11 +117,13 @@ class _Curves:
         self.noise = Noise(
             band.method, band.window, alpha, band.tests, band.dof, band.critical, band.p, typical
         )
-        difference = band.mean_b - band.mean_a
+        allowed = np.abs(relative) <= rtol
         return [
             departure
             for sign in (1, -1)
-            for departure in self._departures("band", relative, sign * difference > half, band.window)
+            for departure in self._departures(
+                "band", relative, (sign * band.ratio > band.critical) & ~allowed, band.window
+            )
         ]
 
     def _keep(self, mean_a: np.ndarray, mean_b: np.ndarray, spread: np.ndarray, half: np.ndarray) -> None:

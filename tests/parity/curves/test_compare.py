@@ -42,7 +42,7 @@ def from_step(k: int, factor: float, stop: int = STEPS) -> np.ndarray:
 def test_a_change_of_two_percent_is_found_where_it_begins(
     tmp_path: Path, a: int, b: int, factor: float
 ) -> None:
-    for seed in range(3):
+    for seed in range(2):
         left = experiment(tmp_path, "a", a, seed)
         right = experiment(tmp_path, "b", b, 100 + seed, from_step(120, factor))
         report = compare_runs(left, right)
