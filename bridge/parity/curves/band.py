@@ -38,8 +38,8 @@ class Band:
     ``mean_a``, ``mean_b``: of the smoothed runs. ``spread``: standard deviation of one smoothed run. ``half``: how far
     the means may lie apart. ``ratio``: the means' difference, B less A, in standard errors; beyond the band it is
     larger than ``critical`` or smaller than ``-critical``. ``method``: "permutation" of ``tests`` labelings, or "t"
-    with ``tests`` of them and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most extreme one, if A and B are one
-    experiment.
+    with ``tests`` of them and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most
+    extreme one, if A and B are one experiment.
     """
 
     mean_a: np.ndarray

@@ -10,9 +10,10 @@ from functools import reduce
 import numpy as np
 
 from bridge.parity.curves.band import default_window, seed_band
+from bridge.parity.curves.found import Curves, Departure, Noise, relative_difference
 from bridge.parity.curves.growth import Growth, growth
 from bridge.parity.curves.metrics_files import read_metrics
-from bridge.parity.curves.report import Curves, CurvesReport, Departure, Noise, relative_difference
+from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import MetricsError, Series
 
 PathLike = str | os.PathLike[str]
@@ -89,7 +90,7 @@ def compare_runs(
 
 
 class _Curves:
-    """The comparison of the finite values; ``lines`` holds the last four fields of ``report.Curves``."""
+    """The comparison of the finite values; ``lines`` holds the last four fields of ``Curves``."""
 
     noise: Noise | None = None
     growth: Growth | None = None
