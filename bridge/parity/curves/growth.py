@@ -15,6 +15,7 @@ import numpy as np
 ROUNDING = 2.0**-23
 _SATURATED = 0.3
 _FEWEST = 5
+_STRAIGHT = 0.5
 _NEAR = 100.0
 
 
@@ -33,10 +34,10 @@ class Growth:
 
     def summary(self) -> str:
         start = f"The difference exceeds rounding from step {self.first_step} on, where it is {self.size:.2g}"
-        if self.rate is None or self.r2 is None or self.rate <= 0:
+        if self.rate is None or self.r2 is None or self.rate <= 0 or self.r2 < _STRAIGHT:
             return f"{start}; it does not grow exponentially."
         grows = f"{start}, and grows by e in {1 / self.rate:.3g} steps (R2 {self.r2:.2f})"
-        if self.size <= _NEAR * ROUNDING and self.r2 >= 0.5:
+        if self.size <= _NEAR * ROUNDING:
             return f"{grows}, as rounding does in two runs of one experiment."
         return f"{grows}."
 

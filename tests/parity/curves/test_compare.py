@@ -105,6 +105,10 @@ def test_the_growth_of_rounding_is_measured(tmp_path: Path) -> None:
     jump = single(tmp_path, BASE, BASE * from_step(50, 1.01)).growth
     assert jump is not None
     assert (jump.first_step, jump.rate) == (50, None)
+    assert "does not grow exponentially" in jump.summary()
+    seeds = single(tmp_path, BASE, BASE * (1 + 1e-2 * random.standard_normal(STEPS))).growth
+    assert seeds is not None
+    assert "does not grow exponentially" in seeds.summary()
     assert single(tmp_path, BASE, BASE * (1 + 1e-9)).growth is None
 
 
