@@ -118,3 +118,14 @@ def test_a_small_spread_after_a_large_one_is_not_lost() -> None:
     late = seed_band(runs[:3], runs[3:], alpha=0.05, window=5).spread[100:]
     assert (late > 2e-10).all()
     assert (late < 2e-9).all()
+
+
+def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
+    random = np.random.default_rng(0)
+    free = {}
+    for kind in ("white", "offset", "late"):
+        runs = noise(kind, 6, random)
+        free[kind] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).dof
+    assert free["white"] > 15
+    assert 4 <= free["offset"] < 7
+    assert 4 <= free["late"] < 7
