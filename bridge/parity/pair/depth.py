@@ -10,7 +10,7 @@ from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.rows import Row
 from bridge.text import printable
 
-_LANE = 0.07
+_LANE = 0.09
 _MOST_TICKS = 8
 MODULE_STAGES = ("forward", "backward")
 
@@ -47,11 +47,11 @@ class Axis:
     def place(self, value: float) -> float:
         """Where a value lies: always a finite number between 0 and 1."""
         if math.isnan(value):
-            return 1 - _LANE / 2
+            return 1 - _LANE / 4
         if value == math.inf:
-            return 1 - _LANE / 2 - _LANE * self.nan
+            return 1 - _LANE / 4 - _LANE * self.nan
         if value <= 0:
-            return _LANE / 2 if self.zero else 0.0
+            return _LANE / 4 if self.zero else 0.0
         bottom, top = _LANE * self.zero, 1 - _LANE * (self.infinite + self.nan)
         part = (math.log10(value) - self.low) / (self.high - self.low)
         return bottom + (top - bottom) * min(max(part, 0.0), 1.0)
