@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from bridge.parity.pair.depth import Axis, place_of, thinned
 from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.markup import number, text, times
+from bridge.parity.pair.markup import counted, number, text, times
 from bridge.parity.pair.rows import Row
 
-_WIDTH, _HEIGHT = 960, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 34, 112
-_MOST_LABELS = 24
+_WIDTH, _HEIGHT = 1280, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 118, 14, 34, 124
+_MOST_LABELS = 40
+_LONGEST = 24
 _MOST_NUMBERED = 30
 _LOWEST, _HIGHEST = -3, 6
 """Decades of the histogram."""
@@ -50,7 +51,7 @@ def error_chart(rows: Sequence[Row], title: str, linked: Mapping[int, str]) -> s
     parts += [_mark(row, x, level) for row, x, level in zip(rows, xs, ys, strict=True)]
     for place in thinned(len(rows), _MOST_LABELS):
         where = f"{xs[place]:.1f} {foot + 14}"
-        name = text(place_of(rows[place], 18))
+        name = text(place_of(rows[place], _LONGEST))
         parts.append(f'<text class="x" transform="translate({where}) rotate(-40)">{name}</text>')
     places = [place for place, row in enumerate(rows) if row.verdict == "introduced"]
     parts += _numbers(places[:_MOST_NUMBERED], xs, ys)
@@ -64,7 +65,8 @@ def error_chart(rows: Sequence[Row], title: str, linked: Mapping[int, str]) -> s
 
 def histogram(rows: Sequence[Row], title: str) -> str:
     """How many rows have which ratio, by decades; the dashed line is the ratio from which a difference counts."""
-    names = ["0", f"<1e{_LOWEST}", *(f"1e{power}" for power in range(_LOWEST, _HIGHEST + 1)), "inf", "nan"]
+    decades = [f"1e{power}" for power in range(_LOWEST, _HIGHEST + 1)]
+    names = ["0", "less", *decades, "inf", "nan"]
     counts = [[0, 0] for _ in names]
     for row in rows:
         counts[_bin(row.ratio)][row.counts] += 1
@@ -87,7 +89,7 @@ def histogram(rows: Sequence[Row], title: str) -> str:
     limit = left + (2 - _LOWEST + math.log10(FACTOR)) * step
     parts.append(f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top}" y2="{foot}"/>')
     beyond = sum(row.counts for row in rows)
-    said = f"{title}: {len(rows)} rows, {beyond} beyond rounding"
+    said = f"{title}: {counted(len(rows), 'row')}, {beyond} beyond rounding"
     drawn = "".join(parts)
     return (
         f'<figure><figcaption>{text(said)}</figcaption><svg class="histogram" viewBox="0 0 {width} {foot + 26}"'

@@ -12,6 +12,7 @@ from bridge.parity.pair.charts import error_chart, histogram
 from bridge.parity.pair.depth import place_of
 from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.markup import (
+    counted,
     exact,
     facts,
     index,
@@ -38,7 +39,8 @@ _TITLES = {
 }
 _WORDS = ("torch", "JAX", "kind", "shape", "verdict")
 _NUMBERS = ("error", "floor", "ratio", "alone", "max ULP", "cosine")
-_REST = ("largest difference at", "torch there", "JAX there", "layout", "note", "cause")
+_REST = ("largest at", "torch there", "JAX there", "layout", "note", "cause")
+_LONG = 24
 _MOST_OPEN = 200
 """Rows of a stage that differs, up to which its table is open at first."""
 
@@ -62,7 +64,7 @@ def page(report: ParityReport) -> str:
         ("selftest", "Self-test", _revealed(report)),
     ]
     sections = [section for section in sections if section[2]]
-    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
+    links = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
     body = "".join(f'<section id="{key}"><h2>{title}</h2>{inner}</section>' for key, title, inner in sections)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     # Were a name not escaped, the policy would still keep a browser from running or loading it.
@@ -108,7 +110,7 @@ def _first(report: ParityReport) -> str:
     )
     return (
         f'<div class="first-card"><h3>{text(place_of(first))} <span class="soft">{text(first.kind)}</span></h3>'
-        f"{facts(first)}</div>{others if also else ''}"
+        f"{facts(first, None if ', ' in first.name else first.name)}</div>{others if also else ''}"
     )
 
 
@@ -123,8 +125,8 @@ def _tools() -> str:
 def _legend() -> str:
     marks = (
         ("c0", "up to 1x: rounding"),
-        (shade(2.0), "2x"),
-        (shade(FACTOR), f"{FACTOR:g}x: counts as a difference"),
+        (shade(FACTOR), f"up to {FACTOR:g}x"),
+        (shade(1.1 * FACTOR), f"above {FACTOR:g}x: counts as a difference"),
         (shade(100.0), "100x"),
         (shade(math.inf), "1000x and more, inf, nan"),
     )
@@ -144,7 +146,7 @@ def _charts(report: ParityReport, linked: dict[int, str]) -> str:
         reverse=True,
     )
     return (
-        '<p class="soft">Relative error, logarithmic. Dark band: rounding explains it. Light band: up to '
+        '<p class="soft">Relative error, logarithmic. Inner band: rounding explains it. Outer band: up to '
         f"{FACTOR:g} times the floor. ▲ introduced, ○ inherited, ◆ differs, ● same.</p>"
         + error_chart(
             report.stage("forward"), "Forward: error of modules' outputs, in the order of the calls", linked
@@ -157,8 +159,9 @@ def _charts(report: ParityReport, linked: dict[int, str]) -> str:
 def _histograms(report: ParityReport) -> str:
     drawn = "".join(histogram(report.stage(stage), stage) for stage in STAGES if report.stage(stage))
     return drawn and (
-        '<p class="soft">Rows by ratio of error to floor, by decades. Dashed: from '
-        f"{FACTOR:g} on a difference counts.</p>"
+        '<p class="soft">Rows by ratio of error to floor, by decades: a bar is named by where it begins, "less" holds '
+        "what lies below the first, 1e6 all above. Dashed: beyond "
+        f"{FACTOR:g} a difference counts.</p>"
         f'<div class="histograms">{drawn}</div>'
     )
 
@@ -167,14 +170,14 @@ def _table(report: ParityReport, stage: str) -> str:
     rows = [row for row in report.rows if row.stage == stage]
     beyond = sum(row.counts for row in rows)
     heads = "".join(
-        f'<th class="{"number" if name in _NUMBERS else "word"}">{name}</th>'
+        f'<th class="{"number" if name in (*_NUMBERS, *_REST[1:3]) else "word"}">{name}</th>'
         for name in (*_WORDS, *_NUMBERS, *_REST)
     )
     first = report.first_divergence
     body = "".join(_line(row, row is first) for row in rows)
     opened = " open" if beyond and len(rows) <= _MOST_OPEN else ""
     return (
-        f"<details{opened}><summary>{_TITLES[stage]}: {len(rows)} rows, {beyond} beyond rounding</summary>"
+        f"<details{opened}><summary>{_TITLES[stage]}: {counted(len(rows), 'row')}, {beyond} beyond rounding</summary>"
         f'<div class="scroll"><table class="rows"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
         "</details>"
     )
@@ -195,16 +198,21 @@ def _line(row: Row, first: bool) -> str:
     cells = [
         f'<td class="w">{several(row.name or "(model)")}{call}{leaf}</td>',
         f'<td class="w">{several(row.partner or "(model)")}</td>',
-        f"<td>{text(row.kind)}</td><td>{index(row.shape)}</td><td>{verdict(row)}</td>",
+        f"{_words(row.kind)}<td>{index(row.shape)}</td><td>{verdict(row)}</td>",
         *(
             f'<td class="r{" " + shade(row.ratio) if place == 2 else ""}">{cell}</td>'
             for place, cell in enumerate(numbers)
         ),
-        f"<td>{index(row.where)}</td><td>{exact(row.values[0])}</td><td>{exact(row.values[1])}</td>",
-        f"<td>{text(row.layout)}</td>",
-        *(f"<td{' class=w' if said else ''}>{text(said)}</td>" for said in (row.note, row.cause)),
+        f'<td>{index(row.where)}</td><td class="r">{exact(row.values[0])}</td>',
+        f'<td class="r">{exact(row.values[1])}</td>',
+        *(_words(said) for said in (row.layout, row.note, row.cause)),
     ]
     return f'<tr class="{classes}">{"".join(cells)}</tr>' if classes else f"<tr>{''.join(cells)}</tr>"
+
+
+def _words(said: str) -> str:
+    """A cell that breaks lines where what it says is long."""
+    return f"<td{' class=w' if len(said) > _LONG else ''}>{text(said)}</td>"
 
 
 def _partners(report: ParityReport) -> str:

@@ -11,9 +11,10 @@ from bridge.parity.pair.rows import Row
 from bridge.text import printable
 
 SIGNS = {"same": "✓", "inherited": "○", "differs": "◆", "introduced": "▲"}
-_WHITE, _AMBER, _RED = 0.0, math.log10(FACTOR), 3.0
-_STEPS = 8
-"""Shades of the colour scale after white; the classes are ``c0`` to ``c8``."""
+_RED = 3.0
+"""log10 of the ratio from which the colour is red."""
+_AMBER_STEP, _STEPS = 3, 8
+"""Shades of the colour scale: the classes ``c0`` (white) to ``c3`` (amber, counts) to ``c8`` (red)."""
 _PALETTES = {
     "light": ((255, 255, 255), (255, 214, 120), (240, 128, 118)),
     "dark": ((27, 30, 35), (104, 76, 0), (140, 32, 32)),
@@ -32,7 +33,11 @@ def number(value: float) -> str:
 
 def times(value: float) -> str:
     """A ratio."""
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.1e}"
+    return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.1e}"
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def exact(value: float) -> str:
@@ -45,13 +50,13 @@ def index(where: tuple[int, ...]) -> str:
 
 
 def shade(ratio: float) -> str:
-    """The class of a ratio's colour: white up to 1, amber at ``FACTOR``, red from 1e3; NaN and inf are red."""
-    if math.isnan(ratio):
+    """The class of a ratio's colour: white up to 1, amber above ``FACTOR``, red from 1e3; NaN and inf are red."""
+    if math.isnan(ratio) or ratio == math.inf:
         return f"c{_STEPS}"
-    if ratio <= 1:
-        return "c0"
-    part = min(math.log10(ratio), _RED) / _RED if ratio < math.inf else 1.0
-    return f"c{max(1, math.floor(part * _STEPS))}"
+    if ratio <= FACTOR:
+        return "c0" if ratio <= 1 else "c1" if ratio <= math.sqrt(FACTOR) else "c2"
+    part = math.log10(ratio / FACTOR) / (_RED - math.log10(FACTOR))
+    return f"c{min(_AMBER_STEP + math.floor(part * (_STEPS - _AMBER_STEP)), _STEPS)}"
 
 
 def shades(mode: str) -> str:
@@ -59,9 +64,10 @@ def shades(mode: str) -> str:
     white, amber, red = _PALETTES[mode]
     rules = []
     for step in range(_STEPS + 1):
-        log = _RED * step / _STEPS
-        begin, end, low, high = (white, amber, _WHITE, _AMBER) if log < _AMBER else (amber, red, _AMBER, _RED)
-        part = (log - low) / (high - low)
+        if step < _AMBER_STEP:
+            begin, end, part = white, amber, step / _AMBER_STEP
+        else:
+            begin, end, part = amber, red, (step - _AMBER_STEP) / (_STEPS - _AMBER_STEP)
         colour = "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(begin, end, strict=True))
         rules.append(f".c{step}{{background:#{colour}}}")
     return "".join(rules)
@@ -73,19 +79,20 @@ def verdict(row: Row) -> str:
 
 def chip(row: Row, what: str = "") -> str:
     """A row in a few words on its colour."""
-    said = f"{what or row.stage} {times(row.ratio)}x {row.verdict}"
+    said = f"{what or row.stage}: {row.verdict}, ratio {times(row.ratio)}"
     return f'<span class="chip {shade(row.ratio)}">{SIGNS[row.verdict]} {text(said)}</span>'
 
 
-def facts(row: Row) -> str:
-    """Everything that a row says, as pairs of a label and a value."""
+def facts(row: Row, below: str | None = None) -> str:
+    """Everything that a row says, as pairs of a label and a value. ``below``: a heading that names the module."""
+    headed = row.name == below
     pairs = [
         ("stage", row.stage),
-        ("torch", row.name or "(model)"),
+        ("torch", "" if headed else row.name or "(model)"),
         ("call", f"#{row.call}" if row.call else ""),
         ("leaf", row.leaf),
         ("JAX", row.partner or "(model)"),
-        ("kind", row.kind),
+        ("kind", "" if headed else row.kind),
         ("shape", index(row.shape)),
         ("error", number(row.error)),
         ("floor", number(row.floor)),

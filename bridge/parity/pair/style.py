@@ -21,7 +21,7 @@ STYLE = (
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1560px;margin:0 auto;padding:12px 16px 60px}
 h1{font-size:1.5rem;margin:.4em 0}h2{font-size:1.2rem;margin:1.8em 0 .5em}
-p,li,td,th,summary,dd{overflow-wrap:anywhere}
+h1,h3,p,li,td.w,summary{overflow-wrap:anywhere}
 a{color:var(--link)}nav a{margin-right:1em;white-space:nowrap}
 .verdict{font-size:1.15rem;border-left:6px solid var(--begin);background:var(--card);padding:.6em .9em;margin:.5em 0}
 .verdict.same{border-color:var(--bar)}
@@ -34,7 +34,7 @@ a{color:var(--link)}nav a{margin-right:1em;white-space:nowrap}
 .chip{display:inline-block;border:1px solid var(--rule);border-radius:1em;padding:0 .6em;font-size:.82rem}
 .chip.first{border:2px solid var(--begin);font-weight:700;background:var(--paper)}
 .inside,.partner{color:var(--soft);font-size:.85rem}
-summary{cursor:pointer}
+summary{cursor:pointer}button{font:inherit;font-size:.9rem}
 .tree summary{padding:.15em .5em;border-radius:4px;border:1px solid var(--rule);margin:2px 0}
 .tree summary .inside,.tree summary .partner,.tree summary em{color:inherit;opacity:.85}
 .tree summary em{font-size:.85rem}
@@ -45,12 +45,12 @@ summary{cursor:pointer}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{border:1px solid var(--rule);padding:.15em .5em;text-align:left;vertical-align:top}
 th{background:var(--card);white-space:nowrap}
-td.w{min-width:11em}td.r{text-align:right;white-space:nowrap}
+td{white-space:nowrap}td.w{white-space:normal;min-width:15em;max-width:34em}td.r{text-align:right}
 th[data-k]{cursor:pointer}th[aria-sort=ascending]::after{content:" ▲"}th[aria-sort=descending]::after{content:" ▼"}
 tr.first td{outline:2px solid var(--begin)}
 figure{margin:1em 0}
 svg text{fill:var(--ink);font:12px system-ui,sans-serif}
-svg.depth{width:100%;min-width:760px;max-width:1500px;display:block}
+svg.depth{width:100%;min-width:1080px;max-width:1500px;display:block}
 svg.histogram{width:100%;max-width:520px;display:block}
 .histograms{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:0 1.5em}
 text.y,text.x{text-anchor:end}text.n{text-anchor:middle}
@@ -65,6 +65,7 @@ rect.same{fill:var(--bar)}rect.beyond{fill:var(--beyond)}
 ol.key{columns:26em auto;margin:.2em 0}
 .only-beyond tr.is-same,.only-beyond .tree details.quiet{display:none}
 .tools{display:none}.js .tools{display:block}
+@media(max-width:600px){main{padding:8px 10px 40px}.node{margin-left:2px;padding-left:5px}}
 @media print{.tools,nav{display:none}}
 """
 )

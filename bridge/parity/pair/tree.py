@@ -81,15 +81,18 @@ def tree_html(node: Node, first: Row | None) -> str:
     own = worst(row for row in node.modules if row.stage == "forward") or worst(node.modules)
     kind = next((row.kind for row in node.modules if row.kind), "")
     partner = next((row.partner or "(model)" for row in node.modules), "")
+    style = "begin" if any(row.verdict == "introduced" for row in node.rows) else "plain"
+    if not node.beyond:
+        style = "quiet"
     begin = (
         f'<details id="{node.anchor}"{" open" if node.open else ""}'
-        f' class="{"begin" if any(r.verdict == "introduced" for r in node.rows) else "plain"}">'
+        f' class="{style}">'
         f'<summary class="{shade(own.ratio) if own else "c0"}"><b>{text(node.label)}</b>'
         + (f" <em>{text(kind)}</em>" if kind else "")
         + (f' <span class="partner">→ {text(shown(partner))}</span>' if partner else "")
         + f" {' '.join(marks)}</summary>"
     )
-    inner = "".join(map(facts, node.rows)) or '<p class="facts">Not compared itself.</p>'
+    inner = "".join(facts(row, node.path) for row in node.rows) or '<p class="facts">Not compared itself.</p>'
     below_html = "".join(tree_html(child, first) for child in node.children.values())
     return f'{begin}<div class="node">{inner}{below_html}</div></details>'
 
