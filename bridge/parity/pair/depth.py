@@ -77,9 +77,14 @@ def shown(name: str, most: int = 0) -> str:
 
 
 def place_of(row: Row, most: int = 0) -> str:
-    """Where a row is in the torch model: module or parameter, number of the call, leaf of the output."""
-    call = f"#{row.call}" if row.call else ""
-    return shown(row.name or "(model)", most) + call + (f" [{shown(row.leaf, most)}]" if row.leaf else "")
+    """Where a row is in the torch model: module or parameter, number of the call, leaf of the output.
+
+    ``most``: characters, as for ``shown``; the end of the leaf and of the name remain.
+    """
+    rest = f"#{row.call}" if row.call else ""
+    if row.leaf:
+        rest += f" [{shown(row.leaf, most // 3)}]"
+    return shown(row.name or "(model)", max(most - len(rest), 2) if most else 0) + rest
 
 
 def thinned(count: int, most: int) -> range:

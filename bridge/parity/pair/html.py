@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge.parity.pair.charts import error_chart, histogram
@@ -53,11 +53,12 @@ def write_html(report: ParityReport, path: Path) -> None:
 def page(report: ParityReport) -> str:
     """The whole document."""
     root = tree_of(report)
+    linked = anchors(root)
     first = report.first_divergence
     sections = [
-        ("first", "Where the two first part", _first(report)),
+        ("first", "Where the two first part", _first(report, linked)),
         ("modules", "Modules", _tools() + _legend() + f'<div class="tree">{tree_html(root, first)}</div>'),
-        ("depth", "Errors over depth", _charts(report, anchors(root))),
+        ("depth", "Errors over depth", _charts(report, linked)),
         ("ratios", "Ratios", _histograms(report)),
         ("tables", "All rows", "".join(_table(report, stage) for stage in STAGES if report.stage(stage))),
         ("partners", "Without partner", _partners(report)),
@@ -96,12 +97,13 @@ def _heading(report: ParityReport) -> str:
     )
 
 
-def _first(report: ParityReport) -> str:
+def _first(report: ParityReport, linked: Mapping[int, str]) -> str:
     first = report.first_divergence
     if first is None:
         return f"<p>Nowhere: no difference is more than {FACTOR:g} times what rounding explains.</p>"
     also = "".join(
-        f"<li>{verdict(row)} {row.stage}: {text(place_of(row))}</li>" for row in report.introduced[1:20]
+        f'<li>{verdict(row)} {row.stage}: <a href="#{linked[id(row)]}">{text(place_of(row))}</a></li>'
+        for row in report.introduced[1:20]
     )
     more = len(report.introduced) - 20
     rest = f"<p>And {more} more.</p>" if more > 0 else ""
@@ -109,7 +111,8 @@ def _first(report: ParityReport) -> str:
         f"<details><summary>Further places where a difference begins</summary><ol>{also}</ol>{rest}</details>"
     )
     return (
-        f'<div class="first-card"><h3>{text(place_of(first))} <span class="soft">{text(first.kind)}</span></h3>'
+        f'<div class="first-card"><h3><a href="#{linked[id(first)]}">{text(place_of(first))}</a>'
+        f' <span class="soft">{text(first.kind)}</span></h3>'
         f"{facts(first, None if ', ' in first.name else first.name)}</div>{others if also else ''}"
     )
 
@@ -139,7 +142,7 @@ def _legend() -> str:
     )
 
 
-def _charts(report: ParityReport, linked: dict[int, str]) -> str:
+def _charts(report: ParityReport, linked: Mapping[int, str]) -> str:
     gradients = sorted(
         report.stage("gradients"),
         key=lambda row: math.inf if math.isnan(row.ratio) else row.ratio,

@@ -101,7 +101,7 @@ def _name_introduced(panel: Axes, rows: Sequence[Row], axis: Axis) -> None:
     taken = -math.inf
     for count, x in enumerate(begin[:_MOST_NAMED], 1):
         panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b3121d", lw=0.8, ls=":")
-        if x - taken >= len(rows) / 50:
+        if x - taken >= len(rows) / 70:
             panel.text(x, 1.03, str(count), ha="center", color="#b3121d", fontsize=9)
             taken = x
     names = [

@@ -45,7 +45,7 @@ summary{cursor:pointer}button{font:inherit;font-size:.9rem}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{border:1px solid var(--rule);padding:.15em .5em;text-align:left;vertical-align:top}
 th{background:var(--card);white-space:nowrap}
-td{white-space:nowrap}td.w{white-space:normal;min-width:15em;max-width:34em}td.r{text-align:right}
+td{white-space:nowrap}td.w{white-space:normal;min-width:23em;max-width:40em}td.r{text-align:right}
 th[data-k]{cursor:pointer}th[aria-sort=ascending]::after{content:" ▲"}th[aria-sort=descending]::after{content:" ▼"}
 tr.first td{outline:2px solid var(--begin)}
 figure{margin:1em 0}
@@ -65,7 +65,7 @@ rect.same{fill:var(--bar)}rect.beyond{fill:var(--beyond)}
 ol.key{columns:26em auto;margin:.2em 0}
 .only-beyond tr.is-same,.only-beyond .tree details.quiet{display:none}
 .tools{display:none}.js .tools{display:block}
-@media(max-width:600px){main{padding:8px 10px 40px}.node{margin-left:2px;padding-left:5px}}
+@media(max-width:600px){main{padding:8px 10px 40px}.node{margin-left:2px;padding-left:5px}td.w{min-width:13em}}
 @media print{.tools,nav{display:none}}
 """
 )

@@ -65,6 +65,7 @@ def llama(layers: int, faults: tuple[int, ...] = ()) -> ParityReport:
     )
 
 
+@np.errstate(over="ignore")
 def odd() -> ParityReport:
     """NaN, inf, zero, hostile names and verdicts of every kind."""
     ones = np.ones((2, 2))

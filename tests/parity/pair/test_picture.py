@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
-from bridge.parity.pair.depth import Axis, shown, thinned
+from bridge.parity.pair.depth import Axis, place_of, shown, thinned
 from bridge.parity.pair.picture import parity_figure, write_picture
 from bridge.parity.pair.report import ParityReport
 from tests.parity.pair.reports import llama, odd, row
@@ -27,8 +28,17 @@ def test_picture_is_a_png(report: ParityReport, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("faults", [(0, 40), tuple(range(80))])
-def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...]) -> None:
-    figure = parity_figure(llama(80, faults))
+@pytest.mark.parametrize("dense", [False, True])
+def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...], dense: bool) -> None:
+    report = llama(80, faults)
+    if dense:
+        first = next(number for number, row in enumerate(report.rows) if row.verdict == "introduced")
+        rows = [
+            dataclasses.replace(row, verdict="introduced") if first <= number < first + 30 else row
+            for number, row in enumerate(report.rows)
+        ]
+        report = dataclasses.replace(report, rows=tuple(rows))
+    figure = parity_figure(report)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     panel = figure.axes[0]
@@ -45,7 +55,7 @@ def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...]) -> None
     assert all(figure.bbox.contains(box.x1, box.y1) and figure.bbox.contains(box.x0, box.y0) for box in boxes)
     named = "\n".join(one.get_text() for one in texts)
     assert f"model.layers.{faults[0]}.attn.q" in named
-    assert ("more" in named) == (len(faults) > 8)
+    assert ("more" in named) == (len(faults) > 8 or dense)
 
 
 def test_axis_has_a_place_for_every_number() -> None:
@@ -68,6 +78,10 @@ def test_names_are_short_and_evenly_thinned() -> None:
     assert shown("a.b") == "a.b"
     assert shown("x" * 50 + ".end", 10) == "…xxxxx.end"
     assert shown("a, b, c") == "a … c (3)"
+    deep = dataclasses.replace(row("forward", "x." * 90 + "end"), leaf="leaf" * 20, call=12)
+    assert len(place_of(deep, 34)) <= 34
+    assert place_of(deep, 34).startswith("…")
+    assert "end#12 [" in place_of(deep, 34)
     assert list(thinned(10, 4)) == [0, 3, 6, 9]
     assert len(thinned(2000, 28)) <= 28
     assert list(thinned(0, 5)) == []
