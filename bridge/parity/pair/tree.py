@@ -75,6 +75,8 @@ def tree_html(node: Node, first: Row | None) -> str:
         marks.insert(0, '<span class="chip first">first divergence</span>')
     below = sum(child.introduced for child in node.children.values())
     more = sum(child.beyond for child in node.children.values())
+    if node.children and not more:
+        marks.append('<span class="inside">inside: nothing beyond rounding</span>')
     if more:
         began = f", {below} introduced" if below else ""
         marks.append(f'<span class="inside">inside: {more} beyond rounding{began}</span>')

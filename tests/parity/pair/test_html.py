@@ -196,6 +196,12 @@ def test_tree_follows_the_modules() -> None:
     assert root.children["model"].children["layers"].parameters == [stacked]
 
 
+def test_node_says_what_is_inside() -> None:
+    said = Page(page(llama(4, (1, 3)))).said
+    assert re.search(r"\(model\) inside: [0-9]+ beyond rounding, 2 introduced", said)
+    assert "(model) inside: nothing beyond rounding" in Page(page(llama(2))).said
+
+
 def test_first_divergence_is_marked_once() -> None:
     found = Page(page(llama(4, (1, 3))))
     marked = [one for tag, one in found.tags if "first" in one.get("class", "").split()]
