@@ -1,0 +1,126 @@
+"""Errors over depth as a picture: forward and gradients of modules above what rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bridge.parity.pair.depth import Axis, place_of, thinned
+from bridge.parity.pair.distance import FACTOR
+from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.rows import Row, Verdict
+
+_MARKS: dict[Verdict, tuple[str, str, float]] = {
+    "same": ("o", "#5b7690", 3),
+    "inherited": ("o", "#b45309", 5),
+    "differs": ("D", "#b45309", 5),
+    "introduced": ("^", "#b3121d", 8),
+}
+_MOST_LABELS = 28
+_MOST_NAMED = 8
+_LONGEST = 34
+
+
+def write_picture(report: ParityReport, path: Path) -> None:
+    """Write ``parity_figure`` as a PNG."""
+    FigureCanvasAgg(parity_figure(report)).print_figure(str(path), dpi=130, format="png")
+
+
+def parity_figure(report: ParityReport) -> Figure:
+    """A panel of forward rows and one of backward rows, in the order of the calls; introduced places are named."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    top, bottom = figure.subplots(2, 1)
+    _panel(top, report.stage("forward"), "forward: outputs of modules")
+    _panel(bottom, report.stage("backward"), "backward: gradients of modules' outputs")
+    handles, labels = top.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+def _panel(panel: Axes, rows: Sequence[Row], title: str) -> None:
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.spines[["top", "right"]].set_visible(False)
+    axis = Axis.of(rows)
+    xs = list(range(len(rows)))
+    for factor, label, colour in (
+        (FACTOR, f"up to {FACTOR:g} times the floor", "#e6ebf0"),
+        (1.0, "rounding explains it", "#c9d3de"),
+    ):
+        tops = [0.0 if math.isnan(row.floor) else axis.place(row.floor * factor) for row in rows]
+        # The band reaches as far left and right as the panel, also for one row.
+        panel.fill_between(
+            [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]],
+            tops + tops[-1:],
+            step="post",
+            color=colour,
+            lw=0,
+            label=label,
+        )
+    panel.plot(xs, [axis.place(row.error) for row in rows], color="#9aa7b4", lw=0.8)
+    for verdict, (mark, colour, size) in _MARKS.items():
+        chosen = [x for x in xs if rows[x].verdict == verdict]
+        panel.plot(
+            chosen,
+            [axis.place(rows[x].error) for x in chosen],
+            mark,
+            color=colour,
+            markerfacecolor="white" if verdict == "inherited" else colour,
+            ms=size,
+            label=verdict,
+        )
+    _name_introduced(panel, rows, axis)
+    places, names = zip(*axis.ticks(), strict=True)
+    panel.set_yticks(places, names, fontsize=9)
+    panel.set_ylim(0, 1.09)
+    panel.set_xlim(-0.5, max(len(rows), 1) - 0.5)
+    panel.grid(axis="y", lw=0.4)
+    panel.set_axisbelow(True)
+    panel.set_ylabel("relative error")
+    labelled = list(thinned(len(rows), _MOST_LABELS))
+    panel.set_xticks(
+        labelled,
+        [_plain(place_of(rows[x], _LONGEST)) for x in labelled],
+        rotation=40,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=8,
+        parse_math=False,
+    )
+    if not rows:
+        panel.text(0.5, 0.5, "no rows", transform=panel.transAxes, ha="center")
+
+
+def _name_introduced(panel: Axes, rows: Sequence[Row], axis: Axis) -> None:
+    """Numbers above the panel, none over another one, and the names of the first beside it."""
+    begin = [x for x, row in enumerate(rows) if row.verdict == "introduced"]
+    taken = -math.inf
+    for count, x in enumerate(begin[:_MOST_NAMED], 1):
+        panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b3121d", lw=0.8, ls=":")
+        if x - taken >= len(rows) / 70:
+            panel.text(x, 1.03, str(count), ha="center", color="#b3121d", fontsize=9)
+            taken = x
+    names = [
+        f"{count}  {_plain(place_of(rows[x], _LONGEST))}" for count, x in enumerate(begin[:_MOST_NAMED], 1)
+    ]
+    if len(begin) > _MOST_NAMED:
+        names.append(f"and {len(begin) - _MOST_NAMED} more")
+    if names:
+        panel.annotate(
+            "introduced:\n" + "\n".join(names),
+            (1.01, 1.0),
+            xycoords="axes fraction",
+            va="top",
+            fontsize=8,
+            color="#b3121d",
+            parse_math=False,
+        )
+
+
+def _plain(name: str) -> str:
+    """The font has no more than the letters of some alphabets."""
+    return name.replace("…", "..").encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,160 @@
+"""The torch model as a tree of module paths, with what was found in each module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bridge.parity.pair.depth import MODULE_STAGES, shown, worst
+from bridge.parity.pair.markup import chip, facts, shade, text
+from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.rows import Row
+
+_MOST_DEPTH = 40
+"""Browsers flatten what is nested deeper than some hundred elements."""
+_MOST_OPEN = 24
+"""Places whose way from the root is open at first."""
+
+
+@dataclass
+class Node:
+    """A module path. ``modules``: rows of its calls; ``parameters``: of what it owns, or of what lies below it."""
+
+    path: str
+    label: str
+    children: dict[str, Node] = field(default_factory=dict)
+    modules: list[Row] = field(default_factory=list)
+    parameters: list[Row] = field(default_factory=list)
+    partnerless: bool = False
+    anchor: str = ""
+    open: bool = False
+    introduced: int = 0
+    beyond: int = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self.modules, *self.parameters]
+
+    def walk(self) -> Iterator[Node]:
+        """The node and those below it, the outer first."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+
+def tree_of(report: ParityReport) -> Node:
+    """The root. Modules stand in the order in which they compute."""
+    root = Node("", "(model)")
+    modules = [row for stage in MODULE_STAGES for row in report.rows if row.stage == stage]
+    for row in modules:
+        _at(root, row.name).modules.append(row)
+    for name in report.torch_only:
+        _at(root, name).partnerless = True
+    for row in report.rows:
+        if row.stage not in MODULE_STAGES:
+            _at(root, _owner(row.name)).parameters.append(row)
+    begin = {id(row) for row in report.introduced}
+    for count, node in enumerate(root.walk()):
+        node.anchor = f"m{count}"
+    _count(root, begin)
+    _open(root, report)
+    return root
+
+
+def anchors(root: Node) -> dict[int, str]:
+    """The anchor on the page of each row, by the row's ``id``."""
+    return {id(row): node.anchor for node in root.walk() for row in node.rows}
+
+
+def tree_html(node: Node, first: Row | None) -> str:
+    """Nested ``<details>``; ``first`` is marked."""
+    marks = [chip(row, _words(row, node)) for row in _chips(node)]
+    if node.partnerless:
+        marks.append('<span class="chip">no JAX partner</span>')
+    if first is not None and any(row is first for row in node.rows):
+        marks.insert(0, '<span class="chip first">first divergence</span>')
+    below = sum(child.introduced for child in node.children.values())
+    more = sum(child.beyond for child in node.children.values())
+    if node.children and not more:
+        marks.append('<span class="inside">inside: nothing beyond rounding</span>')
+    if more:
+        began = f", {below} introduced" if below else ""
+        marks.append(f'<span class="inside">inside: {more} beyond rounding{began}</span>')
+    own = worst(row for row in node.modules if row.stage == "forward") or worst(node.modules)
+    kind = next((row.kind for row in node.modules if row.kind), "")
+    partner = next((row.partner or "(model)" for row in node.modules), "")
+    style = "begin" if any(row.verdict == "introduced" for row in node.rows) else "plain"
+    if not node.beyond:
+        style = "quiet"
+    begin = (
+        f'<details id="{node.anchor}"{" open" if node.open else ""}'
+        f' class="{style}">'
+        f'<summary class="{shade(own.ratio) if own else "c0"}"><b>{text(node.label)}</b>'
+        + (f" <em>{text(kind)}</em>" if kind else "")
+        + (f' <span class="partner">→ {text(shown(partner))}</span>' if partner else "")
+        + f" {' '.join(marks)}</summary>"
+    )
+    inner = "".join(facts(row, node.path) for row in node.rows) or '<p class="facts">Not compared itself.</p>'
+    below_html = "".join(tree_html(child, first) for child in node.children.values())
+    return f'{begin}<div class="node">{inner}{below_html}</div></details>'
+
+
+def _chips(node: Node) -> list[Row]:
+    groups = (
+        [row for row in node.modules if row.stage == "forward"],
+        [row for row in node.modules if row.stage == "backward"],
+        node.parameters,
+    )
+    # Where a difference begins is said even if a difference from elsewhere is larger.
+    chosen = (worst([row for row in group if row.verdict == "introduced"] or group) for group in groups)
+    return [row for row in chosen if row is not None]
+
+
+def _words(row: Row, node: Node) -> str:
+    return row.stage if row.stage in MODULE_STAGES or len(node.parameters) == 1 else f"worst of {row.stage}"
+
+
+def _at(root: Node, name: str) -> Node:
+    node, parts = root, name.split(".", _MOST_DEPTH) if name else []
+    for count, part in enumerate(parts, 1):
+        if part not in node.children:
+            node.children[part] = Node(".".join(parts[:count]), part or "(empty)")
+        node = node.children[part]
+    return node
+
+
+def _owner(name: str) -> str:
+    """The module of a parameter; of many, the one that has all of them inside."""
+    owners = [one.split(".")[:-1] for one in name.split(", ")]
+    common = []
+    for parts in zip(*owners, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _count(node: Node, begin: set[int]) -> None:
+    for child in node.children.values():
+        _count(child, begin)
+    node.introduced = sum(id(row) in begin for row in node.rows)
+    node.beyond = sum(row.counts for row in node.rows)
+    for child in node.children.values():
+        node.introduced += child.introduced
+        node.beyond += child.beyond
+
+
+def _open(root: Node, report: ParityReport) -> None:
+    node = root
+    node.open = True
+    while len(node.children) == 1:
+        node = next(iter(node.children.values()))
+        node.open = True
+    first = report.first_divergence
+    for row in ([first] if first else []) + list(report.introduced[:_MOST_OPEN]):
+        name = row.name if row.stage in MODULE_STAGES else _owner(row.name)
+        node = root
+        for part in name.split(".", _MOST_DEPTH) if name else []:
+            node.open = True
+            node = node.children[part]
+        node.open = node.open or row is first
