@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from bridge.checkpoints.selection import Selection, selected_pair
-from bridge.checkpoints.ulp import Difference, Tolerance, compare, sum_of_squares
+from bridge.checkpoints.noise import Noise
+from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
+from bridge.checkpoints.spread import Spread
+from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
@@ -37,7 +40,12 @@ class TensorDiff:
     """One tensor that both checkpoints have, in the same shape; ``name`` as in ``b``.
 
     dtype: the one compared in, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as stored.
-    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either.
+    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either;
+    infinite against zeros, and where a norm is not finite. Norms are Euclidean, over all elements. within: whether the
+    tensor passes as a whole, see `Tolerance`. noise: the norm of the difference over that of ``b`` minus the noise
+    checkpoint; None without one and for integers.
+
+    percentiles, histogram: of the elements' relative differences, see `Spread`; pairs with a NaN are left out.
     """
 
     name: str
@@ -47,6 +55,10 @@ class TensorDiff:
     dtype_a: str
     dtype_b: str
     relative: float
+    within: bool = True
+    noise: float | None = None
+    percentiles: Mapping[str, float] = field(default_factory=dict)
+    histogram: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ class DiffReport:
     missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
     objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
     and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
-    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
+    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference. noise: the
+    noise checkpoint, if there was one.
     """
 
     a: Path | str
@@ -70,6 +83,7 @@ class DiffReport:
     unreadable: tuple[tuple[str, str], ...]
     objects_missing: tuple[str, ...]
     objects_extra: tuple[str, ...]
+    noise: Path | str | None = None
 
     @property
     def total(self) -> Difference:
@@ -83,9 +97,9 @@ class DiffReport:
 
     @property
     def within(self) -> bool:
-        """Whether both hold the same tensors, every element within the tolerance, and all common objects agree."""
+        """Whether both hold the same tensors, each of them within the tolerance, and all common objects agree."""
         differs = self.missing or self.extra or self.mismatched or self.objects or self.unreadable
-        return not (self.total.beyond or differs)
+        return all(tensor.within for tensor in self.tensors) and not differs
 
     @property
     def offenders(self) -> tuple[TensorDiff, ...]:
@@ -96,7 +110,7 @@ class DiffReport:
 
 def _severity(tensor: TensorDiff) -> tuple[bool, bool, float, int]:
     difference = tensor.difference
-    return bool(difference.beyond), bool(difference.nan), tensor.relative, difference.max_ulp
+    return not tensor.within, bool(difference.nan), tensor.relative, difference.max_ulp
 
 
 def diff(
@@ -111,6 +125,7 @@ def diff(
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
+    noise: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     workers: int = 1,
 ) -> DiffReport:
@@ -119,13 +134,18 @@ def diff(
     mapping, into, from_, axes, tied: as for `convert`; without a mapping names are compared as tree paths. selection:
     which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that
     are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
-    narrower is exactly the other, cast. workers: regions compared in parallel, some 100 MiB of memory each.
+    narrower is exactly the other, cast. noise: another run of the same thing (another order of summation, or a float64
+    twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
+    most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
+    MiB of memory each.
 
-    Raises FileNotFoundError, or CheckpointError when one is damaged or the mapping does not fit ``a``.
+    Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
+    checkpoint lacks a tensor that is compared.
     """
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes, tied)
-    with large_buffers_returned(), open_checkpoint(a) as whole_a, open_checkpoint(b) as whole_b:
+    with large_buffers_returned(), ExitStack() as opened:
+        whole_a, whole_b = (opened.enter_context(open_checkpoint(path)) for path in (a, b))
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
         target: str | Convention | None = into
         if table is not None:
@@ -144,10 +164,25 @@ def diff(
             name: text for name in common if (text := _mismatch(plan.tensors[name], infos[name], rounded))
         }
         comparable = [name for name in common if name not in mismatched]
+        third = None
+        if noise is not None:
+            whole = opened.enter_context(open_checkpoint(noise))
+            known = (*whole_a.tensors, *whole_b.tensors)
+
+            def mapped() -> Plan | None:
+                if table is None:
+                    return None
+                # As a part: only the tensors that are compared are needed, and those missing are named.
+                its_table = with_stored_sizes(table, whole_a).part()
+                selected = SelectedReader(whole, selection, known)
+                return make_plan(selected, reader_b.format, its_table, into=target, from_=from_)
+
+            wanted = [infos[name] for name in comparable if infos[name].dtype.kind not in "biu"]
+            third = Noise.find(whole, wanted, reader_b.format, mapped)
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
         for name in comparable:
-            pair = _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance)
+            pair = _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
             tensors.append(pair.compare(workers))
             done += infos[name].nbytes
             if progress is not None:
@@ -161,6 +196,7 @@ def diff(
             tuple(name for name in infos if name not in plan.tensors),
             tuple(mismatched.items()),
             *_objects(reader_a, plan, reader_b, left_out),
+            noise=None if noise is None else place_of(noise),
         )
 
 
@@ -229,20 +265,33 @@ class _Pair:
     reader_b: CheckpointReader
     info: TensorInfo
     tolerance: Tolerance
+    noise: Noise | None
 
     def compare(self, workers: int) -> TensorDiff:
         dtype = common_dtype(self.planned.dtype, self.info.dtype)
         assert dtype is not None
         boxes = list(self._boxes())
-        found = list(ordered(lambda box: self._region(box, dtype), boxes, workers))
-        difference = sum((one for one, _ in found), Difference())
-        relative = 0.0
+        difference, spread, norms, due = Difference(), Spread(), [], []
+        regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
+        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
+            difference += one
+            if norm is None:
+                due.append(box)
+            else:
+                norms.append(norm)
+                spread.join(its_spread)
+        relative, noise = 0.0, None
         if difference.squares:
             # Equal regions took no arithmetic; their norm is needed only now.
-            due = [box for box, (_, norm) in zip(boxes, found, strict=True) if norm is None]
-            norms = [norm for _, norm in found if norm is not None]
             norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
             relative = _ratio(difference.squares, math.fsum(norms))
+        floating = dtype.kind not in "biu"
+        if self.noise is not None and floating:
+            noise = 0.0
+            if difference.squares:
+                squares = ordered(self._noise, boxes, workers)
+                noise = _ratio(difference.squares, math.fsum(squares))
+        compared = difference.elements - difference.nan
         return TensorDiff(
             self.info.name,
             self.info.shape,
@@ -251,21 +300,37 @@ class _Pair:
             self.planned.dtype.name,
             self.info.dtype.name,
             relative,
+            not difference.beyond or (floating and not difference.nan and self._tolerated(relative, noise)),
+            noise,
+            spread.percentiles(compared),
+            spread.histogram(compared),
         )
+
+    def _tolerated(self, relative: float, noise: float | None) -> bool:
+        """Whether the tensor passes whatever its elements are."""
+        by_error = self.tolerance.max_error is not None and relative <= self.tolerance.max_error
+        return by_error or (noise is not None and noise <= self.tolerance.noise_factor)
 
     def _boxes(self) -> Iterator[Box]:
         # Along b's stored chunks, as its compressed ones are decoded whole.
         itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
+        if self.noise is not None:
+            itemsize = max(itemsize, self.noise.itemsize(self.info.name))
         for joint, _ in group_boxes(self.info.chunks, itemsize):
             yield from (box for box in split_box(joint, itemsize) if box.numel)
 
-    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None]:
-        """The difference within a box, and the sum of squares of ``a`` there if there is any difference."""
+    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None, Spread]:
+        """The difference within a box, its spread, and the sum of squares of ``a`` there if there is any difference."""
         left, right = self._read_a(box, dtype), as_dtype(self.reader_b.read(self.info.name, box), dtype)
         # A cast does not keep a NaN's payload.
         any_nan = self.planned.dtype != self.info.dtype
-        found = compare(left, right, self.tolerance, any_nan=any_nan).shifted(box.offsets)
-        return found, sum_of_squares(left) if found.differing else None
+        spread = Spread()
+        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread).shifted(box.offsets)
+        return found, sum_of_squares(left) if found.differing else None, spread
+
+    def _noise(self, box: Box) -> float:
+        assert self.noise is not None
+        return squared_distance(self.reader_b.read(self.info.name, box), self.noise.read(self.info.name, box))
 
     def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
         return as_dtype(self.planned.read(self.reader_a, box), dtype)
@@ -273,7 +338,8 @@ class _Pair:
 
 def _ratio(error: float, reference: float) -> float:
     """Of two norms, from their squares."""
-    if math.isinf(error) or not reference:
+    # Against an infinite norm, which one infinite element makes, every error would be 0.
+    if math.isinf(error) or math.isinf(reference) or not reference:
         return math.inf
     return math.sqrt(error) / math.sqrt(reference)
 

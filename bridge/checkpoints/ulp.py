@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bridge.checkpoints.spread import Spread
 from bridge.formats.base import DTYPES
 
 LARGEST_ULP = 2**64 - 1
@@ -33,19 +34,34 @@ _SLICE = 1 << 15
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Floating-point elements pass when within ``max_ulp`` units in the last place *or* within ``rtol`` relatively.
+    """What passes as equal: each element of a tensor by itself, or else the tensor as a whole.
 
-    A NaN passes only against the same NaN; integers and booleans must be equal.
+    An element of a floating-point type passes within ``max_ulp`` units in the last place, *or* within ``rtol`` relative
+    to the larger magnitude, *or* within ``atol`` absolutely. A floating-point tensor with elements that do not pass
+    still passes when its norm-relative error, ||a - b|| / ||a||, is at most ``max_error`` (None: elements decide), *or*
+    when ||a - b|| is at most ``noise_factor`` times ||b - noise||, where `diff` is given a noise checkpoint. All norms
+    are Euclidean over the elements of the tensor, in float64.
+
+    A NaN passes only against the same NaN, whatever the tolerance; integers and booleans must be equal.
+
+    noise_factor: the default is 4. Two runs with independent rounding errors of one size are as far from each other as
+    from a third run, and 1.4 times as far as one of them from an exact run; the rest is room for another order of
+    summation.
+
+    Raises ValueError for a tolerance that is negative or NaN.
     """
 
     max_ulp: int = 0
     rtol: float = 0.0
+    atol: float = 0.0
+    max_error: float | None = None
+    noise_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_ulp <= LARGEST_ULP or not self.rtol >= 0:
-            raise ValueError(
-                f"expected tolerances of 0 or more, max_ulp below 2**64, got max_ulp={self.max_ulp}, rtol={self.rtol}"
-            )
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        if any(not value >= 0 for value in known.values()) or self.max_ulp > LARGEST_ULP:
+            given = ", ".join(f"{name}={value}" for name, value in known.items())
+            raise ValueError(f"expected tolerances of 0 or more, max_ulp below 2**64, got {given}")
 
 
 @dataclass(frozen=True)
@@ -104,10 +120,18 @@ class Difference:
         )
 
 
-def compare(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, *, any_nan: bool = False) -> Difference:
+def compare(
+    a: np.ndarray,
+    b: np.ndarray,
+    tolerance: Tolerance,
+    *,
+    any_nan: bool = False,
+    spread: Spread | None = None,
+) -> Difference:
     """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements.
 
-    any_nan: all NaNs are one. Equal bits take no arithmetic.
+    Elements are held against ``tolerance`` one by one. any_nan: all NaNs are one. spread: gets the relative differences
+    of the pairs without NaN. Equal bits take no arithmetic.
     """
     shape, parts = a.shape, 1
     if a.dtype.kind == "c":
@@ -125,19 +149,38 @@ def compare(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, *, any_nan: bool
         positions = np.flatnonzero(differing) + start
         for first in range(0, positions.size, _SLICE):
             where = positions[first : first + _SLICE]
-            result += _differing(a[where], b[where], _Where(where, parts, shape), tolerance, any_nan)
+            places = _Where(where, parts, shape)
+            result += _differing(a[where], b[where], places, tolerance, any_nan, spread)
     return result
 
 
 def sum_of_squares(values: np.ndarray) -> float:
     """Of all elements that are no NaN, accumulated in float64; infinite for infinite ones."""
-    flat = values.reshape(-1)
-    if flat.dtype.kind == "c":
-        flat = flat.view(f"f{flat.itemsize // 2}")
+    flat = _parts(values)
     total = 0.0
     for start in range(0, flat.size, _SLICE):
         total += _squares(_values(flat[start : start + _SLICE]))
     return total
+
+
+def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The sum of squared differences of arrays of one shape, both complex or both real, of any floating-point dtypes.
+
+    Accumulated in float64 over pairs without NaN; infinite where only one of two is infinite.
+    """
+    left, right = _parts(a), _parts(b)
+    total = 0.0
+    for start in range(0, left.size, _SLICE):
+        part = slice(start, start + _SLICE)
+        with np.errstate(invalid="ignore"):  # equal infinities
+            total += _squares(_values(left[part]) - _values(right[part]))
+    return total
+
+
+def _parts(values: np.ndarray) -> np.ndarray:
+    """In one dimension, complex numbers as their two parts."""
+    flat = values.reshape(-1)
+    return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
 
 def _squares(values: np.ndarray) -> float:
@@ -168,6 +211,7 @@ def _differing(
     where: _Where,
     tolerance: Tolerance,
     any_nan: bool,
+    spread: Spread | None,
 ) -> Difference:
     """Of elements that all differ."""
     x, y = _values(a), _values(b)
@@ -182,17 +226,21 @@ def _differing(
             if not kept.any():
                 return Difference()
             if not kept.all():
-                return _differing(a[kept], b[kept], where.chosen(kept), tolerance, False)
+                return _differing(a[kept], b[kept], where.chosen(kept), tolerance, False, spread)
         relative = absolute / np.maximum(np.abs(x), np.abs(y))
         relative[np.isinf(absolute)] = np.inf
     if some_nan:
         absolute[nan] = relative[nan] = 0.0
     # Opposite zeros are 0 apart relatively, yet without a relative tolerance only the same bits pass.
     relative[absolute == 0] = 0.0
+    if spread is not None:
+        spread.add(relative)
     ulp = _distance(_numbers(a), _numbers(b))
     within = ulp <= ulp.dtype.type(min(tolerance.max_ulp, int(np.iinfo(ulp.dtype).max)))
     if tolerance.rtol > 0:
         within |= relative <= tolerance.rtol
+    if tolerance.atol > 0:
+        within |= absolute <= tolerance.atol
     within &= ~nan
     farthest, largest = int(ulp.argmax()), int(absolute.argmax())
 

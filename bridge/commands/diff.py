@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,9 +27,10 @@ from bridge.commands.options import (
 from bridge.commands.output import byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.diff import DiffReport
+    from bridge.checkpoints.diff import DiffReport, TensorDiff
 
 _WORST = 5
+_BAR = 50
 
 
 def diff(
@@ -54,8 +56,26 @@ def diff(
         int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
     ] = 0,
     rtol: Annotated[
-        float, typer.Option(min=0.0, help="Allowed relative difference; an element passes within either.")
+        float, typer.Option(min=0.0, help="Allowed relative difference, to the larger magnitude.")
     ] = 0.0,
+    atol: Annotated[
+        float,
+        typer.Option(min=0.0, help="Allowed absolute difference; an element passes within any of the three."),
+    ] = 0.0,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Allowed error of a whole tensor, ||A-B|| / ||A|| (Euclidean norms); it passes whatever its elements.",
+        ),
+    ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT",
+            help="Another run of B or A, such as a float64 twin: a tensor passes when ||A-B|| <= 4 ||B-NOISE||.",
+        ),
+    ] = None,
     rounded: Annotated[
         bool,
         typer.Option(
@@ -65,18 +85,28 @@ def diff(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Threads; each takes about 100 MiB of memory.")] = 1,
     all_: Annotated[bool, typer.Option("--all", help="List every tensor, also the equal ones.")] = False,
+    histogram: Annotated[
+        bool,
+        typer.Option(
+            "--histogram", help="Show how the relative differences of the worst tensors are spread."
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor.
 
-    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp or within --rtol.
-    A NaN passes only against the same NaN, and integers must be equal. The error of a tensor is the norm of the
-    difference over the norm of A. Names that --select, --drop or --weights-only leave out of A are ignored in B, too.
+    The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp, within --rtol, or
+    within --atol. A tensor passes when all its elements do, within --max-error, or within 4 times the --noise.
+    A NaN passes only against the same NaN, and integers must be equal. The error of a tensor is the Euclidean norm of
+    the difference over the norm of A. Names that --select, --drop or --weights-only leave out of A are ignored in B,
+    too.
 
     \b
     Example:
       twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
       twinshard diff runs/torch/step_40 small --rounded --weights-only
+      twinshard diff gradients_a gradients_b --max-error 1e-5 --histogram
+      twinshard diff gradients_a gradients_b --noise gradients_float64
     """
     from bridge.checkpoints.diff import diff as run
     from bridge.checkpoints.selection import Selection
@@ -84,6 +114,10 @@ def diff(
 
     axes = axis_sizes(axis, mapping)
     require_mapping(mapping, into, from_, tied)
+    try:
+        tolerance = Tolerance(max_ulp, rtol, atol, max_error)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     with user_errors(), byte_progress(progress_console(), "diff") as progress:
         report = run(
             a,
@@ -94,8 +128,9 @@ def diff(
             axes=axes,
             tied=tied,
             selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
-            tolerance=Tolerance(max_ulp, rtol),
+            tolerance=tolerance,
             rounded=rounded,
+            noise=noise,
             workers=workers,
             progress=progress,
         )
@@ -104,22 +139,28 @@ def diff(
         document = {"within": report.within, "max_ulp": report.max_ulp, "total": report.total, **vars(report)}
         print_json(out, {**document, "offenders": [tensor.name for tensor in report.offenders]})
     else:
-        _print(out, report, all_)
+        _print(out, report, all_, histogram)
     raise typer.Exit(0 if report.within else 1)
 
 
-def _print(out: Console, report: DiffReport, all_: bool) -> None:
+def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> None:
     offenders = report.offenders
     equal = tuple(tensor for tensor in report.tensors if not tensor.difference.differing)
     listed = (*offenders, *equal) if all_ else offenders[:SHOWN]
+    whole = report.tolerance.max_error is not None or report.noise is not None
     if listed:
         rows = []
         for tensor in listed:
             d = tensor.difference
             numbers = (str(d.max_ulp), f"{tensor.relative:.2e}", f"{d.max_rel:.2e}", f"{d.max_abs:.2e}")
             counts = (f"{d.differing}/{d.elements}", str(d.nan), str(d.beyond))
-            rows.append((tensor.name, tensor.dtype, *numbers, *counts))
-        columns = ("tensor", "dtype", "max ULP", "error", "max rel", "max abs", "differ", "NaN", "beyond")
+            row = [tensor.name, tensor.dtype, *numbers, *counts]
+            row += ["" if tensor.noise is None else f"{tensor.noise:.2e}"] if report.noise is not None else []
+            row += ["yes" if tensor.within else "no"] if whole else []
+            rows.append(row)
+        columns = ["tensor", "dtype", "max ULP", "error", "max rel", "max abs", "differ", "NaN", "beyond"]
+        columns += ["/noise"] if report.noise is not None else []
+        columns += ["passes"] if whole else []
         print_table(out, columns, rows, left=2)
         if not all_ and len(rows) < len(offenders):
             print_line(out, f"... and {len(offenders) - len(rows)} more (--all lists them)")
@@ -129,6 +170,9 @@ def _print(out: Console, report: DiffReport, all_: bool) -> None:
             print_line(out, f"{tensor.name}{list(place.index)}: {place.a} in A, {place.b} in B (most ULP)")
         if larger is not None and larger != place:
             print_line(out, f"{tensor.name}{list(larger.index)}: {larger.a} in A, {larger.b} in B (largest)")
+    if histogram:
+        for tensor in offenders[:_WORST]:
+            _print_histogram(out, tensor)
     only = (
         ("only in A", report.missing),
         ("only in B", report.extra),
@@ -151,9 +195,26 @@ def _print(out: Console, report: DiffReport, all_: bool) -> None:
         found = "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
     verdict = "within" if report.within else "beyond"
-    rtol_text = f" or rtol {tolerance.rtol:g}" if tolerance.rtol else ""
+    allowed = [f"{tolerance.max_ulp} ULP"]
+    allowed += [f"rtol {tolerance.rtol:g}"] if tolerance.rtol else []
+    allowed += [f"atol {tolerance.atol:g}"] if tolerance.atol else []
+    allowed += [f"an error of {tolerance.max_error:g}"] if tolerance.max_error is not None else []
+    allowed += [f"{tolerance.noise_factor:g} times the noise"] if report.noise is not None else []
     print_line(
         out,
         f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
-        f"the tolerance of {tolerance.max_ulp} ULP{rtol_text}",
+        f"the tolerance of {' or '.join(allowed)}",
     )
+
+
+def _print_histogram(out: Console, tensor: TensorDiff) -> None:
+    """The percentiles of the relative differences, and a bar for each power of ten."""
+    percentiles = ", ".join(
+        f"{percent} % within {value:.1e}" for percent, value in tensor.percentiles.items()
+    )
+    print_line(out, f"{tensor.name}: relative differences: {percentiles}")
+    most = max(tensor.histogram.values(), default=0)
+    wide = len(str(most))
+    for power, count in tensor.histogram.items():
+        bar = "#" * math.ceil(count / most * _BAR)
+        print_line(out, f"  {power:>5}  {count:>{wide}}  {bar}".rstrip())

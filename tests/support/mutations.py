@@ -713,8 +713,8 @@ CHECKPOINTS = [
     M(
         "differing objects are within",
         "bridge/checkpoints",
-        "return not (self.total.beyond or differs)",
-        "return not self.total.beyond",
+        "return all(tensor.within for tensor in self.tensors) and not differs",
+        "return all(tensor.within for tensor in self.tensors)",
         "checkpoints/test_diff.py",
     ),
     M(

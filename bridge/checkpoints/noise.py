@@ -1,0 +1,82 @@
+"""A third checkpoint beside two compared ones: another run of the same thing, which shows how far runs are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.mapping.translation import Plan, make_plan
+
+_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The tensors of a noise checkpoint under the names of ``b``."""
+
+    reader: CheckpointReader
+    plan: Plan
+
+    @staticmethod
+    def find(
+        reader: CheckpointReader,
+        wanted: Sequence[TensorInfo],
+        format: str,
+        mapped: Callable[[], Plan | None],
+    ) -> Noise:
+        """The tensors of an open checkpoint that correspond to ``wanted``, the floating-point tensors of ``b``.
+
+        The checkpoint has the names of ``b``, by tree path where ``b`` is of another ``format``, or those of ``a``,
+        which ``mapped`` translates (to None without a mapping). Any floating-point dtype is right.
+
+        Raises CheckpointError that names the tensors missing, or those of another shape or kind.
+        """
+        plan = make_plan(reader, format)
+        missing, reason = _missing(plan, wanted), ""
+        if missing:
+            try:
+                translated = mapped() or plan
+            except CheckpointError as error:
+                reason = f"; nor does the mapping fit: {error}"
+            else:
+                plan = min(plan, translated, key=lambda one: len(_missing(one, wanted)))
+                missing = _missing(plan, wanted)
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            raise CheckpointError(
+                f"noise checkpoint {reader.path}: expected every floating-point tensor that is compared, under its "
+                f"name in B or, with a mapping, in A; missing: {', '.join(missing[:_NAMED])}{more}{reason}"
+            )
+        unlike = []
+        for info in wanted:
+            planned = plan.tensors[info.name]
+            if planned.shape != info.shape:
+                unlike.append(f"{info.name} of shape {list(planned.shape)} where B has {list(info.shape)}")
+            elif _kind(planned.dtype) != _kind(info.dtype):
+                unlike.append(f"{info.name} of dtype {planned.dtype} where B has {info.dtype}")
+        if unlike:
+            raise CheckpointError(
+                f"noise checkpoint {reader.path}: expected the tensors of B, got {'; '.join(unlike[:_NAMED])}"
+            )
+        return Noise(reader, plan)
+
+    def itemsize(self, name: str) -> int:
+        """Bytes of an element of the tensor that corresponds to ``name`` of ``b``; 0 for integers without one."""
+        planned = self.plan.tensors.get(name)
+        return 0 if planned is None else planned.dtype.itemsize
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A region of the tensor that corresponds to ``name`` of ``b``, in the dtype of the noise checkpoint."""
+        return self.plan.tensors[name].read(self.reader, box)
+
+
+def _missing(plan: Plan, wanted: Sequence[TensorInfo]) -> list[str]:
+    return [info.name for info in wanted if info.name not in plan.tensors]
+
+
+def _kind(dtype: np.dtype) -> str:
+    """Complex, integer, or floating-point of any width."""
+    return dtype.kind if dtype.kind in "biuc" else "f"

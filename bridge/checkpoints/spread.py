@@ -1,0 +1,73 @@
+"""How the relative differences of a tensor's elements are spread: counts in logarithmic bins, in bounded memory.
+
+The bins are fixed: 16 to a power of ten, from 1e-17 to 10. Differences are relative to the larger magnitude, so no
+finite one is above 2, and in float64 none but 0 is below 1e-17. Counts add up region by region; percentiles are read
+from the counts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+_LOWEST, _HIGHEST = -17, 1
+_PER_DECADE = 16
+_BINS = (_HIGHEST - _LOWEST) * _PER_DECADE
+
+
+class Spread:
+    """Counts of relative differences above 0 by their size; infinite ones have a bin of their own, the last."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_BINS + 1, np.int64)
+
+    def add(self, relative: np.ndarray) -> None:
+        """Count float64 differences of any shape; zeros are left out."""
+        above = relative[relative > 0]
+        finite = above[np.isfinite(above)]
+        which = np.floor((np.log10(finite) - _LOWEST) * _PER_DECADE).astype(np.int64)
+        self._counts[:-1] += np.bincount(np.clip(which, 0, _BINS - 1), minlength=_BINS)
+        self._counts[-1] += above.size - finite.size
+
+    def join(self, other: Spread) -> None:
+        """Add another one's counts."""
+        self._counts += other._counts
+
+    def percentiles(self, elements: int) -> dict[str, float]:
+        """The difference that so many percent of ``elements`` do not exceed; those not counted are 0 apart.
+
+        The value is the upper edge of a bin, at most 16 % above the exact percentile. Keys: "50", "90", "99", "99.9".
+        """
+        up_to = np.cumsum(self._counts) + (elements - int(self._counts.sum()))
+        zeros = elements - int(self._counts.sum())
+        found = {}
+        for percent in PERCENTILES:
+            rank = math.ceil(elements * percent / 100)
+            which = int(np.searchsorted(up_to, rank))
+            found[f"{percent:g}"] = 0.0 if rank <= zeros else _upper_edge(which)
+        return found
+
+    def histogram(self, elements: int) -> dict[str, int]:
+        """Counts by power of ten: "1e-07" has the differences from 1e-7 to less than 1e-6.
+
+        "0" has the elements without a difference, "inf" the infinite ones, where there are any. Powers between the
+        lowest and the highest that occur are listed, also with a count of 0.
+        """
+        counts = {}
+        if zeros := elements - int(self._counts.sum()):
+            counts["0"] = zeros
+        decades = self._counts[:-1].reshape(-1, _PER_DECADE).sum(axis=1)
+        occupied = np.flatnonzero(decades)
+        if occupied.size:
+            for k in range(int(occupied[0]), int(occupied[-1]) + 1):
+                counts[f"1e{_LOWEST + k:+03d}"] = int(decades[k])
+        if infinite := int(self._counts[-1]):
+            counts["inf"] = infinite
+        return counts
+
+
+def _upper_edge(which: int) -> float:
+    return math.inf if which >= _BINS else 10.0 ** (_LOWEST + (which + 1) / _PER_DECADE)
