@@ -75,11 +75,16 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``batch`` sequences of ``length`` tokens make a global batch; ``seed`` keys the order and the initial weights."""
+    """``batch`` sequences of ``length`` tokens make a global batch; ``seed`` keys the order and the initial weights.
+
+    ``init_scale`` multiplies the initial matrices. Of the decoder's own ones, scores are so small that attention is
+    nearly uniform, and a fault in it hardly shows.
+    """
 
     seed: int
     batch: int
     length: int
+    init_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _whole("[data] seed", self.seed, 0)
@@ -87,6 +92,9 @@ class DataConfig:
         _require(self.seed < 2**63, "[data] seed", "less than 2**63", self.seed)
         _whole("[data] batch", self.batch)
         _whole("[data] length", self.length)
+        scale = self.init_scale
+        positive = isinstance(scale, (int, float)) and 0 < scale <= sys.float_info.max
+        _require(positive, "[data] init_scale", "a finite number > 0", scale)
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bridge.mapping import MappingTable, load_mapping
 from bridge.parity.corpus import Corpus
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
+from bridge.parity.norms import KINDS, Norms, in_torch_names
 from jax_impl import (
     ShardingPlan,
     ShardingPolicy,
+    TrainState,
     data_parallel_mesh,
     load_checkpoint,
     main_weight_adamw,
     make_gradients,
     make_train_step,
     memory_report,
+    parameter_norms,
     plan_sharding,
     save_checkpoint,
     simulate_devices,
@@ -42,13 +46,13 @@ def run(job: Job) -> None:
     start = resume_position(job, corpus, loaded.train)
     state = loaded.state
     step_fn = make_train_step(plan, _loss, optimizer, microbatches=leg.microbatches)
-    metrics = Metrics(job)
+    metrics, mapping = Metrics(job), load_mapping("decoder")
     for step in range(start, start + leg.steps):
         batch = corpus.global_batch(
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
         state, measured = step_fn(state, jnp.asarray(batch))
-        metrics.add(step, float(measured["loss"]))
+        metrics.add(step, float(measured["loss"]), _norms(plan, state, mapping))
     write_memory(job, memory_report(plan, state))
     if job.destination is not None:
         save_checkpoint(
@@ -72,6 +76,11 @@ def _plan(job: Job) -> ShardingPlan:
     mesh = data_parallel_mesh(policy.mesh_sizes(ranks))
     config = DecoderConfig(**vars(job.model))
     return plan_sharding(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), mesh, policy)
+
+
+def _norms(plan: ShardingPlan, state: TrainState, mapping: MappingTable) -> Norms:
+    kinds = zip(KINDS, (state.weights, state.opt_state.mu, state.opt_state.nu), strict=True)
+    return {kind: in_torch_names(parameter_norms(plan, buffers), mapping) for kind, buffers in kinds}
 
 
 def _loss(model: Any, tokens: jax.Array) -> jax.Array:

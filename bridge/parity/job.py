@@ -25,6 +25,7 @@ import numpy as np
 from bridge.parity.config import DataConfig, Leg, ModelConfig, OptimizerConfig
 from bridge.parity.corpus import Corpus
 from bridge.parity.lifetime import end_with_parent
+from bridge.parity.norms import Norms
 
 REHEARSE = "--rehearse"
 
@@ -99,13 +100,13 @@ def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
 
 
 class Metrics:
-    """Appends a line a step to the metrics file."""
+    """Appends a line a step to the metrics file: the loss, and the norms of the state after the step."""
 
     def __init__(self, job: Job) -> None:
         self._file = job.metrics.open("a", encoding="utf-8")
 
-    def add(self, step: int, loss: float) -> None:
-        self._file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+    def add(self, step: int, loss: float, norms: Norms) -> None:
+        self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
         self._file.flush()
 
 
@@ -115,7 +116,7 @@ def write_memory(job: Job, report: Any) -> None:
     (job.folder / "memory.json").write_text(text, encoding="utf-8")
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file, oldest first; a file that is not there yet has none."""
     if not path.exists():
         return []

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -27,12 +28,20 @@ from bridge.checkpoints.diff import diff
 from bridge.parity.config import ConfigError, Leg, RelayConfig
 from bridge.parity.job import Job, read_metrics
 from bridge.parity.launch import LegError, rehearse, run_leg
+from bridge.parity.norms import Norms
 from bridge.parity.plot import save_picture
 from bridge.parity.report import Hop, LegResult, RelayReport
 
 MAPPING = "decoder"
 FORMATS = {"torch": "dcp", "jax": "orbax"}
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
+
+
+class Measured(NamedTuple):
+    """What a run wrote about each of its steps."""
+
+    losses: tuple[float, ...]
+    norms: tuple[Norms, ...]
 
 
 class RelayError(RuntimeError):
@@ -57,7 +66,15 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         fp32 = runner.reference("float32", start)
         fp64 = runner.reference("float64", start)
         legs = runner.legs(start)
-    report = RelayReport(config, tuple(legs), fp32, fp64, versions())
+    report = RelayReport(
+        config,
+        tuple(legs),
+        fp32.losses,
+        fp64.losses,
+        versions(),
+        norms_fp32=fp32.norms,
+        norms_fp64=fp64.norms,
+    )
     report.write(out / "report.json")
     save_picture(report, out / "relay.png")
     return report
@@ -135,11 +152,11 @@ class _Runner:
         self._run("initial checkpoint", replace(job, destination=job.folder / "checkpoint"), "float32", 0)
         return job.folder / "checkpoint"
 
-    def reference(self, dtype: str, start: Path) -> tuple[float, ...]:
+    def reference(self, dtype: str, start: Path) -> Measured:
         leg = Leg("torch", 1, "no_shard", steps=self.config.steps)
         job = self._job(f"reference-{dtype}", leg, start)
         self._run(f"reference {dtype}", job, dtype, leg.steps)
-        return self._losses(job)
+        return self._measured(job)
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
         """All legs in order, each from the one before it."""
@@ -157,8 +174,9 @@ class _Runner:
             job = replace(job, source=checkpoint, destination=destination)
             seconds = self._run(f"leg {number} {leg.title}", job, None, leg.steps)
             size = folder_bytes(destination)
-            losses, precision = self._losses(job), leg.sharding.compute
-            results.append(LegResult(leg.title, precision, first, losses, seconds, size, hop))
+            losses, norms = self._measured(job)
+            precision = leg.sharding.compute
+            results.append(LegResult(leg.title, precision, first, losses, seconds, size, hop, norms))
             checkpoint, held, first = destination, wanted, first + leg.steps
         return results
 
@@ -166,11 +184,11 @@ class _Runner:
         config = self.config
         return Job(config.model, config.data, config.optimizer, leg, self.out / name, source, None)
 
-    def _losses(self, job: Job) -> tuple[float, ...]:
-        losses = tuple(line["loss"] for line in read_metrics(job.metrics))
-        if len(losses) != job.leg.steps:
-            raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(losses)}")
-        return losses
+    def _measured(self, job: Job) -> Measured:
+        lines = read_metrics(job.metrics)
+        if len(lines) != job.leg.steps:
+            raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(lines)}")
+        return Measured(*(tuple(line[key] for line in lines) for key in ("loss", "norms")))
 
     def _run(self, title: str, job: Job, reference: str | None, steps: int) -> float:
         task, done = self._start(title, max(steps, 1))

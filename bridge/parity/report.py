@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.parity.config import RelayConfig
+from bridge.parity.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 from bridge.text import plain_json
 
 FP32_TOLERANCE = 1e-5
@@ -40,7 +41,10 @@ class Hop:
 
 @dataclass(frozen=True)
 class LegResult:
-    """One leg's losses, one per step, and its results. ``hop``: the conversion that made its start state."""
+    """One leg's losses, one per step, and its results. ``hop``: the conversion that made its start state.
+
+    norms: of the state after each step.
+    """
 
     title: str
     precision: str
@@ -49,6 +53,7 @@ class LegResult:
     seconds: float
     checkpoint_bytes: int
     hop: Hop | None
+    norms: tuple[Norms, ...] = ()
 
 
 def relative_differences(losses: list[float], reference: list[float]) -> list[float]:
@@ -59,13 +64,18 @@ def relative_differences(losses: list[float], reference: list[float]) -> list[fl
 
 @dataclass(frozen=True)
 class RelayReport:
-    """Everything a relay measured. Losses are means over the global batch, before the step's update."""
+    """Everything a relay measured. Losses are means over the global batch, before the step's update.
+
+    norms_fp32, norms_fp64: of the references' states after each step.
+    """
 
     config: RelayConfig
     legs: tuple[LegResult, ...]
     reference_fp32: tuple[float, ...]
     reference_fp64: tuple[float, ...]
     versions: dict[str, str]
+    norms_fp32: tuple[Norms, ...] = ()
+    norms_fp64: tuple[Norms, ...] = ()
 
     @property
     def losses(self) -> list[float]:
@@ -93,7 +103,8 @@ class RelayReport:
         ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
         fp32 reference did not compute in fp32. From the first bfloat16 leg on the relay must stay within
         ``BF16_TOLERANCE`` of the fp32 reference. The references must differ from each other, or one of them was not
-        computed in its precision.
+        computed in its precision. Before the first bfloat16 leg, the norm of each parameter and of each of its moments
+        must stay as close to the fp32 reference's as ``norms.tolerances`` says.
         """
         found = [
             f"hop to leg {n}: expected the same {leg.hop.tensors} tensors to the bit on both sides, got "
@@ -110,6 +121,8 @@ class RelayReport:
             worst = max(part, default=0.0)
             if worst > tolerance:
                 found.append(f"loss: expected within {tolerance:g} of the fp32 reference, got {worst:.2e}")
+        if (departure := self.departure) is not None:
+            found.append(self._departed(departure))
         if self.all_fp32:
             ratio = self.closeness
             if not 1 / CLOSENESS <= ratio <= CLOSENESS:
@@ -119,6 +132,41 @@ class RelayReport:
         return found
 
     @property
+    def departure(self) -> Departure | None:
+        """The first step before any bfloat16 leg whose norms are too far from the fp32 reference's."""
+        norms: list[Norms] = []
+        for leg in self.legs:
+            if leg.precision != "float32":
+                break
+            norms += leg.norms
+        return first_departure(norms, self.norms_fp32[: len(norms)], self.norm_tolerances)
+
+    @property
+    def norm_tolerances(self) -> dict[str, float]:
+        """By kind of norm, the largest relative distance from the fp32 reference that is allowed."""
+        return tolerances(self.norms_fp32, self.norms_fp64)
+
+    def largest_norm_differences(self) -> list[dict[str, float]]:
+        """For each leg and kind, the largest relative distance of a norm from the fp32 reference's."""
+        found = []
+        for leg in self.legs:
+            reference = self.norms_fp32[leg.first_step : leg.first_step + len(leg.norms)]
+            steps = [distances(a, b) for a, b in zip(leg.norms, reference, strict=True)]
+            found.append(
+                {kind: max([0.0, *(d for step in steps for d in step[kind].values())]) for kind in KINDS}
+            )
+        return found
+
+    def _departed(self, departure: Departure) -> str:
+        number, leg = [(n, leg) for n, leg in enumerate(self.legs, 1) if leg.first_step <= departure.step][-1]
+        others = f"; {departure.others} other norms depart there too" if departure.others else ""
+        return (
+            f"leg {number} ({leg.title}), step {departure.step}, {departure.name}: expected the norm of its "
+            f"{departure.kind} within {departure.tolerance:.1e} of the fp32 reference's, got {departure.distance:.1e}"
+            f"{others}"
+        )
+
+    @property
     def closeness(self) -> float:
         """Largest distance to float64 of the relay over that of the fp32 reference, both at least ``ROUNDING``."""
         relay, reference = (max(ROUNDING, *self.differences(name)) for name in ("relay_fp64", "fp32_fp64"))
@@ -126,11 +174,24 @@ class RelayReport:
 
     def as_dict(self) -> dict[str, Any]:
         differences = {name: self.differences(name) for name in ("relay_fp32", "relay_fp64", "fp32_fp64")}
+        # The norms themselves are in the metrics files.
+        bare = dataclasses.replace(
+            self,
+            legs=tuple(dataclasses.replace(leg, norms=()) for leg in self.legs),
+            norms_fp32=(),
+            norms_fp64=(),
+        )
+        kept = dataclasses.asdict(bare)
+        for table in (kept, *kept["legs"]):
+            for name in ("norms", "norms_fp32", "norms_fp64"):
+                table.pop(name, None)
         return {
-            **dataclasses.asdict(self),
+            **kept,
             "differences": differences,
             "largest_differences": {name: max(values) for name, values in differences.items()},
             "closeness_to_fp64": self.closeness,
+            "norm_tolerances": self.norm_tolerances,
+            "largest_norm_differences": self.largest_norm_differences(),
             "failures": self.failures(),
         }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bridge.parity.corpus import Corpus, rank_slice
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
+from bridge.parity.torch_norms import state_norms
 from torch_impl import (
     FSDPModule,
     MainWeightAdamW,
@@ -61,8 +62,9 @@ def _train(job: Job, device: torch.device) -> None:
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(mean)
+        norms = state_norms(model, optimizer)
         if metrics is not None:
-            metrics.add(step, mean.item() / world)
+            metrics.add(step, mean.item() / world, norms)
     if rank == 0:
         write_memory(job, sharded.memory_report(optimizer))
     if job.destination is not None:

@@ -9,6 +9,7 @@ import torch
 
 from bridge.parity.corpus import Corpus
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from bridge.parity.torch_norms import state_norms
 from torch_impl import load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
@@ -19,6 +20,10 @@ def build(job: Job) -> tuple[Decoder, torch.optim.AdamW]:
     """The decoder with its initial weights in fp32, and torch's own fused AdamW."""
     model = Decoder(DecoderConfig(**vars(job.model)))
     model.init_weights(job.data.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(job.data.init_scale)
     return model, adamw(model, job)
 
 
@@ -48,7 +53,7 @@ def run(job: Job, dtype: torch.dtype) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        metrics.add(step, loss.item())
+        metrics.add(step, loss.item(), state_norms(model, optimizer))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""Norms of a run's weights and Adam moments after each step, and where they depart from a run that is right.
+
+A loss is one number, and near the initial weights it hardly depends on much of a model. A gradient with a fault shows
+in the moments of the parameter that it belongs to, before it shows in a loss: the first moment is a mean of gradients,
+the second of their squares. A norm is the same however a parameter is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.mapping.rules import MappingTable
+
+Norms = Mapping[str, Mapping[str, float]]
+"""Euclidean norms of whole parameters, or of their moments: by kind (`KINDS`), then by name in torch's convention."""
+
+KINDS = ("weights", "first moments", "second moments")
+
+NORM_CLOSENESS = 10.0
+"""How many times farther from the fp32 reference a norm may be than the references' norms of its kind are apart."""
+
+LEAST = 2.0**-23
+"""Distances of norms below one rounding in fp32 say nothing."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first step at which norms are farther from the reference than tolerated, and the farthest of them there.
+
+    others: how many other norms depart in the same step.
+    """
+
+    step: int
+    kind: str
+    name: str
+    distance: float
+    tolerance: float
+    others: int
+
+
+def in_torch_names(norms: Mapping[str, float], mapping: MappingTable) -> dict[str, float]:
+    """Norms by a JAX parameter's path as norms by the torch parameter that it is, or is a part of.
+
+    Raises KeyError for a path that the mapping does not know.
+    """
+    squares: dict[str, float] = {}
+    for path, norm in norms.items():
+        name = _torch_name(path, mapping)
+        squares[name] = squares.get(name, 0.0) + norm * norm
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+def _torch_name(path: str, mapping: MappingTable) -> str:
+    for rule in mapping.rules:
+        for entry in rule.entries("jax"):
+            indices = entry.path.match(path)
+            if indices is not None:
+                return rule.entries("torch")[0].path.format(indices)
+    raise KeyError(f"{path}: expected a parameter that mapping {mapping.name} knows")
+
+
+def distances(norms: Norms, reference: Norms) -> dict[str, dict[str, float]]:
+    """``|a - b| / b`` of each norm; infinite for NaN, for 0 against another, and for a name that one side lacks."""
+    return {
+        kind: {
+            name: _distance(norms.get(kind, {}).get(name), reference.get(kind, {}).get(name))
+            for name in {**reference.get(kind, {}), **norms.get(kind, {})}
+        }
+        for kind in KINDS
+    }
+
+
+def _distance(a: float | None, b: float | None) -> float:
+    if a is None or b is None:
+        return math.inf
+    if a == b:
+        return 0.0
+    distance = abs(a - b) / b if b else math.inf
+    return math.inf if math.isnan(distance) else distance
+
+
+def tolerances(fp32: Sequence[Norms], fp64: Sequence[Norms]) -> dict[str, float]:
+    """By kind, `NORM_CLOSENESS` times the largest distance of two references' norms over all steps and parameters."""
+    apart = [distances(a, b) for a, b in zip(fp32, fp64, strict=True)]
+    return {
+        kind: NORM_CLOSENESS * max([LEAST, *(value for one in apart for value in one[kind].values())])
+        for kind in KINDS
+    }
+
+
+def first_departure(
+    run: Sequence[Norms], reference: Sequence[Norms], allowed: Mapping[str, float]
+) -> Departure | None:
+    """The first step of ``run`` with a norm beyond what is ``allowed`` for its kind."""
+    for step, (norms, expected) in enumerate(zip(run, reference, strict=True)):
+        beyond = [
+            (distance / allowed[kind], kind, name, distance)
+            for kind, by_name in distances(norms, expected).items()
+            for name, distance in by_name.items()
+            if distance > allowed[kind]
+        ]
+        if beyond:
+            _, kind, name, distance = max(beyond)
+            return Departure(step, kind, name, distance, allowed[kind], len(beyond) - 1)
+    return None

@@ -1,0 +1,27 @@
+"""Norms of a torch run's weights and moments, sharded or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bridge.parity.norms import KINDS
+
+STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
+
+
+def state_norms(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
+    """The norms of whole parameters and of their moments after a step, in float64. Collective."""
+    named = dict(model.named_parameters())
+    kinds = {KINDS[0]: named} | {
+        kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
+        for kind, key in STATE.items()
+    }
+    return {
+        kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
+        for kind, tensors in kinds.items()
+    }
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
