@@ -1,7 +1,7 @@
 """The files between the relay and a leg's processes: a job file, a metrics file, an error file.
 
 <leg folder>/job.json         written by the relay
-<leg folder>/metrics.jsonl    one line a step, appended by rank 0 as it goes
+<leg folder>/metrics.jsonl    one line a step (loss, norms of the state), appended by rank 0 as it goes
 <leg folder>/memory.json      bytes at rest by kind after the last step, of rank 0 or of each device
 <leg folder>/error-rank<k>    the error that ended rank k, if one did
 <leg folder>/checkpoint       the state after the last step

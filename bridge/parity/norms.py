@@ -26,18 +26,24 @@ LEAST = 2.0**-23
 
 
 @dataclass(frozen=True)
-class Departure:
-    """The first step at which norms are farther from the reference than tolerated, and the farthest of them there.
+class Far:
+    """One norm that is farther from the reference's than allowed, both relatively."""
 
-    others: how many other norms depart in the same step.
-    """
-
-    step: int
     kind: str
     name: str
     distance: float
-    tolerance: float
-    others: int
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.name} {self.distance:.1e} (allowed {self.allowed:.1e})"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first step at which norms depart from the reference, and all that do, the farthest first."""
+
+    step: int
+    norms: tuple[Far, ...]
 
 
 def in_torch_names(norms: Mapping[str, float], mapping: MappingTable) -> dict[str, float]:
@@ -96,12 +102,12 @@ def first_departure(
     """The first step of ``run`` with a norm beyond what is ``allowed`` for its kind."""
     for step, (norms, expected) in enumerate(zip(run, reference, strict=True)):
         beyond = [
-            (distance / allowed[kind], kind, name, distance)
+            Far(kind, name, distance, allowed[kind])
             for kind, by_name in distances(norms, expected).items()
             for name, distance in by_name.items()
             if distance > allowed[kind]
         ]
         if beyond:
-            _, kind, name, distance = max(beyond)
-            return Departure(step, kind, name, distance, allowed[kind], len(beyond) - 1)
+            ordered = sorted(beyond, key=lambda far: far.distance / far.allowed, reverse=True)
+            return Departure(step, tuple(ordered))
     return None

@@ -17,6 +17,8 @@ FP32_TOLERANCE = 1e-5
 # Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
 BF16_TOLERANCE = 1e-2
 CLOSENESS = 3.0
+# Norms named in a failure, of all that depart in the step.
+NAMED = 3
 # A loss is one fp32 number: distances below one rounding of it say nothing.
 ROUNDING = 2.0**-23
 
@@ -159,11 +161,11 @@ class RelayReport:
 
     def _departed(self, departure: Departure) -> str:
         number, leg = [(n, leg) for n, leg in enumerate(self.legs, 1) if leg.first_step <= departure.step][-1]
-        others = f"; {departure.others} other norms depart there too" if departure.others else ""
+        farthest = "; ".join(map(str, departure.norms[:NAMED]))
+        more = f"; {len(departure.norms) - NAMED} more" if len(departure.norms) > NAMED else ""
         return (
-            f"leg {number} ({leg.title}), step {departure.step}, {departure.name}: expected the norm of its "
-            f"{departure.kind} within {departure.tolerance:.1e} of the fp32 reference's, got {departure.distance:.1e}"
-            f"{others}"
+            f"leg {number} ({leg.title}), step {departure.step}: expected the norms of the fp32 reference, got at "
+            f"relative distances {farthest}{more}"
         )
 
     @property

@@ -154,6 +154,10 @@ def test_a_shipped_policy_is_called_by_the_name_of_its_file() -> None:
         (("optimizer", "weight_decay"), math.nan, r"weight_decay: expected a finite number >= 0, got nan"),
         (("data", "seed"), 10**23, r"seed: expected less than 2\*\*63"),
         (("data", "seed"), 2**63, r"seed: expected less than 2\*\*63, got 9223372036854775808"),
+        *(
+            (("data", "init_scale"), value, r"init_scale: expected a finite number > 0, got ")
+            for value in (0, -1.0, math.nan, math.inf, "8")
+        ),
         (("leg",), [], r"at least one \[\[leg\]\]"),
     ],
 )
