@@ -141,11 +141,12 @@ class RelayReport:
             if leg.precision != "float32":
                 break
             norms += leg.norms
-        return first_departure(norms, self.norms_fp32[: len(norms)], self.norm_tolerances)
+        steps = slice(len(norms))
+        return first_departure(norms, self.norms_fp32[steps], self.norm_tolerances[steps])
 
     @property
-    def norm_tolerances(self) -> dict[str, float]:
-        """By kind of norm, the largest relative distance from the fp32 reference that is allowed."""
+    def norm_tolerances(self) -> list[dict[str, float]]:
+        """For each step, by kind of norm, the largest relative distance from the fp32 reference that is allowed."""
         return tolerances(self.norms_fp32, self.norms_fp64)
 
     def largest_norm_differences(self) -> list[dict[str, float]]:

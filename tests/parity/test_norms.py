@@ -95,14 +95,16 @@ def test_distances_are_relative_and_infinite_where_there_is_no_number() -> None:
 
 def test_what_is_allowed_is_a_multiple_of_the_references_distance_and_at_least_of_a_rounding() -> None:
     exact = [norms(a=1.0, b=2.0)] * 2
-    assert set(tolerances(exact, exact).values()) == {NORM_CLOSENESS * LEAST}
-    apart = [norms(a=1.0, b=2.0), norms(a=1.0 + 1e-5, b=2.0)]
-    assert tolerances(apart, exact)["weights"] == pytest.approx(NORM_CLOSENESS * 1e-5)
+    assert tolerances(exact, exact) == [dict.fromkeys(KINDS, NORM_CLOSENESS * LEAST)] * 2
+    # The references' distance of an early step says what is allowed from there on, and nothing of steps before.
+    apart = [exact[0], norms(a=1.0 + 1e-5, b=2.0), exact[0]]
+    allowed = [step["weights"] for step in tolerances(apart, [exact[0]] * 3)]
+    assert allowed == pytest.approx([NORM_CLOSENESS * LEAST, NORM_CLOSENESS * 1e-5, NORM_CLOSENESS * 1e-5])
 
 
 def test_the_first_step_that_departs_is_found_with_the_farthest_first() -> None:
     reference = [norms(a=1.0, b=1.0)] * 3
-    allowed = {"weights": 1e-3, "first moments": 1e-2, "second moments": 1e-2}
+    allowed = [{"weights": 1e-3, "first moments": 1e-2, "second moments": 1e-2}] * 3
     assert first_departure([norms(a=1.0005, b=1.0)] * 3, reference, allowed) is None
     found = first_departure(
         [norms(a=1.0, b=1.0), norms(a=1.002, b=1.03), norms(a=9.0, b=9.0)], reference, allowed
@@ -149,7 +151,7 @@ def test_a_norm_that_departs_fails_the_relay_by_leg_step_and_parameter(step: int
     stored = broken.as_dict()
     assert stored["failures"] == [failure]
     assert stored["largest_norm_differences"][leg - 1]["weights"] == 0.5
-    assert stored["norm_tolerances"]["weights"] == pytest.approx(1.2e-6, rel=0.01)
+    assert stored["norm_tolerances"][step]["weights"] == pytest.approx(1.2e-6, rel=0.01)
     assert not {"norms", "norms_fp32", "norms_fp64"} & {*stored, *stored["legs"][0]}
 
 
