@@ -17,10 +17,19 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
 FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 # These run in a leg's own process, which holds exactly one runtime.
 RUNTIME_LEGS = {"torch_leg.py": TORCH, "torch_reference.py": TORCH, "jax_leg.py": JAX}
+# These hold one framework's side of a pair of models.
+RUNTIME_SIDES = {
+    **dict.fromkeys(("torch_side.py", "torch_calls.py", "torch_copies.py", "torch_float64.py"), TORCH),
+    **dict.fromkeys(("torch_leaves.py", "torch_losses.py"), TORCH),
+}
 
 
 def modules(package: str) -> list[Path]:
-    return [path for path in sorted((ROOT / package).rglob("*.py")) if path.name not in RUNTIME_LEGS]
+    return [
+        path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name not in {*RUNTIME_LEGS, *RUNTIME_SIDES}
+    ]
 
 
 def imported(path: Path) -> set[str]:
@@ -41,7 +50,8 @@ def test_no_module_names_the_other_framework_in_an_import(package: str) -> None:
 
 
 def test_a_leg_imports_one_runtime_only() -> None:
-    for name, own in RUNTIME_LEGS.items():
+    sides = {f"pair/{name}": own for name, own in RUNTIME_SIDES.items()}
+    for name, own in {**RUNTIME_LEGS, **sides}.items():
         found = imported(ROOT / "bridge" / "parity" / name)
         assert found & own
         assert not found & (TORCH | JAX) - own

@@ -1,0 +1,98 @@
+"""A run in float64 of a model whose code asks for less in places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+# Of tensors with numbers of another dtype in the same bytes.
+REINTERPRETING = {Tensor.view}
+CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.type}
+TYPES = {
+    f"torch.{device}{name}Tensor": torch.float64
+    for device in ("", "cuda.")
+    for name in ("Float", "Half", "BFloat16")
+}
+
+
+class _Float64(TorchFunctionMode):
+    """Requests for narrower floating dtypes become requests for float64, in forward and in backward."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in REINTERPRETING:
+            return func(*args, **kwargs)
+        if func in CASTS:
+            return _to(args[0], CASTS[func], **kwargs)
+        if func is Tensor.type:
+            args = tuple(TYPES.get(_type_name(one), one) for one in args)
+        asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
+        args = tuple(_wide(one) for one in args)
+        kwargs = {name: _wide(one) for name, one in kwargs.items()}
+        result = func(*args, **kwargs)
+        if func in LIKE_ANOTHER:
+            if asked in (torch.bfloat16, torch.float16) and result is args[0]:
+                return result.clone()
+            return _to(args[0], result.dtype) if isinstance(result, Tensor) and _narrow(result) else result
+        # Results of narrow tensors stay narrow: a changed view of one must reach the tensor itself.
+        if isinstance(result, Tensor) and _narrow(result) and not _any_narrow((*args, *kwargs.values())):
+            return result.to(WIDE[result.dtype])
+        return result
+
+
+def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy leave the tensor as it was."""
+    wide = tensor.to(WIDE[dtype], **kwargs)
+    return wide.clone() if wide is tensor and dtype in (torch.bfloat16, torch.float16) else wide
+
+
+def _wide(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _type_name(value: Any) -> str:
+    """Of ``"torch.FloatTensor"`` and of ``torch.FloatTensor``."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__name__}"
+    return value if isinstance(value, str) else ""
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in WIDE
+
+
+def _any_narrow(values: tuple[Any, ...]) -> bool:
+    flat = [one for value in values for one in (value if isinstance(value, tuple | list) else [value])]
+    return any(isinstance(one, Tensor) and _narrow(one) for one in flat)
+
+
+@contextmanager
+def all_float64() -> Iterator[None]:
+    """Inside, what PyTorch code asks of torch in float32, bfloat16 or float16 is computed in float64.
+
+    Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
+    to float64. Not seen are NumPy, extensions that call no function of torch, and narrow tensors that existed before:
+    what was rounded stays rounded.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(default)
