@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bridge.parity.pair.probe import probe_values
 from bridge.parity.pair.torch_side import TorchSide
