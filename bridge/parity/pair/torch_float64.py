@@ -20,7 +20,8 @@ WIDE = {
 # Of tensors with numbers of another dtype in the same bytes.
 REINTERPRETING = {Tensor.view}
 CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
-LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.type}
+LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 TYPES = {
     f"torch.{device}{name}Tensor": torch.float64
     for device in ("", "cuda.")
@@ -37,28 +38,36 @@ class _Float64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in REINTERPRETING:
             return func(*args, **kwargs)
+        if func is Tensor.backward:
+            # torch leaves the mode before this call; what the backward does is part of the run.
+            with self:
+                return _backward(*args, **kwargs)
         if func in CASTS:
             return _to(args[0], CASTS[func], **kwargs)
+        if func in LIKE_ANOTHER and isinstance(other := (*args, *kwargs.values())[1], Tensor):
+            func, args, kwargs = Tensor.to, (args[0], other.device, other.dtype, *args[2:]), {}
         if func is Tensor.type:
             args = tuple(TYPES.get(_type_name(one), one) for one in args)
         asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
         args = tuple(_wide(one) for one in args)
         kwargs = {name: _wide(one) for name, one in kwargs.items()}
         result = func(*args, **kwargs)
-        if func in LIKE_ANOTHER:
-            if asked in (torch.bfloat16, torch.float16) and result is args[0]:
-                return result.clone()
-            return _to(args[0], result.dtype) if isinstance(result, Tensor) and _narrow(result) else result
+        if func in (Tensor.to, Tensor.type) and asked in SIXTEEN_BITS and result is args[0]:
+            return result.clone()
         # Results of narrow tensors stay narrow: a changed view of one must reach the tensor itself.
         if isinstance(result, Tensor) and _narrow(result) and not _any_narrow((*args, *kwargs.values())):
             return result.to(WIDE[result.dtype])
         return result
 
 
+def _backward(tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    torch.autograd.backward(tensor, gradient, *args, **kwargs)
+
+
 def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
     """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy leave the tensor as it was."""
     wide = tensor.to(WIDE[dtype], **kwargs)
-    return wide.clone() if wide is tensor and dtype in (torch.bfloat16, torch.float16) else wide
+    return wide.clone() if wide is tensor and dtype in SIXTEEN_BITS else wide
 
 
 def _wide(value: Any) -> Any:
@@ -86,8 +95,8 @@ def all_float64() -> Iterator[None]:
     """Inside, what PyTorch code asks of torch in float32, bfloat16 or float16 is computed in float64.
 
     Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
-    to float64. Not seen are NumPy, extensions that call no function of torch, and narrow tensors that existed before:
-    what was rounded stays rounded.
+    to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of ``torch.autograd.grad``. Narrow
+    tensors that existed before stay narrow: what was rounded stays rounded.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
