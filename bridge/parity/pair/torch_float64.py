@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,10 @@ class _Float64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in REINTERPRETING:
             return func(*args, **kwargs)
-        if func is Tensor.backward:
-            # torch leaves the mode before this call; what the backward does is part of the run.
+        if func in (Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
+            # torch has left the mode, and a backward has the mode in which it starts.
             with self:
-                return _backward(*args, **kwargs)
+                return _backward(args[0], **kwargs)
         if func in CASTS:
             return _to(args[0], CASTS[func], **kwargs)
         if func in LIKE_ANOTHER and isinstance(other := (*args, *kwargs.values())[1], Tensor):
@@ -60,8 +60,22 @@ class _Float64(TorchFunctionMode):
         return result
 
 
-def _backward(tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    torch.autograd.backward(tensor, gradient, *args, **kwargs)
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    *,
+    gradient: Tensor | None = None,
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    inputs: None = None,
+    **kwargs: Any,
+) -> None:
+    """``torch.autograd.backward`` from the tensors' edges, for which torch does not ask the mode again."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = grad_tensors if gradient is None else gradient
+    if given is None or isinstance(given, Tensor):
+        given = [given] * len(tensors)
+    given = [torch.ones_like(one) if its is None else its for one, its in zip(tensors, given, strict=True)]
+    edges = [torch.autograd.graph.get_gradient_edge(one) for one in tensors]
+    torch.autograd.backward(edges, given, **kwargs)
 
 
 def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
@@ -95,8 +109,8 @@ def all_float64() -> Iterator[None]:
     """Inside, what PyTorch code asks of torch in float32, bfloat16 or float16 is computed in float64.
 
     Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
-    to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of ``torch.autograd.grad``. Narrow
-    tensors that existed before stay narrow: what was rounded stays rounded.
+    to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of
+    ``torch.autograd.grad``. Narrow tensors that existed before stay narrow: what was rounded stays rounded.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -181,7 +181,7 @@ ISLANDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "type_as numpy": lambda x: x.type_as(torch.from_numpy(np.zeros(1, np.float32))) / 3,
     "softmax": lambda x: functional.softmax(x, -1, dtype=torch.float32) + x.softmax(-1, dtype=torch.float32),
     "log_softmax": lambda x: torch.log_softmax(x, -1, dtype=torch.float32),
-    "sum": lambda x: x.sum(-1, dtype=torch.float32) + torch.cumsum(x, -1, dtype=torch.float32)[0],
+    "sum": lambda x: x.sum(-1, dtype=torch.float32) + torch.cumsum(x, -1, dtype=torch.float32)[:, 0],
     "zeros": lambda x: torch.zeros(3, 4, dtype=torch.float32).add_(x) + torch.zeros_like(x, dtype=torch.half),
     "new": lambda x: (
         x + x.new_tensor([1 / 3], dtype=torch.float32) * x.new_full((1,), 1 / 3, dtype=torch.half)
@@ -220,6 +220,15 @@ def test_no_request_for_less_is_heard(name: str) -> None:
     assert model.w.grad.dtype == torch.float64
     assert spy.calls > 3
     assert not spy.found
+
+
+def test_the_backwards_of_records_and_reruns_are_float64_too() -> None:
+    side = TorchSide(Islands(CustomCast.apply))
+    record = side.record(np.ones((3, 4)), "float64")
+    cotangents = record.calls[0].gradients
+    rerun = side.rerun("float64", "", 0, {}, cotangents=cotangents)
+    np.testing.assert_allclose(record.gradients["w"], (cotangents[""] / 3).sum() * 2.5, rtol=1e-14)
+    np.testing.assert_allclose(rerun.gradients["w"], record.gradients["w"], rtol=1e-15)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {

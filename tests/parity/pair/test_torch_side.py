@@ -408,6 +408,38 @@ class Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
+def test_the_numbers_of_a_probe_are_the_same_everywhere() -> None:
+    found = probe_values("a.0", (2, 1))
+    np.testing.assert_allclose(found, [[0.6666254038968465], [-0.30654347011069055]], rtol=1e-15)
+    assert probe_values("", ()).shape == ()
+    assert (probe_values("", (3,)) != probe_values("0", (3,))).all()
+
+
+@dataclass
+class Logits:
+    logits: Any
+
+
+class Named(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Logits(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Named])
+def test_next_token_is_the_mean_cross_entropy_of_the_shifted_tokens(kind: type[nn.Embedding]) -> None:
+    tokens = RNG.integers(0, 5, (2, 4)).astype(np.int32)
+    model = kind(5, 5)
+    logits = model.weight.detach().double().numpy()[tokens[:, :-1]]
+    likely = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(likely, tokens[:, 1:, None].astype(int), -1).mean()
+    side = TorchSide(model, "next_token")
+    assert side.record(tokens, "float64").loss == pytest.approx(expected, rel=1e-14)
+    # The cross-entropy of bfloat16 logits is computed in float32.
+    low = side.record(tokens, "bfloat16").loss
+    assert low is not None
+    assert low != float(ml_dtypes.bfloat16(low))
+
+
 def test_floats_of_a_batch_get_the_dtype_of_the_run_and_integers_int64() -> None:
     seen: list[Any] = []
     batch = {
