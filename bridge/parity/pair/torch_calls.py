@@ -153,7 +153,7 @@ class Recorder:
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> Given:
         def slot(place: str, value: Any) -> Any:
-            return Slot(place, value.device, value.dtype) if is_leaf(value) else value
+            return Slot(place, value.device, value.dtype, value.stride()) if is_leaf(value) else value
 
         everything = mapped(arguments(args, kwargs), slot)
         if has_objects(everything):
@@ -205,10 +205,19 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def fresh_leaf(array: np.ndarray, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor for autograd whose gradient can be asked for, and that modules may change in place."""
+def fresh_leaf(
+    array: np.ndarray, device: torch.device, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A tensor for autograd whose gradient can be asked for, and that modules may change in place.
+
+    ``stride``: some kernels add in another order for another one. Overlapping elements are laid out one by one.
+    """
     tensor = to_torch(array, device).to(dtype)
-    return tensor.requires_grad_().clone() if dtype.is_floating_point and torch.is_grad_enabled() else tensor
+    if dtype.is_floating_point and torch.is_grad_enabled():
+        tensor.requires_grad_()
+    if stride is None or 0 in stride:
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device).copy_(tensor)
 
 
 def check_leaves(given: Leaves, known: Leaves, where: str) -> None:

@@ -51,6 +51,8 @@ class _Float64(TorchFunctionMode):
         asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
         args = tuple(_wide(one) for one in args)
         kwargs = {name: _wide(one) for name, one in kwargs.items()}
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in (Tensor.to, Tensor.type) and asked in SIXTEEN_BITS and result is args[0]:
             return result.clone()
@@ -76,6 +78,17 @@ def _backward(
     given = [torch.ones_like(one) if its is None else its for one, its in zip(tensors, given, strict=True)]
     edges = [torch.autograd.graph.get_gradient_edge(one) for one in tensors]
     torch.autograd.backward(edges, given, **kwargs)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """``torch.nn.functional.grouped_mm``, which torch does not have in float64, of experts' weights [E, K, N]."""
+    if offs is None:
+        return rows @ weights
+    if (rows.ndim, weights.ndim) != (2, 3):
+        raise NotImplementedError(f"grouped_mm of {rows.ndim} and {weights.ndim} dimensions has no float64")
+    ends = offs.tolist()
+    parts = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
 def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:

@@ -23,6 +23,7 @@ class Slot:
     place: str
     device: torch.device
     dtype: torch.dtype
+    stride: tuple[int, ...]
 
 
 def is_leaf(value: object) -> bool:

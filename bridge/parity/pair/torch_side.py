@@ -175,7 +175,7 @@ class TorchSide:
         input_gradients: dict[str, np.ndarray] = {}
 
         def leaf(slot: Slot) -> torch.Tensor:
-            tensor = fresh_leaf(given[slot.place], slot.device, slot.dtype)
+            tensor = fresh_leaf(given[slot.place], slot.device, slot.dtype, slot.stride)
             leaves[slot.place] = tensor
             if tensor.requires_grad and cotangents is not None:
                 tensor.register_hook(lambda one: input_gradients.update({slot.place: to_numpy(one)}))

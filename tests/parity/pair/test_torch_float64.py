@@ -265,6 +265,18 @@ def test_modules_of_torch_compute_nothing_in_less(name: str) -> None:
     assert not spy.found
 
 
+def test_experts_are_computed_in_float64() -> None:
+    rows, weights = torch.randn(6, 8, dtype=torch.float64), torch.randn(3, 8, 4, dtype=torch.float64)
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
+    with all_float64():
+        found = functional.grouped_mm(rows, weights, offs=offsets)
+        batched = functional.grouped_mm(rows.view(3, 2, 8), weights)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found[:2], rows[:2] @ weights[0], rtol=1e-14, atol=0)
+    torch.testing.assert_close(found[2:5], rows[2:5] @ weights[2], rtol=1e-14, atol=0)
+    torch.testing.assert_close(batched, rows.view(3, 2, 8) @ weights, rtol=1e-14, atol=0)
+
+
 def test_casts_to_16_bits_are_copies_as_they_are_from_float32() -> None:
     x = torch.ones(2, dtype=torch.float64)
     with all_float64():

@@ -488,6 +488,31 @@ def test_a_rerun_without_changes_is_the_recorded_call_with_the_same_gradients() 
             np.testing.assert_allclose(whole.gradients[name], gradient, rtol=1e-13)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.up = nn.Linear(4, 22)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.act(gate) * up
+
+
+def test_inputs_of_a_rerun_lie_in_memory_as_those_of_the_call_did() -> None:
+    strides: list[Any] = []
+    model = Gated()
+    model.act.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))
+    side = TorchSide(model)
+    record = side.record(X, "float64")
+    cotangents = record.find("act").gradients
+    rerun = side.rerun("float64", "act", 0, {}, cotangents=cotangents)
+    assert strides == [(22, 1)] * 2
+    np.testing.assert_array_equal(rerun.outputs[""], record.find("act").outputs[""])
+    assert rerun.input_gradients["0"].shape == (3, 11)
+
+
 def _within(record: Any, call: Any, index: int) -> bool:
     while call.parent is not None:
         if call.parent == index:
