@@ -98,7 +98,7 @@ class Seen(NamedTuple):
 class Recorder:
     """Calls of ``paths``' modules, from ``on()`` until its end.
 
-    ``before``: how often each path was called before. ``keep``: by id, modules of the running model and those that
+    ``keep``: by id, modules of the running model and those that
     stand for them in kept arguments; None: arguments are not kept. ``replaced``: outputs that calls return instead of
     their own.
     """
@@ -107,14 +107,13 @@ class Recorder:
         self,
         paths: Mapping[nn.Module, str],
         *,
-        before: Counter[str] | None = None,
         keep: dict[int, Any] | None = None,
         replaced: Replacements | None = None,
     ) -> None:
         self.calls: list[Noted] = []
         self.replaced = dict(replaced or {})
         self._paths = dict(paths)
-        self._counts = Counter(before or ())
+        self._counts: Counter[str] = Counter()
         self._keep = keep
         self._open: list[tuple[nn.Module, int]] = []
         self._watched: list[Watched] = []

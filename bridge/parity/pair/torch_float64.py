@@ -21,6 +21,8 @@ WIDE = {
 REINTERPRETING = {Tensor.view}
 CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
+DRAWN = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+DRAWN_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 TYPES = {
     f"torch.{device}{name}Tensor": torch.float64
@@ -46,6 +48,11 @@ class _Float64(TorchFunctionMode):
             return _to(args[0], CASTS[func], **kwargs)
         if func in LIKE_ANOTHER and isinstance(other := (*args, *kwargs.values())[1], Tensor):
             func, args, kwargs = Tensor.to, (args[0], other.device, other.dtype, *args[2:]), {}
+        # Generators draw other numbers in float64, and runs must be comparable.
+        if func in DRAWN and kwargs.get("dtype") != torch.float64:
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if func in DRAWN_IN_PLACE and args[0].dtype == torch.float64:
+            return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
         if func is Tensor.type:
             args = tuple(TYPES.get(_type_name(one), one) for one in args)
         asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
@@ -123,7 +130,8 @@ def all_float64() -> Iterator[None]:
 
     Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
     to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of
-    ``torch.autograd.grad``. Narrow tensors that existed before stay narrow: what was rounded stays rounded.
+    ``torch.autograd.grad``. Narrow tensors that existed before stay narrow: what was rounded stays rounded. Random
+    numbers are those of a float32 run.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +144,7 @@ class TorchSide:
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """See ``Side``. Calls inside have the numbers that they had in the record, in ``replaced`` as in the result.
+        """See ``Side``. Numbers of calls inside, in ``replaced`` as in the result, count from 0 in this rerun.
 
         No gradient flows into a call whose output is replaced: the replacement is a constant. KeyError for calls and
         leaves that there are not, ValueError for arrays of another shape.
@@ -169,7 +168,7 @@ class TorchSide:
         model, memo = second_copy(run.model.get_submodule(path), run.model)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
         paths = {memo[id(module)]: one for one, module in run.model.named_modules() if id(module) in memo}
-        recorder = Recorder(paths, before=Counter(one.path for one in run.calls[:index]), replaced=replaced)
+        recorder = Recorder(paths, replaced=replaced)
         given = {place: inputs.get(place, array) for place, array in noted.inputs.items()}
         leaves: dict[str, torch.Tensor] = {}
         input_gradients: dict[str, np.ndarray] = {}

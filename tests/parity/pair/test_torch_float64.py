@@ -195,7 +195,6 @@ ISLANDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "promote": lambda x: x.to(torch.promote_types(torch.float32, torch.bfloat16)) / 3,
     "default": lambda x: x.to(torch.get_default_dtype()) / 3,
     "empty": lambda x: torch.empty(3, 4, dtype=torch.float32).copy_(x) / 3,
-    "random": lambda x: x * torch.rand(4, dtype=torch.float32) + torch.randn(4),
     "einsum": lambda x: torch.einsum("ij,kj->ik", x.float(), x.float()),
     "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.float().reshape(3, 2, 2)) * torch.polar(torch.ones(2), torch.ones(2) / 3)
@@ -275,6 +274,28 @@ def test_experts_are_computed_in_float64() -> None:
     torch.testing.assert_close(found[:2], rows[:2] @ weights[0], rtol=1e-14, atol=0)
     torch.testing.assert_close(found[2:5], rows[2:5] @ weights[2], rtol=1e-14, atol=0)
     torch.testing.assert_close(batched, rows.view(3, 2, 8) @ weights, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(300),
+        lambda: torch.randn(300, dtype=torch.float32),
+        lambda: torch.rand_like(torch.ones(300, dtype=torch.float32)),
+        lambda: torch.randn_like(torch.ones(300)),
+        lambda: torch.empty(300).uniform_(2, 3),
+        lambda: torch.empty(300).normal_(mean=1.0),
+        lambda: functional.dropout(torch.ones(300), 0.3) != 0,
+    ],
+)
+def test_random_numbers_are_those_of_a_float32_run(draw: Callable[[], torch.Tensor]) -> None:
+    torch.manual_seed(3)
+    expected = draw()
+    torch.manual_seed(3)
+    with all_float64():
+        found = draw()
+    assert found.dtype in (torch.float64, torch.bool)
+    assert torch.equal(found, expected.to(found.dtype))
 
 
 def test_casts_to_16_bits_are_copies_as_they_are_from_float32() -> None:

@@ -582,7 +582,7 @@ def test_replaced_outputs_are_what_the_module_goes_on_with() -> None:
     np.testing.assert_allclose(rerun.calls[1].gradients[""], np.ones((3, 6)) @ weight, rtol=1e-13)
 
 
-def test_replaced_calls_have_the_numbers_of_the_record() -> None:
+def test_numbers_of_calls_inside_count_from_0_in_a_rerun() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -594,8 +594,8 @@ def test_replaced_calls_have_the_numbers_of_the_record() -> None:
     side = TorchSide(Outer())
     side.record(X)
     other = RNG.standard_normal((3, 4)).astype(np.float32)
-    rerun = side.rerun("float32", "twice", 1, {}, replaced={("twice.0", 1): {"": other}})
-    assert [(one.path, one.number, one.parent) for one in rerun.calls] == [("twice.0", 1, None)]
+    rerun = side.rerun("float32", "twice", 1, {}, replaced={("twice.0", 0): {"": other}})
+    assert [(one.path, one.number, one.parent) for one in rerun.calls] == [("twice.0", 0, None)]
     np.testing.assert_array_equal(rerun.outputs[""], other)
 
 
