@@ -18,9 +18,10 @@ FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 # These run in a leg's own process, which holds exactly one runtime.
 RUNTIME_LEGS = {"torch_leg.py": TORCH, "torch_reference.py": TORCH, "jax_leg.py": JAX}
 # These hold one framework's side of a pair of models.
+PAIR = ROOT / "bridge" / "parity" / "pair"
 RUNTIME_SIDES = {
-    **dict.fromkeys(("torch_side.py", "torch_calls.py", "torch_copies.py", "torch_float64.py"), TORCH),
-    **dict.fromkeys(("torch_leaves.py", "torch_losses.py"), TORCH),
+    **{path.name: TORCH for path in PAIR.glob("torch_*.py")},
+    **{path.name: JAX for path in PAIR.glob("jax_*.py")},
 }
 
 
@@ -50,11 +51,16 @@ def test_no_module_names_the_other_framework_in_an_import(package: str) -> None:
 
 
 def test_a_leg_imports_one_runtime_only() -> None:
-    sides = {f"pair/{name}": own for name, own in RUNTIME_SIDES.items()}
-    for name, own in {**RUNTIME_LEGS, **sides}.items():
+    for name, own in RUNTIME_LEGS.items():
         found = imported(ROOT / "bridge" / "parity" / name)
         assert found & own
         assert not found & (TORCH | JAX) - own
+
+
+def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
+    assert "torch_side.py" in RUNTIME_SIDES
+    for name, own in RUNTIME_SIDES.items():
+        assert not imported(PAIR / name) & (TORCH | JAX) - own, name
 
 
 def test_sharding_imports_the_standard_library_numpy_and_itself_only() -> None:

@@ -57,8 +57,10 @@ class TorchSide:
     buffers have the run's dtype, and all parameters have gradients. Other buffers, such as a rotary embedding's
     frequencies, keep the values that they got when the model was made; they and tensors that are attributes of modules
     become float64 in a float64 run, in which nothing that goes through torch is computed in less (``torch_float64``),
-    and keep their dtype in the others. Changes of an output in place, if the output is an array that the module was
-    given, hide the gradient of that output.
+    and keep their dtype in the others.
+
+    An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in
+    place later and was an input of the module or was changed in place inside.
 
     ValueError for a model without parameters, or with some on the meta device.
     """
