@@ -17,10 +17,20 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
 FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 # These run in a leg's own process, which holds exactly one runtime.
 RUNTIME_LEGS = {"torch_leg.py": TORCH, "torch_reference.py": TORCH, "jax_leg.py": JAX}
+# These hold one framework's side of a pair of models.
+PAIR = ROOT / "bridge" / "parity" / "pair"
+RUNTIME_SIDES = {
+    **{path.name: TORCH for path in PAIR.glob("torch_*.py")},
+    **{path.name: JAX for path in PAIR.glob("jax_*.py")},
+}
 
 
 def modules(package: str) -> list[Path]:
-    return [path for path in sorted((ROOT / package).rglob("*.py")) if path.name not in RUNTIME_LEGS]
+    return [
+        path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name not in {*RUNTIME_LEGS, *RUNTIME_SIDES}
+    ]
 
 
 def imported(path: Path) -> set[str]:
@@ -45,6 +55,12 @@ def test_a_leg_imports_one_runtime_only() -> None:
         found = imported(ROOT / "bridge" / "parity" / name)
         assert found & own
         assert not found & (TORCH | JAX) - own
+
+
+def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
+    assert "torch_side.py" in RUNTIME_SIDES
+    for name, own in RUNTIME_SIDES.items():
+        assert not imported(PAIR / name) & (TORCH | JAX) - own, name
 
 
 def test_sharding_imports_the_standard_library_numpy_and_itself_only() -> None:

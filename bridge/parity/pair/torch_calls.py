@@ -1,0 +1,247 @@
+"""Hooks on all modules of a PyTorch model that note what each call was given and what it returned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.torch_leaves import (
+    Slot,
+    arguments,
+    deep_copy,
+    has_objects,
+    is_leaf,
+    leaves_of,
+    mapped,
+    to_numpy,
+    to_torch,
+)
+
+
+@dataclass
+class Given:
+    """What is needed to make a call again: arguments with slots in place of leaves, and the state around."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: list[torch.Tensor]
+    autocast: tuple[str, bool, torch.dtype]
+
+
+@dataclass
+class Noted:
+    """A call as long as the run lasts."""
+
+    path: str
+    number: int
+    kind: str
+    parent: int | None
+    inputs: Leaves
+    given: Given | None
+    outputs: Leaves = field(default_factory=dict)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def call(self, shift: int = 0) -> Call:
+        """As a part of the record. ``shift``: calls that are left out before it."""
+        parent = None if self.parent is None or self.parent < shift else self.parent - shift
+        gradients = {place: self.gradients[place] for place in self.outputs if place in self.gradients}
+        return Call(self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent)
+
+
+class Watched:
+    """A floating output whose gradient is noted.
+
+    The module around goes on with ``view``: the gradient of the output itself would be that of all its uses, also of
+    those inside of the module and, for an output that is an input, of those before. A change in place takes the view
+    out of the graph. Then the gradient of ``new`` is noted: the output as it was made, None if not in this call.
+    """
+
+    def __init__(self, noted: Noted, place: str, output: torch.Tensor, new: torch.Tensor | None) -> None:
+        self.view = output.view_as(output)
+        self._noted, self._place = noted, place
+        self._made = self.view.grad_fn
+        self.view.register_hook(lambda gradient: self._note(gradient, changed=False))
+        self._changed: bool | None = None
+        if new is not None:
+            new.register_hook(lambda gradient: self._note(gradient, changed=True))
+
+    def forward_ended(self) -> None:
+        """From now on gradients are those of the loss."""
+        self._changed = self.view.grad_fn is not self._made
+        del self.view, self._made
+
+    def _note(self, gradient: torch.Tensor, changed: bool) -> None:
+        if self._changed is changed:
+            self._noted.gradients[self._place] = to_numpy(gradient)
+
+
+class Seen(NamedTuple):
+    """A tensor that modules were given or returned; kept so that no other tensor gets its id.
+
+    ``new``: the output of ``call`` itself, if the tensor is a view of it; ``made``: the tensor's history since then.
+    """
+
+    tensor: torch.Tensor
+    new: torch.Tensor | None
+    call: int
+    made: Any
+
+
+class Recorder:
+    """Calls of ``paths``' modules, from ``on()`` until its end.
+
+    ``keep``: by id, modules of the running model and those that
+    stand for them in kept arguments; None: arguments are not kept. ``replaced``: outputs that calls return instead of
+    their own.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[nn.Module, str],
+        *,
+        keep: dict[int, Any] | None = None,
+        replaced: Replacements | None = None,
+    ) -> None:
+        self.calls: list[Noted] = []
+        self.replaced = dict(replaced or {})
+        self._paths = dict(paths)
+        self._counts: Counter[str] = Counter()
+        self._keep = keep
+        self._open: list[tuple[nn.Module, int]] = []
+        self._watched: list[Watched] = []
+        self._seen = {
+            id(one): Seen(one, None, -1, None) for module in paths for one in module.parameters(recurse=False)
+        }
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Recording. Calls in a backward, which checkpointing makes, belong outside."""
+        handles = []
+        for module in self._paths:
+            handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._end, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._seen.clear()
+            for one in self._watched:
+                one.forward_ended()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        path = self._paths[module]
+        leaves = leaves_of(arguments(args, kwargs))
+        inputs = {place: to_numpy(leaf) for place, leaf in leaves.items()}
+        parent = self._open[-1][1] if self._open else None
+        given = None if self._keep is None else self._given(args, kwargs, self._keep)
+        index = len(self.calls)
+        self._open.append((module, index))
+        self.calls.append(Noted(path, self._counts[path], type(module).__name__, parent, inputs, given))
+        self._counts[path] += 1
+        for leaf in leaves.values():
+            self._seen.setdefault(id(leaf), Seen(leaf, None, index - 1, leaf.grad_fn))
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> Given:
+        def slot(place: str, value: Any) -> Any:
+            return Slot(place, value.device, value.dtype, value.stride()) if is_leaf(value) else value
+
+        everything = mapped(arguments(args, kwargs), slot)
+        if has_objects(everything):
+            # Such as a cache, into which the call will write.
+            everything = _copied(everything, dict(keep))
+        values = list(everything.values())
+        names = list(kwargs)
+        kept = dict(zip(names, values[len(args) :], strict=True))
+        device = next((leaf.device.type for leaf in leaves_of(arguments(args, kwargs)).values()), "cpu")
+        autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return Given(tuple(values[: len(args)]), kept, random_state(), autocast)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # A call that raised is open still, if the module around it caught the error.
+        while self._open[-1][0] is not module:
+            self._open.pop()
+        _, index = self._open.pop()
+        noted = self.calls[index]
+        leaves = leaves_of(output)
+        noted.outputs = {place: to_numpy(leaf) for place, leaf in leaves.items()}
+        instead = self.replaced.pop((noted.path, noted.number), {})
+        check_leaves(instead, noted.outputs, f"the output of {noted.path!r}, call {noted.number}")
+
+        def change(place: str, value: Any) -> Any:
+            if not is_leaf(value):
+                return value
+            if place in instead:
+                value = fresh_leaf(instead[place], value.device, value.dtype)
+            if not (value.is_floating_point() and value.requires_grad and torch.is_grad_enabled()):
+                self._seen.setdefault(id(value), Seen(value, None, index, None))
+                return value
+            known = self._seen.setdefault(id(value), Seen(value, value, index, value.grad_fn))
+            inside = known.call >= index and known.made is value.grad_fn
+            new = known.new if inside else None
+            self._watched.append(Watched(noted, place, value, new))
+            view = self._watched[-1].view
+            self._seen[id(view)] = Seen(view, new, known.call if inside else index, view.grad_fn)
+            return view
+
+        changed = mapped(output, change)
+        return None if changed is output else changed
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy; the object itself where it cannot be copied."""
+    try:
+        return deep_copy(value, memo)
+    except (TypeError, RuntimeError, ValueError, NotImplementedError):
+        return value
+
+
+def fresh_leaf(
+    array: np.ndarray, device: torch.device, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A tensor for autograd whose gradient can be asked for, and that modules may change in place.
+
+    ``stride``: some kernels add in another order for another one. Overlapping elements are laid out one by one.
+    """
+    tensor = to_torch(array, device).to(dtype)
+    if dtype.is_floating_point and torch.is_grad_enabled():
+        tensor.requires_grad_()
+    if stride is None or 0 in stride:
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device).copy_(tensor)
+
+
+def check_leaves(given: Leaves, known: Leaves, where: str) -> None:
+    """KeyError for a leaf that is not there, ValueError for one of another shape."""
+    for place, array in given.items():
+        if place not in known:
+            raise KeyError(f"{where} has no leaf {place!r}: expected one of {sorted(known)}")
+        if np.shape(array) != known[place].shape:
+            raise ValueError(
+                f"{where}, leaf {place!r}: expected shape {known[place].shape}, got {np.shape(array)}"
+            )
+
+
+def random_state() -> list[torch.Tensor]:
+    """Of torch's generators in use: the CPU's, then those of the CUDA devices."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: Sequence[torch.Tensor]) -> None:
+    """Put generators back to ``random_state()``."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])
+
+
+def filled(tree: Any, leaf: Callable[[Slot], torch.Tensor]) -> Any:
+    """Kept arguments with ``leaf(slot)`` in place of each slot."""
+    return mapped(tree, lambda _, value: leaf(value) if isinstance(value, Slot) else value)

@@ -1,0 +1,142 @@
+"""A run in float64 of a model whose code asks for less in places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+# Of tensors with numbers of another dtype in the same bytes.
+REINTERPRETING = {Tensor.view}
+CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
+DRAWN = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+DRAWN_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_}
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+TYPES = {
+    f"torch.{device}{name}Tensor": torch.float64
+    for device in ("", "cuda.")
+    for name in ("Float", "Half", "BFloat16")
+}
+
+
+class _Float64(TorchFunctionMode):
+    """Requests for narrower floating dtypes become requests for float64, in forward and in backward."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in REINTERPRETING:
+            return func(*args, **kwargs)
+        if func in (Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
+            # torch has left the mode, and a backward has the mode in which it starts.
+            with self:
+                return _backward(args[0], **kwargs)
+        if func in CASTS:
+            return _to(args[0], CASTS[func], **kwargs)
+        if func in LIKE_ANOTHER and isinstance(other := (*args, *kwargs.values())[1], Tensor):
+            func, args, kwargs = Tensor.to, (args[0], other.device, other.dtype, *args[2:]), {}
+        # Generators draw other numbers in float64, and runs must be comparable.
+        if func in DRAWN and kwargs.get("dtype") != torch.float64:
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if func in DRAWN_IN_PLACE and args[0].dtype == torch.float64:
+            return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
+        if func is Tensor.type:
+            args = tuple(TYPES.get(_type_name(one), one) for one in args)
+        asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
+        args = tuple(_wide(one) for one in args)
+        kwargs = {name: _wide(one) for name, one in kwargs.items()}
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in (Tensor.to, Tensor.type) and asked in SIXTEEN_BITS and result is args[0]:
+            return result.clone()
+        # Results of narrow tensors stay narrow: a changed view of one must reach the tensor itself.
+        if isinstance(result, Tensor) and _narrow(result) and not _any_narrow((*args, *kwargs.values())):
+            return result.to(WIDE[result.dtype])
+        return result
+
+
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    *,
+    gradient: Tensor | None = None,
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    inputs: None = None,
+    **kwargs: Any,
+) -> None:
+    """``torch.autograd.backward`` from the tensors' edges, for which torch does not ask the mode again."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = grad_tensors if gradient is None else gradient
+    if given is None or isinstance(given, Tensor):
+        given = [given] * len(tensors)
+    given = [torch.ones_like(one) if its is None else its for one, its in zip(tensors, given, strict=True)]
+    edges = [torch.autograd.graph.get_gradient_edge(one) for one in tensors]
+    torch.autograd.backward(edges, given, **kwargs)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """``torch.nn.functional.grouped_mm``, which torch does not have in float64, of experts' weights [E, K, N]."""
+    if offs is None:
+        return rows @ weights
+    if (rows.ndim, weights.ndim) != (2, 3):
+        raise NotImplementedError(f"grouped_mm of {rows.ndim} and {weights.ndim} dimensions has no float64")
+    ends = offs.tolist()
+    parts = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
+
+
+def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy leave the tensor as it was."""
+    wide = tensor.to(WIDE[dtype], **kwargs)
+    return wide.clone() if wide is tensor and dtype in SIXTEEN_BITS else wide
+
+
+def _wide(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _type_name(value: Any) -> str:
+    """Of ``"torch.FloatTensor"`` and of ``torch.FloatTensor``."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__name__}"
+    return value if isinstance(value, str) else ""
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in WIDE
+
+
+def _any_narrow(values: tuple[Any, ...]) -> bool:
+    flat = [one for value in values for one in (value if isinstance(value, tuple | list) else [value])]
+    return any(isinstance(one, Tensor) and _narrow(one) for one in flat)
+
+
+@contextmanager
+def all_float64() -> Iterator[None]:
+    """Inside, what PyTorch code asks of torch in float32, bfloat16 or float16 is computed in float64.
+
+    Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
+    to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of
+    ``torch.autograd.grad``. Narrow tensors that existed before stay narrow: what was rounded stays rounded. Random
+    numbers are those of a float32 run.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(default)

@@ -1,0 +1,155 @@
+"""The tensors in arguments and outputs of PyTorch modules, by place, and their way to NumPy and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a leaf was, in arguments that were kept without it."""
+
+    place: str
+    device: torch.device
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+
+def is_leaf(value: object) -> bool:
+    """Whether the value is a tensor with an element at each index. Sparse and nested tensors stay as they are."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+
+
+def mapped(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+    """The tree with ``change(place, value)`` for each value that is no container.
+
+    Containers: tuples, named tuples, lists, dicts and dataclasses, which includes the outputs of ``transformers``. A
+    container in which nothing changed is the same object; the others are copies of the same type.
+    """
+    if not isinstance(tree, type):
+        parts = _parts(tree)
+        if parts is not None:
+            new = [mapped(value, change, f"{place}.{key}" if place else str(key)) for key, value in parts]
+            if all(one is value for one, (_, value) in zip(new, parts, strict=True)):
+                return tree
+            return _of_parts(tree, [key for key, _ in parts], new)
+    return change(place, tree)
+
+
+def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and values of a container; None for other values."""
+    if isinstance(tree, tuple | list):
+        names = getattr(tree, "_fields", None)
+        return list(zip(names or range(len(tree)), tree, strict=True))
+    if isinstance(
+        tree, dict
+    ):  # before dataclasses: a ModelOutput is both, and has only what is not None as items
+        return list(tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, Slot):
+        fields = [one.name for one in dataclasses.fields(tree) if hasattr(tree, one.name)]
+        return [(name, getattr(tree, name)) for name in fields]
+    return None
+
+
+def _of_parts(tree: Any, keys: list[Any], values: list[Any]) -> Any:
+    if isinstance(tree, tuple):
+        # torch.return_types (of max, topk and others) are made of one sequence, as tuples are.
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    new = copy.copy(tree)
+    for key, value in zip(keys, values, strict=True):
+        if isinstance(tree, list | dict):
+            new[key] = value
+        else:
+            object.__setattr__(new, key, value)  # of frozen dataclasses as well
+    return new
+
+
+def leaves_of(tree: Any) -> dict[str, torch.Tensor]:
+    """The leaves by place. ValueError for two leaves of one place, such as ``{"a.b": x, "a": {"b": y}}``."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(place: str, value: Any) -> Any:
+        if is_leaf(value):
+            if place in found:
+                raise ValueError(
+                    f"two arrays at {place!r}: keys with a dot make places ambiguous; rename one"
+                )
+            found[place] = value
+        return value
+
+    mapped(tree, note)
+    return found
+
+
+def arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, those by position under their number."""
+    return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+
+
+class _Detached(TorchFunctionMode):
+    """While on, ``copy.deepcopy`` copies tensors that were computed, which torch refuses, without their history."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy``, also of objects that hold computed tensors."""
+    with _Detached():
+        return copy.deepcopy(value, memo)
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether the tree holds anything but slots, numbers, text and None."""
+    found = False
+
+    def look(_: str, value: Any) -> Any:
+        nonlocal found
+        found = found or not isinstance(value, (Slot, *PLAIN))
+        return value
+
+    mapped(tree, look)
+    return found
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy, in the tensor's own dtype."""
+    with torch.no_grad():
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
+        return tensor.numpy().copy()
+
+
+def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Tensor:
+    """A copy, in the array's own dtype."""
+    array = np.array(array, order="C")
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In this dtype if the tensor is floating; complex tensors in the complex dtype of as many bits."""
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    if tensor.is_complex() and dtype in (torch.float32, torch.float64):
+        return tensor.to(dtype.to_complex())
+    return tensor

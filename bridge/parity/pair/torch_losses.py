@@ -1,0 +1,83 @@
+"""Batches as tensors, and the losses that a PyTorch model can be given by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bridge.parity.pair.probe import probe_values
+from bridge.parity.pair.torch_leaves import cast, leaves_of, mapped, to_torch
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def as_tensors(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The batch with tensors in place of arrays: floating ones in ``dtype``, integers as int64."""
+
+    def tensor(_: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic):
+            value = to_torch(np.asarray(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return (value.long() if whole else cast(value, dtype)).to(device)
+
+    return mapped(batch, tensor)
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def probe_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The sum over all floating leaves of the output of leaf times ``probe_values`` over the root of the leaf's size.
+
+    In float32 at least. ValueError for an output without floating leaves.
+    """
+    terms = []
+    for place, leaf in leaves_of(called(model, batch)).items():
+        if leaf.is_floating_point() and leaf.numel():
+            wide = torch.promote_types(leaf.dtype, torch.float32)
+            numbers = torch.from_numpy(probe_values(place, leaf.shape) / math.sqrt(leaf.numel()))
+            terms.append((leaf.to(wide) * numbers.to(leaf.device, wide)).sum())
+    if not terms:
+        raise ValueError("the model's output has no floating-point array: give a loss")
+    return torch.stack([term.to(terms[0]) for term in terms]).sum()
+
+
+def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
+    """The mean cross-entropy, in float32 at least, of ``tokens[:, 1:]`` for ``tokens[:, :-1]``.
+
+    ``tokens``: integers [B, T + 1]. The model returns logits [B, T, vocabulary], or an object with ``.logits``.
+    ValueError for a batch of another kind.
+    """
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
+        kind = (
+            f"{tokens.dtype} {list(tokens.shape)}"
+            if isinstance(tokens, torch.Tensor)
+            else type(tokens).__name__
+        )
+        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {kind}")
+    output = model(tokens[:, :-1])
+    logits = getattr(output, "logits", output)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.to(wide).flatten(0, 1), tokens[:, 1:].to(logits.device).flatten())
+
+
+LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
+
+
+def described(batch: Any) -> str:
+    """The leaves of a batch with dtypes and shapes, for errors."""
+    leaves = leaves_of(batch)
+    named = [f"{place or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for place, leaf in leaves.items()]
+    return ", ".join(named) or "no arrays"

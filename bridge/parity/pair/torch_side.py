@@ -1,0 +1,263 @@
+"""A PyTorch model as one side of a comparison: its runs as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.pair.torch_calls import (
+    Noted,
+    Recorder,
+    check_leaves,
+    filled,
+    fresh_leaf,
+    set_random_state,
+)
+from bridge.parity.pair.torch_copies import (
+    check_unsharded,
+    copy_in,
+    counterparts,
+    device_of,
+    running,
+    second_copy,
+    whole,
+)
+from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
+from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with torch's own default betas and a learning rate of 1e-3."""
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
+@dataclass
+class _Run:
+    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls."""
+
+    model: nn.Module
+    calls: Sequence[Noted]
+
+
+class TorchSide:
+    """A PyTorch model with its loss; see ``Side``. Runs happen on the model's devices and in its mode.
+
+    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``torch_losses``.
+    ``optimizer``: from parameters to a ``torch.optim.Optimizer``, by default AdamW.
+
+    All runs are of copies, each with the same random numbers. In a copy all floating-point parameters and persistent
+    buffers have the run's dtype, and all parameters have gradients. Other buffers, such as a rotary embedding's
+    frequencies, keep the values that they got when the model was made; they and tensors that are attributes of modules
+    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``torch_float64``),
+    and keep their dtype in the others.
+
+    An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in
+    place later and was an input of the module or was changed in place inside.
+
+    ValueError for a model without parameters, or with some on the meta device.
+    """
+
+    framework = "torch"
+    separator = "."
+
+    def __init__(
+        self, model: nn.Module, loss: str | Loss | None = None, *, optimizer: OptimizerFactory | None = None
+    ) -> None:
+        if isinstance(loss, str) and loss not in LOSSES:
+            raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
+        parameters = dict(model.named_parameters())
+        if not parameters:
+            raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to compare")
+        for name, parameter in parameters.items():
+            if parameter.is_meta:
+                raise ValueError(f"{name}: a parameter on the meta device has no values; load them first")
+        self._model = model
+        self._loss: Loss = LOSSES[loss or "probe"] if loss is None or isinstance(loss, str) else loss
+        self._optimizer = optimizer or default_optimizer
+        self._runs: dict[str, _Run] = {}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Parameters by name, in their own dtype; tied ones once, sharded ones (DTensors) whole."""
+        return _values(self._model.named_parameters())
+
+    def load(self, weights: Leaves) -> None:
+        """Set all parameters, of the model and of the copies for ``rerun``; values are cast to the parameters' dtypes.
+
+        ValueError names parameters that are missing, unexpected, of another shape, or sharded. Then none is set.
+        """
+        own = dict(self._model.named_parameters())
+        check_unsharded(self._model)
+        missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+        if missing or unexpected:
+            raise ValueError(f"weights: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
+        for name, parameter in own.items():
+            if np.shape(weights[name]) != tuple(parameter.shape):
+                raise ValueError(
+                    f"{name}: expected shape {tuple(parameter.shape)}, got {np.shape(weights[name])}"
+                )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(to_torch(np.asarray(weights[name])))
+            for run in self._runs.values():
+                for name, copied in run.model.named_parameters():
+                    copied.copy_(own[name])
+
+    def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
+        """Run the model and its loss on a batch of NumPy arrays (floats are cast to ``dtype``, integers to int64).
+
+        ValueError if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is no
+        scalar. The error names what was given.
+        """
+        kept = copy_in(self._model, dtype)
+        for parameter in kept.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        model, _ = second_copy(kept, kept)
+        paths = {module: path for path, module in model.named_modules()}
+        recorder = Recorder(paths, keep=counterparts(model, kept))
+        with running(kept, dtype):
+            inputs = as_tensors(batch, getattr(torch, dtype), device_of(kept))
+            with recorder.on():
+                loss = self._scalar(model, inputs)
+            if not recorder.calls:
+                raise ValueError("the loss called no module of the model that it was given as first argument")
+            gradients: dict[str, np.ndarray] = {}
+            if backward:
+                if loss.requires_grad:
+                    loss.backward()
+                gradients = _gradients(model.named_parameters())
+        self._runs[dtype] = _Run(kept, recorder.calls)
+        return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
+
+    def rerun(
+        self,
+        dtype: str,
+        path: str,
+        number: int,
+        inputs: Leaves,
+        *,
+        cotangents: Leaves | None = None,
+        replaced: Replacements | None = None,
+    ) -> Rerun:
+        """See ``Side``. Numbers of calls inside, in ``replaced`` as in the result, count from 0 in this rerun.
+
+        No gradient flows into a call whose output is replaced: the replacement is a constant. KeyError for calls and
+        leaves that there are not, ValueError for arrays of another shape.
+        """
+        run = self._runs.get(dtype)
+        where = f"{path!r}, call {number}"
+        index = next(
+            (
+                index
+                for index, noted in enumerate(run.calls if run else ())
+                if (noted.path, noted.number) == (path, number)
+            ),
+            None,
+        )
+        if run is None or index is None:
+            raise KeyError(f"{where}: no such call was recorded in {dtype}")
+        noted = run.calls[index]
+        assert noted.given is not None
+        check_leaves(inputs, noted.inputs, f"the input of {where}")
+        check_leaves(cotangents or {}, noted.outputs, f"the output of {where}")
+        model, memo = second_copy(run.model.get_submodule(path), run.model)
+        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+        paths = {memo[id(module)]: one for one, module in run.model.named_modules() if id(module) in memo}
+        recorder = Recorder(paths, replaced=replaced)
+        given = {place: inputs.get(place, array) for place, array in noted.inputs.items()}
+        leaves: dict[str, torch.Tensor] = {}
+        input_gradients: dict[str, np.ndarray] = {}
+
+        def leaf(slot: Slot) -> torch.Tensor:
+            tensor = fresh_leaf(given[slot.place], slot.device, slot.dtype, slot.stride)
+            leaves[slot.place] = tensor
+            if tensor.requires_grad and cotangents is not None:
+                tensor.register_hook(lambda one: input_gradients.update({slot.place: to_numpy(one)}))
+            return tensor
+
+        device, on, low = noted.given.autocast
+        with running(run.model, dtype):
+            set_random_state(noted.given.random)
+            args, kwargs = filled(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
+            zeros = {
+                place: one.detach().clone().zero_() for place, one in leaves.items() if one.requires_grad
+            }
+            with recorder.on(), torch.autocast(device, dtype=low, enabled=on):
+                output = model(*args, **kwargs)
+            if recorder.replaced:
+                lost = ", ".join(f"{one!r}, call {count}" for one, count in recorder.replaced)
+                raise KeyError(f"{where} made no call of {lost}: its output cannot be replaced")
+            gradients: dict[str, np.ndarray] = {}
+            if cotangents is not None:
+                _backward(leaves_of(output), cotangents)
+                input_gradients = {
+                    place: input_gradients.get(place, to_numpy(zero)) for place, zero in zeros.items()
+                }
+                gradients = _gradients((names[id(one)], one) for one in model.parameters())
+        own, *inside = recorder.calls
+        return Rerun(own.outputs, [one.call(shift=1) for one in inside], input_gradients, gradients)
+
+    def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
+        """Train a copy, one step for each batch. Frozen parameters stay. ValueError without batches, or as ``record``.
+
+        Weights are in ``dtype``.
+        """
+        if not batches:
+            raise ValueError("expected at least one batch to train on, got none")
+        model = copy_in(self._model, dtype)
+        losses: list[float] = []
+        first: Leaves = {}
+        with running(model, dtype):
+            optimizer = self._optimizer(model.parameters())
+            for batch in batches:
+                loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
+                losses.append(float(loss.detach()))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                first = first or _values(model.named_parameters())
+            last = _values(model.named_parameters())
+        return Training(tuple(losses), first, last)
+
+    def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            loss = self._loss(model, batch)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} or its loss refused the batch ({described(batch)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = (
+                f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            )
+            raise ValueError(f"expected the loss to be a floating-point scalar, got {found}")
+        return loss.reshape(())
+
+
+def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
+    return {name: to_numpy(whole(one)) for name, one in parameters}
+
+
+def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
+    reached = {place: one for place, one in outputs.items() if place in cotangents and one.requires_grad}
+    if reached:
+        given = [to_torch(cotangents[place], one.device).to(one.dtype) for place, one in reached.items()]
+        torch.autograd.backward(list(reached.values()), given)
+
+
+def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
+    """Gradients that a backward left, zeros without one; and an end to them."""
+    found = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            gradient, parameter.grad = parameter.grad, None
+            found[name] = to_numpy(torch.zeros_like(parameter) if gradient is None else gradient)
+    return found
