@@ -118,8 +118,15 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """A pytree with all its arrays, wherever their shards are, as NumPy arrays; random keys stay."""
-    return jax.tree.map(lambda x: np.asarray(x) if is_leaf(x) else x, tree)
+    """A pytree with all its arrays, wherever their shards are, whole on one device; random keys stay."""
+
+    def whole(x: Any) -> Any:
+        if not is_leaf(x):
+            return x
+        # A NumPy array that a model changes in place must not be the model's own.
+        return jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) else x.copy()
+
+    return jax.tree.map(whole, tree)
 
 
 def described(batch: Any) -> str:
