@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from bridge.parity.pair.jax_eager import attribute, no_checkpoints
 
 NARROW = ("bfloat16", "float16")
 _SCALARS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -61,11 +63,11 @@ def changed(value: Any, dtype: str, name: str = "") -> Any:
 
 
 @contextmanager
-def settings(dtype: str, modules: Iterable[str] = (), *, eager: bool = True) -> Iterator[None]:
+def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> Iterator[None]:
     """JAX as a run in ``dtype`` needs it; ``modules``: names of the Python modules that define the model.
 
-    Products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints made
-    inside of the run recompute nothing. In float64, ``jnp.float32``, ``jnp.bfloat16`` and ``jnp.float16`` are names of
+    Products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints do
+    nothing. In float64, ``jnp.float32``, ``jnp.bfloat16`` and ``jnp.float16`` are names of
     float64, also where ``modules`` imported them. What stays in less: other spellings that code does not look up
     when it runs, such as ``"float32"`` in a call, ``np.float32`` and default arguments.
     """
@@ -73,8 +75,7 @@ def settings(dtype: str, modules: Iterable[str] = (), *, eager: bool = True) -> 
         stack.enter_context(jax.default_matmul_precision("highest"))
         if eager:
             stack.enter_context(jax.disable_jit())
-            for name in ("checkpoint", "remat"):
-                stack.enter_context(attribute(jax, name, _transparent))
+            stack.enter_context(no_checkpoints(modules))
         if dtype == "float64":
             stack.enter_context(jax.enable_x64(True))
             float64 = jnp.float64
@@ -83,23 +84,3 @@ def settings(dtype: str, modules: Iterable[str] = (), *, eager: bool = True) -> 
                     if any(value is scalar for scalar in _SCALARS.values()):
                         stack.enter_context(attribute(module, name, float64))
         yield
-
-
-def _transparent(function: Any = None, **options: Any) -> Any:
-    """``jax.checkpoint`` without its recomputation."""
-    return function if function is not None else lambda given: given
-
-
-@contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` while this is open."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from bridge.parity.pair.jax_leaves import cast_floats, is_leaf, named, on_host, reveal
+from bridge.parity.pair.jax_leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
 from bridge.parity.pair.jax_recorder import Arguments, Recorder
 from bridge.parity.pair.tap import listening
 
@@ -21,7 +21,7 @@ class FunctionModel:
         self.python_modules = [getattr(function, "__module__", "")]
 
     def weights(self) -> dict[str, Any]:
-        return {path: leaf for path, leaf in named(self.tree) if is_leaf(leaf)}
+        return floating_of(self.tree)
 
     def load(self, weights: Mapping[str, Any]) -> None:
         self.tree = merged(self.tree, weights)
@@ -36,7 +36,7 @@ class FunctionInstance:
     def __init__(self, function: Callable[..., Any], tree: Any) -> None:
         self.function = function
         self.tree = tree
-        self.parameters = {path: leaf for path, leaf in named(tree) if is_leaf(leaf)}
+        self.parameters = floating_of(tree)
         self.state: Any = {}
 
     def run(
@@ -74,6 +74,11 @@ class FunctionAgain:
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         args, kwargs = arguments
         return self.instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
+
+
+def floating_of(tree: Any) -> dict[str, Any]:
+    """The floating arrays of a pytree by path."""
+    return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and is_floating(leaf)}
 
 
 def merged(tree: Any, leaves: Mapping[str, Any]) -> Any:

@@ -10,8 +10,9 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from bridge.parity.pair.jax_float64 import attribute, changed
-from bridge.parity.pair.jax_function import merged
+from bridge.parity.pair.jax_eager import attribute, without_checkpoint
+from bridge.parity.pair.jax_float64 import changed
+from bridge.parity.pair.jax_function import floating_of, merged
 from bridge.parity.pair.jax_leaves import cast_floats, named, on_host, reveal
 from bridge.parity.pair.jax_nnx_paths import Paths, below
 from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
@@ -63,7 +64,7 @@ class NnxInstance:
 
     def __init__(self, module: nnx.Module) -> None:
         self.graphdef, self.tree, self.state = split(module)
-        self.parameters = dict(named(self.tree))
+        self.parameters = floating_of(self.tree)
 
     def run(
         self,
@@ -106,7 +107,7 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
         for owner in {type(one) for _, one in nnx.iter_modules(paths.root)}:
             call = next((vars(one)["__call__"] for one in owner.__mro__ if "__call__" in vars(one)), None)
             if call is not None:
-                stack.enter_context(attribute(owner, "__call__", wrap(owner, call)))
+                stack.enter_context(attribute(owner, "__call__", wrap(owner, without_checkpoint(call))))
         stack.enter_context(listening(recorder.tap))
         yield
 
@@ -119,10 +120,10 @@ class NnxAgain(Again):
         self.graphdef, *trees = split(module)
         self.tree, self.state = jax.tree.map(reveal, trees)
         self.full = {name: self.names.get(name, name) for name, _ in named(self.tree)}
-        self.parameters = {self.full[name]: leaf for name, leaf in named(self.tree)}
+        self.parameters = {self.full[name]: leaf for name, leaf in floating_of(self.tree).items()}
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
-        own = {name: parameters[full] for name, full in self.full.items()}
+        own = {name: parameters[full] for name, full in self.full.items() if full in parameters}
         module: Any = nnx.merge(self.graphdef, merged(self.tree, own), self.state)
         with noted_calls(Paths(module, self.names), recorder):
             args, kwargs = arguments

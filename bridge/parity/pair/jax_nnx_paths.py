@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from bridge.parity.pair.jax_leaves import Hidden, reveal
+from bridge.parity.pair.jax_leaves import Hidden
+from bridge.parity.pair.jax_stacks import Arrays, equal, layer_of, length_of
 
 
 def below(path: str, *names: Any) -> str:
@@ -22,8 +23,8 @@ def below(path: str, *names: Any) -> str:
 
 
 def variables_of(module: nnx.Module) -> dict[str, Any]:
-    """Parameters of a module by path below it."""
-    return {below("", *path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    """Values of a module's parameters by path below it."""
+    return {below("", *path): one[...] for path, one in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
 
 class Paths:
@@ -44,7 +45,10 @@ class Paths:
     def of(self, module: Any, around: str | None) -> str | None:
         """The path of a module that is called inside of a call of ``around``; None for one that is no part of it."""
         if id(module) not in self._paths:
-            path = self._recognized(module, around or "")
+            try:
+                path = self._recognized(module, around or "")
+            except Hidden:
+                path = None
             if path is None:
                 return None
             self._adopt(module, path)
@@ -71,47 +75,36 @@ class Paths:
                 self._modules.append((name, node))
 
     def _recognized(self, module: Any, around: str) -> str | None:
-        variables = variables_of(module)
-        same = [(path, other) for path, other in self._own if type(other) is type(module)]
-        stacks = [(path, other) for path, other in self._modules if type(other) is type(module)]
-        # The nearest first: those inside of the call that runs.
-        near = lambda one: not (one[0] + "/").startswith(around + "/" if around else "")  # noqa: E731
-        stacks = sorted(
-            ((path, other) for path, other in stacks if _length(variables, variables_of(other))), key=near
-        )
-        for path, other in stacks:
-            number = self._layer(variables, variables_of(other), self._turns.get(path, 0), exactly=True)
+        arrays = variables_of(module)
+
+        def nearest(one: tuple[str, Arrays]) -> bool:
+            """Those inside of the call that runs come first."""
+            return bool(around) and not one[0].startswith(around + "/")
+
+        def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
+            return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
+
+        stacks = sorted((one for one in alike(self._modules) if length_of(arrays, one[1])), key=nearest)
+        for path, stack in stacks:
+            number = layer_of(arrays, stack, self._turns.get(path, 0))
             if number is not None:
-                return self._layer_path(path, number, around, variables_of(other))
-        alike = sorted(
-            ((path, other) for path, other in same if _equal(variables, variables_of(other))), key=near
-        )
-        if variables and alike:
-            return alike[0][0]
+                return self._layer_path(path, number, around, length_of(arrays, stack))
+        same = sorted((one for one in alike(self._own) if equal(arrays, one[1])), key=nearest)
+        if same and (arrays or len(same) == 1):
+            return same[0][0]
         if stacks:
-            path, other = stacks[0]
-            number = self._layer(variables, variables_of(other), self._turns.get(path, 0), exactly=False)
-            return None if number is None else self._layer_path(path, number, around, variables_of(other))
-        return alike[0][0] if len(alike) == 1 else None
+            # Its parameters were changed on the way, such as to another dtype.
+            path, stack = stacks[0]
+            length = length_of(arrays, stack)
+            return self._layer_path(path, self._turns.get(path, 0) % length, around, length)
+        return None
 
-    def _layer(
-        self, variables: Mapping[str, Any], stack: Mapping[str, Any], turn: int, *, exactly: bool
-    ) -> int | None:
-        """Which layer of a stack has these variables: the one whose turn it is, if it may be."""
-        length = next(iter(stack.values()))[...].shape[0]
-        turns = [(turn + step) % length for step in range(length)]
-        if not exactly:
-            return turns[0]
-        return next((number for number in turns if _equal(variables, stack, number)), None)
-
-    def _layer_path(self, path: str, number: int, around: str, stack: Mapping[str, Any]) -> str:
+    def _layer_path(self, path: str, number: int, around: str, length: int) -> str:
         self._turns[path] = self._turns.get(path, 0) + 1
         # The scan may be within the call of the stack itself, which then never calls its layers.
         if around and path.startswith(around + "/"):
-            outer = next((other for name, other in self._modules if name == around), None)
-            length = next(iter(stack.values()))[...].shape[0]
-            shapes = [one[...].shape for one in variables_of(outer).values()] if outer is not None else []
-            if shapes and all(shape[:1] == (length,) for shape in shapes):
+            outer = next((variables_of(other) for name, other in self._modules if name == around), {})
+            if outer and all(np.shape(array)[:1] == (length,) for array in outer.values()):
                 return below(around, number, path[len(around) + 1 :])
         return below(path, number)
 
@@ -120,31 +113,3 @@ def _nodes(module: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
     return (
         (path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree | nnx.Variable)
     )
-
-
-def _length(variables: Mapping[str, Any], stack: Mapping[str, Any]) -> int | None:
-    """How many layers a stack has that differs from a module by a leading axis only; None for other modules."""
-    if not variables or variables.keys() != stack.keys():
-        return None
-    lengths = {stack[name][...].shape[:1] for name in variables}
-    if len(lengths) != 1 or any(
-        stack[name][...].shape[1:] != one[...].shape or not stack[name][...].shape
-        for name, one in variables.items()
-    ):
-        return None
-    return next(iter(lengths))[0]
-
-
-def _equal(variables: Mapping[str, Any], others: Mapping[str, Any], layer: int | None = None) -> bool:
-    if variables.keys() != others.keys():
-        return False
-    for name, one in variables.items():
-        other = others[name][...] if layer is None else others[name][...][layer]
-        if one[...].shape != other.shape:
-            return False
-        try:
-            if not np.array_equal(np.asarray(reveal(one[...])), np.asarray(reveal(other)), equal_nan=True):
-                return False
-        except Hidden:
-            return False
-    return True

@@ -85,6 +85,7 @@ class JaxSide:
         self._loss = as_loss(loss)
         self._optimizer = optimizer or optax.adamw(1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
         self._entries: dict[str, dict[tuple[str, int], Entry]] = {}
+        self._python = [*self._model.python_modules, getattr(loss, "__module__", "")]
         if not self._model.weights():
             raise ValueError("model: expected parameters, found none")
 
@@ -114,7 +115,7 @@ class JaxSide:
 
         Raises ``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar.
         """
-        with settings(_checked(dtype), self._model.python_modules):
+        with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
             recorders: list[Recorder] = []
@@ -156,7 +157,7 @@ class JaxSide:
         if entry is None or entry.again is None:
             raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
         _known(path, "input", inputs, entry.inputs)
-        with settings(dtype, self._model.python_modules):
+        with settings(dtype, self._python):
             given = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
@@ -171,7 +172,7 @@ class JaxSide:
         """
         if not batches:
             raise ValueError("train: expected at least one batch, got none")
-        with settings(_checked(dtype), self._model.python_modules, eager=False):
+        with settings(_checked(dtype), self._python, eager=False):
             instance = self._model.instance(dtype)
 
             @jax.jit
