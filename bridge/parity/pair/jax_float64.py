@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +18,9 @@ import numpy as np
 from bridge.parity.pair.jax_eager import attribute, no_checkpoints
 
 NARROW = ("bfloat16", "float16")
-_SCALARS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)
+# What reads bits as numbers cannot have other numbers.
+_BITS = ("bitcast_convert_type", "isdtype", "frombuffer")
 
 
 def target(dtype: str, of: str) -> str | None:
@@ -29,21 +33,26 @@ def target(dtype: str, of: str) -> str | None:
     return None
 
 
+def retyped(value: Any, dtype: str, *, text: bool = False) -> Any:
+    """A dtype in any spelling for a run in ``dtype``; other values as they are. ``text``: may be a dtype's name."""
+    if isinstance(value, str):
+        return (target(dtype, value) if text else None) or value
+    spelled = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+    if spelled or any(value is scalar for scalar in _SCALARS):
+        found = target(dtype, jnp.dtype(value).name)
+        return value if found is None else jnp.dtype(found)
+    return value
+
+
 def changed(value: Any, dtype: str, name: str = "") -> Any:
     """``value``, an attribute called ``name``, for a run in ``dtype``: a copy where something changed, else itself.
 
     Dtypes are found in the attribute itself, in dataclasses, tuples, lists and dicts, and as text in what is called
     ``dtype``.
     """
-    if isinstance(value, str):
-        found = target(dtype, value) if "dtype" in name else None
-        return found or value
-    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
-        found = target(dtype, np.dtype(value).name)
-        return value if found is None else jnp.dtype(found)
-    if any(value is scalar for scalar in _SCALARS.values()):
-        found = target(dtype, jnp.dtype(value).name)
-        return value if found is None else jnp.dtype(found)
+    new = retyped(value, dtype, text="dtype" in name)
+    if new is not value:
+        return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
         different = {key: new for key, old in fields.items() if (new := changed(old, dtype, key)) is not old}
@@ -67,9 +76,7 @@ def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> 
     """JAX as a run in ``dtype`` needs it; ``modules``: names of the Python modules that define the model.
 
     Products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints do
-    nothing. In float64, ``jnp.float32``, ``jnp.bfloat16`` and ``jnp.float16`` are names of
-    float64, also where ``modules`` imported them. What stays in less: other spellings that code does not look up
-    when it runs, such as ``"float32"`` in a call, ``np.float32`` and default arguments.
+    nothing. For float64 see ``only_float64``.
     """
     with ExitStack() as stack:
         stack.enter_context(jax.default_matmul_precision("highest"))
@@ -78,9 +85,52 @@ def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> 
             stack.enter_context(no_checkpoints(modules))
         if dtype == "float64":
             stack.enter_context(jax.enable_x64(True))
-            float64 = jnp.float64
-            for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
-                for name, value in list(vars(module).items()):
-                    if any(value is scalar for scalar in _SCALARS.values()):
-                        stack.enter_context(attribute(module, name, float64))
+            stack.enter_context(only_float64(modules))
         yield
+
+
+@contextmanager
+def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
+    """While this is open, code that asks for float32, bfloat16 or float16 gets float64.
+
+    ``jnp.float32`` and its like are names of float64, also where ``modules`` imported them; ``x.astype(dtype)`` and the
+    functions of ``jax.numpy``, ``jax.lax``, ``jax.nn`` and ``jax.random`` that take a dtype take float64 for a narrower
+    one, however it is spelled. JAX's own code is not changed. What stays in less: functions that the model imported
+    by name from JAX and calls with a dtype that it imported under another package's name, such as ``np.float32``.
+    """
+    with ExitStack() as stack:
+        for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
+            for name, value in list(vars(module).items()):
+                if any(value is scalar for scalar in _SCALARS):
+                    stack.enter_context(attribute(module, name, jnp.float64))
+        for owner in (jnp, jax.lax, jax.nn, jax.random):
+            for name, function in list(vars(owner).items()):
+                if _takes_a_dtype(name, function):
+                    stack.enter_context(attribute(owner, name, _with_float64(function)))
+        for kind in (jax.core.Tracer, type(jnp.zeros(()))):
+            stack.enter_context(attribute(kind, "astype", _with_float64(vars(kind)["astype"])))
+        yield
+
+
+def _takes_a_dtype(name: str, function: Any) -> bool:
+    if name.startswith("_") or name in _BITS or isinstance(function, type) or not callable(function):
+        return False
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(one == "preferred_element_type" or one.endswith("dtype") for one in names)
+
+
+def _with_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if caller.partition(".")[0] in ("jax", "jaxlib"):
+            return function(*args, **kwargs)
+        return function(
+            *(retyped(value, "float64", text=True) for value in args),
+            **{name: retyped(value, "float64", text=True) for name, value in kwargs.items()},
+        )
+
+    return wide

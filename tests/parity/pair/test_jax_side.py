@@ -57,6 +57,10 @@ class Config:
     dtype: str = "float32"
 
 
+def by_default(x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.lax.convert_element_type(x, dtype)
+
+
 class Dtyped(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.config = Config()
@@ -65,7 +69,9 @@ class Dtyped(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Any:
         x = jax.nn.softmax(self.linear(x.astype(self.config.compute)).astype(jnp.float32)) + self.buffer[...]
-        return jnp.dot(x, x.T, preferred_element_type=jnp.float32), jnp.zeros(3, self.config.dtype)
+        x = x.astype("float32").astype(np.float32).astype(dtype=np.dtype("float32")) + by_default(x)
+        x = jnp.asarray(x, "float32") + jnp.zeros(4, np.float32)
+        return jnp.dot(x, x.T, preferred_element_type=np.float32), jnp.zeros(3, self.config.dtype)
 
 
 def test_in_float64_nothing_is_computed_in_less() -> None:
@@ -77,7 +83,7 @@ def test_in_float64_nothing_is_computed_in_less() -> None:
         hidden = np.asarray(jax.nn.softmax(BATCH.astype(np.float64) @ kernel + bias)) + np.float64(
             np.float32(0.1)
         )
-    close(recording.calls[0].outputs["0"], hidden @ hidden.T, 1e-14)
+    close(recording.calls[0].outputs["0"], 4 * hidden @ hidden.T, 1e-14)
     assert jnp.float32 is not jnp.float64
     assert (model.config, model.linear.dtype) == (Config(), jnp.float32)
 
