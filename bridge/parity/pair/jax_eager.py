@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,18 +37,27 @@ def no_checkpoints(modules: Iterable[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("checkpoint", "remat"):
             stack.enter_context(attribute(jax, name, _transparent))
-        for module in {name: sys.modules[name] for name in modules if name in sys.modules}.values():
-            classes = [
-                one
-                for one in vars(module).values()
-                if isinstance(one, type) and one.__module__ == module.__name__
-            ]
-            for owner in [module, *classes]:
-                for name, value in list(vars(owner).items()):
-                    inner = without_checkpoint(value)
-                    if inner is not value:
-                        stack.enter_context(attribute(owner, name, inner))
+        for owner, name, inner in _checkpointed(tuple(modules)):
+            stack.enter_context(attribute(owner, name, inner))
         yield
+
+
+@functools.lru_cache(maxsize=8)
+def _checkpointed(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
+    """Where functions with checkpoints are, and the functions without them; a run has many reruns."""
+    found = []
+    for module in {name: sys.modules[name] for name in modules if name in sys.modules}.values():
+        own = [
+            one
+            for one in vars(module).values()
+            if isinstance(one, type) and one.__module__ == module.__name__
+        ]
+        for owner in [module, *own]:
+            for name, value in list(vars(owner).items()):
+                inner = without_checkpoint(value)
+                if inner is not value:
+                    found.append((owner, name, inner))
+    return found
 
 
 def _transparent(function: Any = None, **options: Any) -> Any:

@@ -99,17 +99,24 @@ def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
     by name from JAX and calls with a dtype that it imported under another package's name, such as ``np.float32``.
     """
     with ExitStack() as stack:
-        for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
-            for name, value in list(vars(module).items()):
-                if any(value is scalar for scalar in _SCALARS):
-                    stack.enter_context(attribute(module, name, jnp.float64))
-        for owner in (jnp, jax.lax, jax.nn, jax.random):
-            for name, function in list(vars(owner).items()):
-                if _takes_a_dtype(name, function):
-                    stack.enter_context(attribute(owner, name, _with_float64(function)))
-        for kind in (jax.core.Tracer, type(jnp.zeros(()))):
-            stack.enter_context(attribute(kind, "astype", _with_float64(vars(kind)["astype"])))
+        for owner, name, value in _narrow_names(tuple(modules)):
+            stack.enter_context(attribute(owner, name, value))
         yield
+
+
+@functools.lru_cache(maxsize=8)
+def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
+    """What ``only_float64`` changes, and to what; a run has many reruns."""
+    found: list[tuple[Any, str, Any]] = []
+    for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
+        names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
+        found += [(module, name, jnp.float64) for name in names]
+    for owner in (jnp, jax.lax, jax.nn, jax.random):
+        functions = {name: one for name, one in vars(owner).items() if _takes_a_dtype(name, one)}
+        found += [(owner, name, _with_float64(function)) for name, function in functions.items()]
+    for kind in (jax.core.Tracer, type(jnp.zeros(()))):
+        found.append((kind, "astype", _with_float64(vars(kind)["astype"])))
+    return found
 
 
 def _takes_a_dtype(name: str, function: Any) -> bool:

@@ -206,12 +206,6 @@ def test_layers_of_nnx_stacks_have_their_numbers_in_any_order() -> None:
     close(up.outputs[""], up.inputs["0"] @ model.layers.up.kernel[0] + model.layers.up.bias[0], 1e-5)
 
 
-class Decorated(MLP):
-    @nnx.remat
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(x)
-
-
 @jax.checkpoint
 def decorated(model: Wrapped, x: jax.Array) -> jax.Array:
     return model.last(x)
@@ -222,7 +216,8 @@ class Wrapped(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.jitted, self.kept, self.rematted, self.vectorized = (MLP(rngs) for _ in range(4))
-        self.last, self.decorated = MLP(rngs), Decorated(rngs)
+        self.last = MLP(rngs)
+        self.decorated: Any = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.jit(lambda layer, x: layer(x))(self.jitted, x)
@@ -233,7 +228,14 @@ class Wrapped(nnx.Module):
 
 
 def test_modules_inside_of_transformations_are_seen_except_inside_of_vmap() -> None:
-    recording = JaxSide(Wrapped(nnx.Rngs(0))).record(BATCH)
+    class Local(MLP):
+        @nnx.remat
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(x)
+
+    model = Wrapped(nnx.Rngs(0))
+    model.decorated = nnx.data(Local(nnx.Rngs(1)))
+    recording = JaxSide(model).record(BATCH)
     names = ("jitted", "kept", "rematted", "last", "decorated")
     assert paths(recording) == [
         ("", 0, None),
