@@ -19,6 +19,7 @@ from bridge.parity.pair.jax_eager import attribute, no_checkpoints
 
 NARROW = ("bfloat16", "float16")
 _SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_CONVERT = jax.lax.convert_element_type
 # What reads bits as numbers cannot have other numbers.
 _BITS = ("bitcast_convert_type", "isdtype", "frombuffer")
 
@@ -93,10 +94,12 @@ def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> 
 def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
     """While this is open, code that asks for float32, bfloat16 or float16 gets float64.
 
-    ``jnp.float32`` and its like are names of float64, also where ``modules`` imported them; ``x.astype(dtype)`` and the
+    ``jnp.float32`` and its like are names of float64, also where ``modules`` imported them. ``x.astype(dtype)`` and the
     functions of ``jax.numpy``, ``jax.lax``, ``jax.nn`` and ``jax.random`` that take a dtype take float64 for a narrower
-    one, however it is spelled. JAX's own code is not changed. What stays in less: functions that the model imported
-    by name from JAX and calls with a dtype that it imported under another package's name, such as ``np.float32``.
+    one, however it is spelled. JAX's own code is not changed. Random numbers are those of a float32 run.
+
+    What stays in less: functions that the model imported by name from JAX, called with a dtype of another spelling than
+    ``jnp.float32``, such as ``np.float32``; and kernels that choose a dtype themselves.
     """
     with ExitStack() as stack:
         for owner, name, value in _narrow_names(tuple(modules)):
@@ -111,7 +114,10 @@ def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
         names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
         found += [(module, name, jnp.float64) for name in names]
-    for owner in (jnp, jax.lax, jax.nn, jax.random):
+    functions = {name: one for name, one in vars(jax.random).items() if _takes_a_dtype(name, one)}
+    found += [(jax.random, name, _drawn_in_float32(function)) for name, function in functions.items()]
+    found.append((jax.random, "bernoulli", _with_float32_chance(jax.random.bernoulli)))
+    for owner in (jnp, jax.lax, jax.nn):
         functions = {name: one for name, one in vars(owner).items() if _takes_a_dtype(name, one)}
         found += [(owner, name, _with_float64(function)) for name, function in functions.items()]
     for kind in (jax.core.Tracer, type(jnp.zeros(()))):
@@ -129,11 +135,15 @@ def _takes_a_dtype(name: str, function: Any) -> bool:
     return any(one == "preferred_element_type" or one.endswith("dtype") for one in names)
 
 
+def _by_jax() -> bool:
+    """Whether JAX itself called the caller of this."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
+
+
 def _with_float64(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wide(*args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if caller.partition(".")[0] in ("jax", "jaxlib"):
+        if _by_jax():
             return function(*args, **kwargs)
         return function(
             *(retyped(value, "float64", text=True) for value in args),
@@ -141,3 +151,31 @@ def _with_float64(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return wide
+
+
+def _drawn_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Random floats as a float32 run draws them, so that runs can be compared."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if _by_jax() or not isinstance(found, jax.Array) or not jnp.issubdtype(found.dtype, jnp.floating):
+            return found
+        if found.dtype == np.float64:
+            given = signature.bind(*args, **kwargs)
+            given.arguments["dtype"] = np.float32
+            found = function(*given.args, **given.kwargs)
+        return _CONVERT(found, np.float64)
+
+    return drawn
+
+
+def _with_float32_chance(bernoulli: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for booleans, which are drawn in the dtype of their chance."""
+
+    @functools.wraps(bernoulli)
+    def drawn(key: Any, p: Any = 0.5, *args: Any, **kwargs: Any) -> Any:
+        return bernoulli(key, p if _by_jax() else _CONVERT(p, np.float32), *args, **kwargs)
+
+    return drawn

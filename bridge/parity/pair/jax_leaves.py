@@ -42,17 +42,46 @@ def leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
-def map_leaves(function: Callable[[str, Any], Any], tree: Any, place: str = "") -> Any:
-    """``tree`` with ``function(place, leaf)`` for each array; modules and unknown objects stay as they are."""
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A module or ``nnx.Rngs`` among arguments, with the values that it had at the time of a call."""
+
+    graphdef: Any
+    state: Any
+
+    @staticmethod
+    def of(node: Any) -> Frozen:
+        """Raises ``Hidden``."""
+        graphdef, state = nnx.split(node)
+        return Frozen(graphdef, jax.tree.map(reveal, nnx.as_pure(state)))
+
+    def thawed(self) -> Any:
+        """A new one with those values."""
+        return nnx.merge(self.graphdef, self.state)
+
+
+def map_leaves(
+    function: Callable[[str, Any], Any],
+    tree: Any,
+    place: str = "",
+    *,
+    modules: Callable[[Any], Any] = lambda node: node,
+) -> Any:
+    """``tree`` with ``function(place, leaf)`` for each array, and ``modules(node)`` for each module, frozen or not.
+
+    Objects that are no nodes of pytrees stay as they are.
+    """
     if is_leaf(tree):
         return function(place, tree)
     if isinstance(tree, nnx.Variable):
         return map_leaves(function, tree[...], place)
-    if tree is None or isinstance(tree, nnx.Pytree):
+    if isinstance(tree, nnx.Pytree | Frozen):
+        return modules(tree)
+    if tree is None:
         return tree
 
     def below(name: Any, value: Any) -> Any:
-        return map_leaves(function, value, f"{place}.{name}" if place else str(name))
+        return map_leaves(function, value, f"{place}.{name}" if place else str(name), modules=modules)
 
     if isinstance(tree, tuple | list):
         items = [below(number, item) for number, item in enumerate(tree)]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.parity.pair.jax_leaves import (
+    Frozen,
     Hidden,
     is_floating,
     leaves,
@@ -28,6 +29,17 @@ def argument_tree(arguments: Arguments) -> dict[str, Any]:
     """Arguments by their first part of a place: positional ones by number, the others by name."""
     args, kwargs = arguments
     return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+
+
+def map_arguments(
+    leaf: Callable[[str, Any], Any], arguments: Arguments, modules: Callable[[Any], Any]
+) -> Arguments:
+    """Arguments with ``leaf(place, array)`` for each array and ``modules(node)`` for each module."""
+    args, kwargs = arguments
+    return (
+        tuple(map_leaves(leaf, value, str(number), modules=modules) for number, value in enumerate(args)),
+        {name: map_leaves(leaf, value, name, modules=modules) for name, value in kwargs.items()},
+    )
 
 
 class Again(Protocol):
@@ -123,17 +135,13 @@ class Recorder:
         try:
             inputs = to_numpy(argument_tree(arguments))
             again = keep()
-            args, kwargs = arguments
-            revealed: Arguments = (
-                tuple(map_leaves(lambda _, leaf: reveal(leaf), value) for value in args),
-                {name: map_leaves(lambda _, leaf: reveal(leaf), value) for name, value in kwargs.items()},
-            )
+            kept = map_arguments(lambda _, array: reveal(array), arguments, Frozen.of)
         except Hidden:
             return run()
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, revealed, again)
+        entry = Entry(path, number, kind, inputs, parent, kept, again)
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:

@@ -22,7 +22,7 @@ from flax import nnx
 
 from bridge.parity.pair.jax_float64 import settings
 from bridge.parity.pair.jax_function import FunctionModel
-from bridge.parity.pair.jax_leaves import described, is_floating, leaves, map_leaves, to_numpy
+from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
 from bridge.parity.pair.jax_linen import LinenModel, is_linen
 from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss
 from bridge.parity.pair.jax_nnx import NnxModel
@@ -34,6 +34,7 @@ from bridge.parity.pair.jax_recorder import (
     Instance,
     Recorder,
     argument_tree,
+    map_arguments,
 )
 from bridge.parity.pair.recording import (
     COMPUTE_DTYPES,
@@ -161,7 +162,7 @@ class JaxSide:
             given = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = entry.again(entry.again.parameters, given, recorder)
+                output = entry.again(entry.again.parameters, _thawed(given), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
             return _backward(path, entry.again, given, cotangents, replaced)
 
@@ -232,7 +233,7 @@ def _backward(
 
     def run(parameters: Mapping[str, Any], floating: Mapping[str, Any], token: Any) -> Any:
         recorders.append(Recorder(token, replaced))
-        output = again(parameters, _arguments_with(given, floating), recorders[-1])
+        output = again(parameters, _thawed(_arguments_with(given, floating)), recorders[-1])
         outputs.update(to_numpy(output))
         return {place: leaf for place, leaf in leaves(output).items() if is_floating(leaf)}
 
@@ -258,10 +259,13 @@ def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments
     def leaf(place: str, array: Any) -> Any:
         return jnp.asarray(given[place], array.dtype) if place in given else array
 
-    args, kwargs = arguments
-    return (
-        tuple(map_leaves(leaf, value, str(number)) for number, value in enumerate(args)),
-        {name: map_leaves(leaf, value, name) for name, value in kwargs.items()},
+    return map_arguments(leaf, arguments, lambda node: node)
+
+
+def _thawed(arguments: Arguments) -> Arguments:
+    """Arguments with new modules and ``Rngs`` in place of frozen ones, for one run."""
+    return map_arguments(
+        lambda _, array: array, arguments, lambda node: node.thawed() if isinstance(node, Frozen) else node
     )
 
 

@@ -50,6 +50,8 @@ def test_a_linen_model_is_recorded_and_its_statistics_stay() -> None:
     side.load({path: array + 1 for path, array in side.weights().items()})
     close(side.weights()["Dense_1/bias"], np.ones(2))
     assert len(side.train([BATCH, BATCH]).losses) == 2
+    narrow = JaxSide((Linen(jnp.bfloat16), variables)).record(BATCH, backward=False)
+    assert {x.dtype for call in narrow.calls for x in call.outputs.values()} == {np.dtype("float32")}
 
 
 class Layer(nn.Module):

@@ -95,10 +95,12 @@ class Normed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.rngs = nnx.Rngs(1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dropout(self.norm(self.linear(x)))
+        x = x + 1e-3 * jax.random.normal(self.rngs(), x.shape, x.dtype)
+        return self.dropout(self.norm(self.linear(x)), rngs=self.rngs)
 
 
 def test_runs_leave_statistics_and_random_counts_as_they_were() -> None:
@@ -113,6 +115,8 @@ def test_runs_leave_statistics_and_random_counts_as_they_were() -> None:
     )
     assert runs[0].loss == runs[1].loss == pytest.approx(training.losses[0], rel=1e-5)
     assert set(np.unique(again.input_gradients["0"])) == {0, 2}
+    # The random numbers are the same ones in float64.
+    assert side.record(BATCH, "float64").loss == pytest.approx(runs[0].loss, rel=1e-5)
     np.testing.assert_array_equal(again.outputs[""], runs[0].find("dropout").outputs[""])  # type: ignore[union-attr]
 
 
