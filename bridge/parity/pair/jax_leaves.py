@@ -31,10 +31,16 @@ def is_leaf(value: Any) -> bool:
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays of ``tree`` by place, in order; a tree that is one array has the place ``""``."""
+    """The arrays of ``tree`` by place, in order; a tree that is one array has the place ``""``.
+
+    Items of tuples and lists have their numbers, and those of named tuples, dicts and dataclasses their names. Raises
+    ``ValueError`` for two arrays of one place, as in ``{"a.b": x, "a": {"b": y}}``.
+    """
     found: dict[str, Any] = {}
 
     def keep(place: str, leaf: Any) -> Any:
+        if place in found:
+            raise ValueError(f"two arrays at {place!r}: keys with a dot make places ambiguous; rename one")
         found[place] = leaf
         return leaf
 
@@ -84,16 +90,19 @@ def map_leaves(
         return map_leaves(function, value, f"{place}.{name}" if place else str(name), modules=modules)
 
     if isinstance(tree, tuple | list):
-        items = [below(number, item) for number, item in enumerate(tree)]
+        names = getattr(tree, "_fields", range(len(tree)))
+        items = [below(name, item) for name, item in zip(names, tree, strict=True)]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if type(tree) is dict:
-        return {name: below(name, value) for name, value in tree.items()}
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Mapping):
+    if isinstance(tree, dict):
         twin = copy.copy(tree)
+        twin.update({name: below(name, value) for name, value in tree.items()})
+        return twin
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Mapping):
+        other = copy.copy(tree)
         for one in dataclasses.fields(tree):
             if hasattr(tree, one.name):
-                object.__setattr__(twin, one.name, below(one.name, getattr(tree, one.name)))
-        return twin
+                object.__setattr__(other, one.name, below(one.name, getattr(tree, one.name)))
+        return other
     return _map_node(below, tree)
 
 

@@ -39,11 +39,11 @@ def probe(model: Any, batch: Any) -> jax.Array:
     """A scalar that every floating output leaf has a part in; in the widest dtype of the leaves, at least float32."""
     total: Any = None
     for place, leaf in leaves(applied(model, batch)).items():
-        if not is_floating(leaf):
+        if not is_floating(leaf) or not leaf.size:
             continue
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        numbers = jnp.asarray(probe_values(place, leaf.shape), wide)
-        part = jnp.sum(leaf.astype(wide) * numbers) / max(leaf.size, 1) ** 0.5
+        numbers = jnp.asarray(probe_values(place, leaf.shape) / leaf.size**0.5, wide)
+        part = jnp.sum(leaf.astype(wide) * numbers)
         total = part if total is None else total + part
     if total is None:
         raise ValueError("loss 'probe': expected an output with floating arrays, found none; give a loss")

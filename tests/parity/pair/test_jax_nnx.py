@@ -69,11 +69,11 @@ def test_leaves_are_found_in_containers_and_calls_are_counted() -> None:
     kinds = recording.find("kinds")
     assert kinds is not None
     assert set(kinds.inputs) == {"0", "scale.by"}
-    assert set(kinds.outputs) == {"hidden.0", "hidden.1.0", "hidden.1.1.x", "hidden.1.1.unused"}
-    assert kinds.outputs["hidden.1.0"].dtype == np.int32
+    assert set(kinds.outputs) == {"hidden.0", "hidden.1.left", "hidden.1.right.x", "hidden.1.right.unused"}
+    assert kinds.outputs["hidden.1.left"].dtype == np.int32
     # Integers have no gradients. Floats that no parameter made have, and those that the loss does not use have zeros.
-    assert set(kinds.gradients) == {"hidden.0", "hidden.1.1.x", "hidden.1.1.unused"}
-    assert not kinds.gradients["hidden.1.1.unused"].any()
+    assert set(kinds.gradients) == {"hidden.0", "hidden.1.right.x", "hidden.1.right.unused"}
+    assert not kinds.gradients["hidden.1.right.unused"].any()
     assert kinds.gradients["hidden.0"].all()
     first, second = (recording.find("layers/0", number) for number in (0, 1))
     assert first is not None
@@ -271,3 +271,11 @@ def test_shared_parameters_have_their_first_name_everywhere() -> None:
     again = side.rerun("float32", "second", 0, {}, cotangents={"": np.ones((3, 4))})
     assert set(again.gradients) == {"first/kernel", "second/bias"}
     close(again.gradients["first/kernel"], np.outer(recording.calls[3].inputs["0"].sum(0), np.ones(4)))
+
+
+def test_two_arrays_of_one_place_are_refused() -> None:
+    def ambiguous(parameters: Any, x: jax.Array) -> Any:
+        return {"a.b": x * parameters, "a": {"b": x}}
+
+    with pytest.raises(ValueError, match=r"two arrays at 'a\.b'"):
+        JaxSide((ambiguous, np.float32([1]))).record(BATCH)
