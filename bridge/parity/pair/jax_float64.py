@@ -1,0 +1,181 @@
+"""A run of a JAX model in one dtype: attributes and names that hold a dtype, and JAX's own settings."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.parity.pair.jax_eager import attribute, no_checkpoints
+
+NARROW = ("bfloat16", "float16")
+_SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_CONVERT = jax.lax.convert_element_type
+# What reads bits as numbers cannot have other numbers.
+_BITS = ("bitcast_convert_type", "isdtype", "frombuffer")
+
+
+def target(dtype: str, of: str) -> str | None:
+    """What a dtype ``of`` that a module names itself becomes in a run in ``dtype``; None where it stays.
+
+    Narrow ones become the run's. A float32 that the model asks for becomes float64 in float64, and else stays.
+    """
+    if of in NARROW or (of == "float32" and dtype == "float64"):
+        return dtype if of != dtype else None
+    return None
+
+
+def retyped(value: Any, dtype: str, *, text: bool = False) -> Any:
+    """A dtype in any spelling for a run in ``dtype``; other values as they are. ``text``: may be a dtype's name."""
+    if isinstance(value, str):
+        return (target(dtype, value) if text else None) or value
+    spelled = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+    if spelled or any(value is scalar for scalar in _SCALARS):
+        found = target(dtype, jnp.dtype(value).name)
+        return value if found is None else jnp.dtype(found)
+    return value
+
+
+def changed(value: Any, dtype: str, name: str = "") -> Any:
+    """``value``, an attribute called ``name``, for a run in ``dtype``: a copy where something changed, else itself.
+
+    Dtypes are found in the attribute itself, in dataclasses, tuples, lists and dicts, and as text in what is called
+    ``dtype``.
+    """
+    new = retyped(value, dtype, text="dtype" in name)
+    if new is not value:
+        return new
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+        different = {key: new for key, old in fields.items() if (new := changed(old, dtype, key)) is not old}
+        if not different:
+            return value
+        twin = copy.copy(value)
+        for key, new in different.items():
+            object.__setattr__(twin, key, new)
+        return twin
+    if type(value) in (tuple, list):
+        items = [changed(item, dtype, name) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if type(value) is dict:
+        new_items = {key: changed(item, dtype, str(key)) for key, item in value.items()}
+        return new_items if any(new_items[key] is not value[key] for key in value) else value
+    return value
+
+
+@contextmanager
+def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> Iterator[None]:
+    """JAX as a run in ``dtype`` needs it; ``modules``: names of the Python modules that define the model.
+
+    Products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints do
+    nothing. For float64 see ``only_float64``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        if eager:
+            stack.enter_context(jax.disable_jit())
+            stack.enter_context(no_checkpoints(modules))
+        if dtype == "float64":
+            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(only_float64(modules))
+        yield
+
+
+@contextmanager
+def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
+    """While this is open, code that asks for float32, bfloat16 or float16 gets float64.
+
+    ``jnp.float32`` and its like are names of float64, also where ``modules`` imported them. ``x.astype(dtype)`` and the
+    functions of ``jax.numpy``, ``jax.lax``, ``jax.nn`` and ``jax.random`` that take a dtype take float64 for a narrower
+    one, however it is spelled. JAX's own code is not changed. Random numbers are those of a float32 run.
+
+    What stays in less: functions that the model imported by name from JAX, called with a dtype of another spelling than
+    ``jnp.float32``, such as ``np.float32``; and kernels that choose a dtype themselves.
+    """
+    with ExitStack() as stack:
+        for owner, name, value in _narrow_names(tuple(modules)):
+            stack.enter_context(attribute(owner, name, value))
+        yield
+
+
+@functools.lru_cache(maxsize=8)
+def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
+    """What ``only_float64`` changes, and to what; a run has many reruns."""
+    found: list[tuple[Any, str, Any]] = []
+    for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
+        names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
+        found += [(module, name, jnp.float64) for name in names]
+    functions = {name: one for name, one in vars(jax.random).items() if _takes_a_dtype(name, one)}
+    found += [(jax.random, name, _drawn_in_float32(function)) for name, function in functions.items()]
+    found.append((jax.random, "bernoulli", _with_float32_chance(jax.random.bernoulli)))
+    for owner in (jnp, jax.lax, jax.nn):
+        functions = {name: one for name, one in vars(owner).items() if _takes_a_dtype(name, one)}
+        found += [(owner, name, _with_float64(function)) for name, function in functions.items()]
+    for kind in (jax.core.Tracer, type(jnp.zeros(()))):
+        found.append((kind, "astype", _with_float64(vars(kind)["astype"])))
+    return found
+
+
+def _takes_a_dtype(name: str, function: Any) -> bool:
+    if name.startswith("_") or name in _BITS or isinstance(function, type) or not callable(function):
+        return False
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(one == "preferred_element_type" or one.endswith("dtype") for one in names)
+
+
+def _by_jax() -> bool:
+    """Whether JAX itself called the caller of this."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
+
+
+def _with_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        if _by_jax():
+            return function(*args, **kwargs)
+        return function(
+            *(retyped(value, "float64", text=True) for value in args),
+            **{name: retyped(value, "float64", text=True) for name, value in kwargs.items()},
+        )
+
+    return wide
+
+
+def _drawn_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Random floats as a float32 run draws them, so that runs can be compared."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if _by_jax() or not isinstance(found, jax.Array) or not jnp.issubdtype(found.dtype, jnp.floating):
+            return found
+        if found.dtype == np.float64:
+            given = signature.bind(*args, **kwargs)
+            given.arguments["dtype"] = np.float32
+            found = function(*given.args, **given.kwargs)
+        return _CONVERT(found, np.float64)
+
+    return drawn
+
+
+def _with_float32_chance(bernoulli: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for booleans, which are drawn in the dtype of their chance."""
+
+    @functools.wraps(bernoulli)
+    def drawn(key: Any, p: Any = 0.5, *args: Any, **kwargs: Any) -> Any:
+        return bernoulli(key, p if _by_jax() else _CONVERT(p, np.float32), *args, **kwargs)
+
+    return drawn

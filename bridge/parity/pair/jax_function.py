@@ -1,0 +1,88 @@
+"""A function of parameters as a model that can be recorded; ``tap`` is what is seen inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from bridge.parity.pair.jax_leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
+from bridge.parity.pair.jax_recorder import Arguments, Recorder
+from bridge.parity.pair.tap import listening
+
+
+class FunctionModel:
+    """``function(parameters, *batch)``; ``parameters``: a pytree."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Any) -> None:
+        self.function = function
+        self.tree = parameters
+        self.python_modules = [getattr(function, "__module__", "")]
+
+    def weights(self) -> dict[str, Any]:
+        return floating_of(self.tree)
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        self.tree = merged(self.tree, weights)
+
+    def instance(self, dtype: str) -> FunctionInstance:
+        return FunctionInstance(self.function, cast_floats(on_host(self.tree), dtype))
+
+
+class FunctionInstance:
+    """One run's copy: nothing but parameters."""
+
+    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+        self.function = function
+        self.tree = tree
+        self.parameters = floating_of(tree)
+        self.state: Any = {}
+
+    def run(
+        self,
+        parameters: Mapping[str, Any],
+        state: Any,
+        loss: Callable[[Any], Any],
+        recorder: Recorder | None = None,
+    ) -> tuple[Any, Any]:
+        if recorder is None:
+            return loss(lambda *args, **kwargs: self._call(parameters, args, kwargs)), state
+        with listening(recorder.tap):
+            return loss(lambda *args, **kwargs: self._noted(parameters, (args, kwargs), recorder)), state
+
+    def _call(self, parameters: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+        return self.function(merged(self.tree, parameters), *args, **kwargs)
+
+    def _noted(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+        return recorder.call(
+            "",
+            getattr(self.function, "__name__", type(self.function).__name__),
+            arguments,
+            lambda: self._call(parameters, *arguments),
+            lambda: FunctionAgain(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
+        )
+
+
+class FunctionAgain:
+    """The whole function once more."""
+
+    def __init__(self, instance: FunctionInstance, parameters: Mapping[str, Any]) -> None:
+        self.instance = instance
+        self.parameters = parameters
+
+    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+        args, kwargs = arguments
+        return self.instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
+
+
+def floating_of(tree: Any) -> dict[str, Any]:
+    """The floating arrays of a pytree by path."""
+    return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and is_floating(leaf)}
+
+
+def merged(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """A pytree with the leaves that ``leaves`` names in place of its own."""
+    old = list(named(tree))
+    new = [leaves.get(path, leaf) for path, leaf in old]
+    return jax.tree.unflatten(jax.tree.structure(tree), new)

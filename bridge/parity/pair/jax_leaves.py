@@ -1,0 +1,186 @@
+"""Arrays in the arguments and outputs of JAX modules: their places, their values in a gradient, their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Hidden(Exception):
+    """A value that only a compiled or vectorized program has."""
+
+
+def is_floating(array: Any) -> bool:
+    """Whether an array, also one of bfloat16, is of a real floating dtype."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether ``value`` is an array of numbers or booleans; keys of random numbers are none."""
+    return isinstance(value, jax.Array | np.ndarray) and (
+        value.dtype == bool or bool(jnp.issubdtype(value.dtype, jnp.number))
+    )
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """The arrays of ``tree`` by place, in order; a tree that is one array has the place ``""``.
+
+    Items of tuples and lists have their numbers, and those of named tuples, dicts and dataclasses their names. Raises
+    ``ValueError`` for two arrays of one place, as in ``{"a.b": x, "a": {"b": y}}``.
+    """
+    found: dict[str, Any] = {}
+
+    def keep(place: str, leaf: Any) -> Any:
+        if place in found:
+            raise ValueError(f"two arrays at {place!r}: keys with a dot make places ambiguous; rename one")
+        found[place] = leaf
+        return leaf
+
+    map_leaves(keep, tree)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A module or ``nnx.Rngs`` among arguments, with the values that it had at the time of a call."""
+
+    graphdef: Any
+    state: Any
+
+    @staticmethod
+    def of(node: Any) -> Frozen:
+        """Raises ``Hidden``."""
+        graphdef, state = nnx.split(node)
+        return Frozen(graphdef, jax.tree.map(reveal, nnx.as_pure(state)))
+
+    def thawed(self) -> Any:
+        """A new one with those values."""
+        return nnx.merge(self.graphdef, self.state)
+
+
+def map_leaves(
+    function: Callable[[str, Any], Any],
+    tree: Any,
+    place: str = "",
+    *,
+    modules: Callable[[Any], Any] = lambda node: node,
+) -> Any:
+    """``tree`` with ``function(place, leaf)`` for each array, and ``modules(node)`` for each module, frozen or not.
+
+    Objects that are no nodes of pytrees stay as they are.
+    """
+    if is_leaf(tree):
+        return function(place, tree)
+    if isinstance(tree, nnx.Variable):
+        return map_leaves(function, tree[...], place)
+    if isinstance(tree, nnx.Pytree | Frozen):
+        return modules(tree)
+    if tree is None:
+        return tree
+
+    def below(name: Any, value: Any) -> Any:
+        return map_leaves(function, value, f"{place}.{name}" if place else str(name), modules=modules)
+
+    if isinstance(tree, tuple | list):
+        names = getattr(tree, "_fields", range(len(tree)))
+        items = [below(name, item) for name, item in zip(names, tree, strict=True)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        twin = copy.copy(tree)
+        twin.update({name: below(name, value) for name, value in tree.items()})
+        return twin
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Mapping):
+        other = copy.copy(tree)
+        for one in dataclasses.fields(tree):
+            if hasattr(tree, one.name):
+                object.__setattr__(other, one.name, below(one.name, getattr(tree, one.name)))
+        return other
+    return _map_node(below, tree)
+
+
+def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """The same for any other node of a pytree."""
+    children, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    if len(children) == 1 and children[0][1] is tree:
+        return tree
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in children]
+    new = [below(name, child) for name, (_, child) in zip(names, children, strict=True)]
+    return jax.tree.unflatten(structure, new)
+
+
+def reveal(array: Any) -> Any:
+    """The array that a tracer of a gradient stands for. Raises ``Hidden`` for tracers without a value."""
+    for _ in range(8):
+        if not isinstance(array, jax.core.Tracer):
+            return array
+        array = jax.lax.stop_gradient(array)
+    raise Hidden
+
+
+def to_numpy(tree: Any) -> dict[str, np.ndarray]:
+    """The leaves of ``tree`` on the host. Raises ``Hidden``."""
+    return {place: np.asarray(reveal(leaf)) for place, leaf in leaves(tree).items()}
+
+
+def watched(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
+    """``array``, whose gradient goes to ``note`` in the backward.
+
+    ``token``: a number that the backward differentiates by; through it the backward also comes to arrays that no
+    parameter made.
+    """
+
+    @jax.custom_vjp
+    def same(x: jax.Array, token: jax.Array) -> jax.Array:
+        return x
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with contextlib.suppress(Hidden):
+            note(np.asarray(reveal(gradient)))
+        return gradient, jnp.zeros_like(token)
+
+    same.defvjp(lambda x, token: (x, None), backward)
+    return same(array, token)
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """A pytree with its floating arrays in ``dtype``."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_leaf(x) and is_floating(x) else x, tree)
+
+
+def on_host(tree: Any) -> Any:
+    """A pytree with all its arrays, wherever their shards are, whole on one device; random keys stay."""
+
+    def whole(x: Any) -> Any:
+        if not is_leaf(x):
+            return x
+        # A NumPy array that a model changes in place must not be the model's own.
+        return jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) else x.copy()
+
+    return jax.tree.map(whole, tree)
+
+
+def described(batch: Any) -> str:
+    """The leaves of a batch with shape and dtype, for messages."""
+    found = leaves(batch)
+    return (
+        ", ".join(f"{place or 'batch'} {x.dtype}{list(x.shape)}" for place, x in found.items()) or "no arrays"
+    )
+
+
+def key_name(path: tuple[Any, ...]) -> str:
+    """Keys of a pytree's leaf joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Leaves of a pytree with the keys above them, joined by slashes."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield key_name(path), leaf

@@ -1,0 +1,178 @@
+"""A linen module with its variables as a model that can be recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen
+
+from bridge.parity.pair.jax_float64 import changed
+from bridge.parity.pair.jax_function import floating_of, merged
+from bridge.parity.pair.jax_leaves import Hidden, cast_floats, named, on_host, reveal
+from bridge.parity.pair.jax_nnx_paths import below
+from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
+from bridge.parity.pair.jax_stacks import Arrays, layer_of, length_of
+from bridge.parity.pair.tap import listening
+
+
+def is_linen(value: Any) -> bool:
+    """Whether ``value`` is a linen module."""
+    return isinstance(value, linen.Module)
+
+
+class LinenModel:
+    """``variables``: a dict with ``params``; other collections are passed, and what runs make of them is discarded."""
+
+    def __init__(self, module: Any, variables: Mapping[str, Any]) -> None:
+        self.module = module
+        self.variables = dict(linen.meta.unbox(variables))
+        # Which classes the module makes in its calls is not known before: those of its package may be.
+        package = type(module).__module__.partition(".")[0]
+        self.python_modules = [name for name in sys.modules if name.partition(".")[0] == package]
+
+    def weights(self) -> dict[str, Any]:
+        return dict(named(self.variables.get("params", {})))
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        self.variables["params"] = merged(self.variables["params"], weights)
+
+    def instance(self, dtype: str) -> LinenInstance:
+        variables = on_host(self.variables)
+        state = {name: tree for name, tree in variables.items() if name != "params"}
+        if dtype == "float64":
+            state = cast_floats(state, dtype)
+        return LinenInstance(self.module, cast_floats(variables["params"], dtype), state, dtype)
+
+
+def _retyped(dtype: str) -> Callable[..., Any]:
+    """An interceptor that gives modules other dtypes in their attributes, before their methods run."""
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        # Within ``apply`` all modules are copies.
+        for one in dataclasses.fields(context.module):
+            old = getattr(context.module, one.name, None)
+            if one.name not in ("parent", "name") and not is_linen(old):
+                new = changed(old, dtype, one.name)
+                if new is not old:
+                    object.__setattr__(context.module, one.name, new)
+        return call(*args, **kwargs)
+
+    return intercept
+
+
+class LinenInstance:
+    """One run's copy."""
+
+    def __init__(self, module: Any, tree: Any, state: Any, dtype: str) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.tree = tree
+        self.parameters = floating_of(tree)
+        self.state = state
+
+    def run(
+        self,
+        parameters: Mapping[str, Any],
+        state: Any,
+        loss: Callable[[Any], Any],
+        recorder: Recorder | None = None,
+    ) -> tuple[Any, Any]:
+        variables = {"params": merged(self.tree, parameters), **state}
+        if recorder is None:
+            return loss(lambda *args, **kwargs: self._applied(variables, args, kwargs)), state
+        return (
+            loss(lambda *args, **kwargs: noted(self.module, variables, (args, kwargs), recorder, self.dtype)),
+            state,
+        )
+
+    def _applied(self, variables: Any, args: Any, kwargs: Any) -> Any:
+        with linen.intercept_methods(_retyped(self.dtype)):
+            return applied(self.module, variables, args, kwargs)
+
+
+def applied(module: Any, variables: Any, args: Any, kwargs: Any) -> Any:
+    """The module's output; every collection but the parameters may be updated, and the updates are dropped."""
+    others = [name for name in variables if name != "params"]
+    keys = {"dropout": jax.random.key(0)}
+    output = module.apply(variables, *args, rngs=keys, mutable=others or False, **kwargs)
+    return output[0] if others else output
+
+
+def noted(
+    module: Any, variables: Any, arguments: Arguments, recorder: Recorder, dtype: str, prefix: str = ""
+) -> Any:
+    """The same, with the calls of all modules noted; ``prefix``: path of ``module``."""
+
+    opened = [Opened((), prefix, dict(named(variables["params"])))]
+    turns: dict[str, int] = {}
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        try:
+            one = None if context.method_name != "__call__" else opened[-1].inside(context.module, turns)
+        except Hidden:
+            one = None
+        if one is None:
+            return call(*args, **kwargs)
+
+        def run() -> Any:
+            opened.append(one)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                opened.pop()
+
+        kind = type(context.module).__name__
+        return recorder.call(
+            one.path, kind, (args, kwargs), run, lambda: LinenAgain(context.module, one.path, dtype)
+        )
+
+    retyped = linen.intercept_methods(_retyped(dtype))
+    with retyped, linen.intercept_methods(intercept), listening(recorder.tap):
+        return applied(module, variables, *arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A call that runs: its module's own path in linen, its path in the recording, and its parameters."""
+
+    own: tuple[str, ...]
+    path: str
+    arrays: Arrays
+
+    def inside(self, module: Any, turns: dict[str, int]) -> Opened:
+        """The call of a module below. ``nn.scan`` calls a stack under one path with each layer's parameters.
+
+        ``turns``: how many layers of each stack were called before. Raises ``Hidden``.
+        """
+        rest = module.path[len(self.own) :]
+        path = below(self.path, *rest)
+        arrays = dict(named(module.variables.get("params", {})))
+        start = "".join(f"{name}/" for name in rest)
+        stack = {name[len(start) :]: x for name, x in self.arrays.items() if name.startswith(start)}
+        if length_of(arrays, stack):
+            turn = turns.get(path, 0)
+            number = layer_of(arrays, stack, turn)
+            turns[path] = turn + 1
+            path = below(path, turn % length_of(arrays, stack) if number is None else number)
+        return Opened(module.path, path, arrays)
+
+
+class LinenAgain(Again):
+    """A module with its part of all collections at the time of the call."""
+
+    def __init__(self, module: Any, path: str, dtype: str) -> None:
+        self.module = module.clone(parent=None)
+        self.dtype = dtype
+        self.path = path
+        self.variables = jax.tree.map(reveal, dict(module.variables))
+        self.tree = self.variables.pop("params", {})
+        self.parameters = {below(path, name): leaf for name, leaf in floating_of(self.tree).items()}
+
+    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+        own = {name: parameters[below(self.path, name)] for name in floating_of(self.tree)}
+        variables = {"params": merged(self.tree, own), **self.variables}
+        return noted(self.module, variables, arguments, recorder, self.dtype, self.path)

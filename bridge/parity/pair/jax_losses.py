@@ -1,0 +1,73 @@
+"""Losses of a JAX model that is compared, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.parity.pair.jax_leaves import described, is_floating, leaves, map_leaves
+from bridge.parity.pair.probe import probe_values
+
+Loss = Callable[[Any, Any], Any]
+
+
+def as_batch(batch: Any, dtype: str) -> Any:
+    """A batch of NumPy arrays as JAX arrays: floats in ``dtype``, integers int32, booleans as they are."""
+
+    def leaf(_: str, array: Any) -> jax.Array:
+        if is_floating(array):
+            return jnp.asarray(array, dtype)
+        return jnp.asarray(array, np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else None)
+
+    return map_leaves(leaf, batch)
+
+
+def applied(model: Any, batch: Any) -> Any:
+    """The model's output: ``model(x)`` of an array, ``model(*x)`` of a tuple or list, ``model(**x)`` of a dict."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def probe(model: Any, batch: Any) -> jax.Array:
+    """A scalar that every floating output leaf has a part in; in the widest dtype of the leaves, at least float32."""
+    total: Any = None
+    for place, leaf in leaves(applied(model, batch)).items():
+        if not is_floating(leaf) or not leaf.size:
+            continue
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        numbers = jnp.asarray(probe_values(place, leaf.shape) / leaf.size**0.5, wide)
+        part = jnp.sum(leaf.astype(wide) * numbers)
+        total = part if total is None else total + part
+    if total is None:
+        raise ValueError("loss 'probe': expected an output with floating arrays, found none; give a loss")
+    return total
+
+
+def next_token(model: Any, batch: Any) -> jax.Array:
+    """Mean cross-entropy of ``batch [B, T + 1]``: ``model(tokens [B, T])`` gives logits ``[B, T, V]``."""
+    if getattr(batch, "ndim", None) != 2 or is_floating(batch):
+        raise ValueError(
+            f"loss 'next_token': expected a batch of integer tokens [B, T + 1], got {described(batch)}"
+        )
+    output = model(batch[:, :-1])
+    logits = getattr(output, "logits", output)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1)
+    return -jnp.mean(chosen)
+
+
+def as_loss(loss: Loss | str | None) -> Loss:
+    """The function of a loss's name. Raises ``ValueError`` for unknown names."""
+    if callable(loss):
+        return loss
+    named = {None: probe, "probe": probe, "next_token": next_token}
+    if loss not in named:
+        raise ValueError(f"loss: expected a function (model, batch), 'next_token' or 'probe', got {loss!r}")
+    return named[loss]

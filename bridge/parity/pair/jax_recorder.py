@@ -1,0 +1,202 @@
+"""The calls of one run of a JAX model, noted while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.parity.pair.jax_leaves import (
+    Frozen,
+    Hidden,
+    is_floating,
+    leaves,
+    map_leaves,
+    reveal,
+    to_numpy,
+    watched,
+)
+from bridge.parity.pair.recording import Call, Leaves, Replacements
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def argument_tree(arguments: Arguments) -> dict[str, Any]:
+    """Arguments by their first part of a place: positional ones by number, the others by name."""
+    args, kwargs = arguments
+    return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+
+
+def map_arguments(
+    leaf: Callable[[str, Any], Any], arguments: Arguments, modules: Callable[[Any], Any]
+) -> Arguments:
+    """Arguments with ``leaf(place, array)`` for each array and ``modules(node)`` for each module."""
+    args, kwargs = arguments
+    return (
+        tuple(map_leaves(leaf, value, str(number), modules=modules) for number, value in enumerate(args)),
+        {name: map_leaves(leaf, value, name, modules=modules) for name, value in kwargs.items()},
+    )
+
+
+class Again(Protocol):
+    """A module as it was when it was called: its own weights and state, without anything of a gradient.
+
+    ``parameters``: by full path.
+    """
+
+    parameters: Mapping[str, Any]
+
+    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+        """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""
+        ...
+
+
+class Adapter(Protocol):
+    """What ``JaxSide`` knows of one kind of model.
+
+    ``python_modules``: names of the Python modules that define the model.
+    """
+
+    python_modules: list[str]
+
+    def weights(self) -> dict[str, Any]:
+        """Parameters by path."""
+        ...
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Set all parameters; names and shapes are right."""
+        ...
+
+    def instance(self, dtype: str) -> Instance:
+        """A copy for one run in ``dtype``, on the host; called within the run's settings."""
+        ...
+
+
+class Instance(Protocol):
+    """A copy of a model for one run. ``parameters``: by path. ``state``: a pytree of everything else that changes."""
+
+    parameters: dict[str, Any]
+    state: Any
+
+    def run(
+        self,
+        parameters: Mapping[str, Any],
+        state: Any,
+        loss: Callable[[Any], Any],
+        recorder: Recorder | None = None,
+    ) -> tuple[Any, Any]:
+        """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
+        ...
+
+
+@dataclass
+class Entry:
+    """One call. ``outputs`` is None while the call runs, and of calls whose output has no value."""
+
+    path: str
+    number: int
+    kind: str
+    inputs: Leaves
+    parent: int | None
+    arguments: Arguments
+    again: Again | None
+    outputs: Leaves | None = None
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Recorder:
+    """Notes calls. ``token``: see ``watched``; None without a backward. ``replaced``: outputs to return instead."""
+
+    def __init__(self, token: jax.Array | None = None, replaced: Replacements | None = None) -> None:
+        self.token = token
+        self.replaced = replaced or {}
+        self.entries: list[Entry] = []
+        self._open: list[int] = []
+        self._counts: dict[str, int] = {}
+
+    @property
+    def path(self) -> str | None:
+        """The innermost call that runs."""
+        return self.entries[self._open[-1]].path if self._open else None
+
+    def call(
+        self,
+        path: str,
+        kind: str,
+        arguments: Arguments,
+        run: Callable[[], Any],
+        keep: Callable[[], Again | None],
+    ) -> Any:
+        """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
+        try:
+            inputs = to_numpy(argument_tree(arguments))
+            again = keep()
+            kept = map_arguments(lambda _, array: reveal(array), arguments, Frozen.of)
+        except Hidden:
+            return run()
+        number = self._counts.get(path, 0)
+        self._counts[path] = number + 1
+        parent = self._open[-1] if self._open else None
+        entry = Entry(path, number, kind, inputs, parent, kept, again)
+        self._open.append(len(self.entries))
+        self.entries.append(entry)
+        try:
+            output = run()
+        finally:
+            self._open.pop()
+        try:
+            entry.outputs = to_numpy(output)
+        except Hidden:
+            return output
+        return self._passed_on(entry, output)
+
+    def tap(self, name: str, value: Any) -> Any:
+        """A value as a call without inputs."""
+        return self.call(name, "tap", ((), {}), lambda: value, lambda: None)
+
+    def _passed_on(self, entry: Entry, output: Any) -> Any:
+        """The output as the model goes on with it: replaced where asked, and watched by the backward."""
+        replaced = self.replaced.get((entry.path, entry.number), {})
+        unknown = sorted(set(replaced) - set(leaves(output)))
+        if unknown:
+            raise KeyError(
+                f"{entry.path}: expected replacements for {sorted(leaves(output))}, got {', '.join(unknown)}"
+            )
+
+        def leaf(place: str, array: Any) -> Any:
+            if place in replaced:
+                array = jnp.asarray(replaced[place], array.dtype)
+            if self.token is None or not is_floating(array):
+                return array
+            entry.gradients[place] = np.zeros(array.shape, array.dtype)
+            return watched(jnp.asarray(array), self.token, lambda got: entry.gradients.update({place: got}))
+
+        return map_leaves(leaf, output)
+
+    def calls(self, *, first: int = 0) -> list[Call]:
+        """The calls, from ``first`` on; parents count from there."""
+        kept = [n for n, entry in enumerate(self.entries) if n >= first and entry.outputs is not None]
+        index = {n: position for position, n in enumerate(kept)}
+
+        def parent(n: int) -> int | None:
+            above = self.entries[n].parent
+            while above is not None and above not in index:
+                above = self.entries[above].parent
+            return None if above is None else index[above]
+
+        return [
+            Call(
+                path=(entry := self.entries[n]).path,
+                number=entry.number,
+                kind=entry.kind,
+                inputs=entry.inputs,
+                outputs=entry.outputs or {},
+                gradients=dict(entry.gradients),
+                parent=parent(n),
+            )
+            for n in kept
+        ]

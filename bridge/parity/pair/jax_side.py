@@ -1,0 +1,287 @@
+"""A JAX model with its loss, as ``recording.Side`` describes it.
+
+Runs are eager: ``jit``, ``lax.scan``, ``nnx.scan`` and checkpoints made inside of the run are executed as Python, so
+that every module's call is seen with its values. Calls inside of ``vmap``, of ``while_loop`` and of functions that
+were checkpointed before the run have no values of their own: the module around them is recorded, they are not.
+
+A stack of layers that is scanned has parameters ``layers/mlp/kernel [L, ...]``, and so has ``Recording.gradients``.
+Its calls are those of its layers, ``layers/0/mlp``, and ``Rerun.gradients`` are of one layer,
+``layers/0/mlp/kernel [...]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from bridge.parity.pair.jax_float64 import settings
+from bridge.parity.pair.jax_function import FunctionModel
+from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
+from bridge.parity.pair.jax_linen import LinenModel, is_linen
+from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss
+from bridge.parity.pair.jax_nnx import NnxModel
+from bridge.parity.pair.jax_recorder import (
+    Adapter,
+    Again,
+    Arguments,
+    Entry,
+    Instance,
+    Recorder,
+    argument_tree,
+    map_arguments,
+)
+from bridge.parity.pair.recording import (
+    COMPUTE_DTYPES,
+    Leaves,
+    Recording,
+    Replacements,
+    Rerun,
+    Training,
+)
+
+
+def adapter_of(model: Any) -> Adapter:
+    """How to run ``model``. Raises ``TypeError`` for what is none of the three kinds of models."""
+    if isinstance(model, nnx.Module):
+        return NnxModel(model)
+    if isinstance(model, tuple) and len(model) == 2:
+        first, second = model
+        if is_linen(first):
+            return LinenModel(first, second)
+        if callable(first):
+            return FunctionModel(first, second)
+    raise TypeError(
+        "model: expected an nnx module, (linen module, variables) or (function, parameters), "
+        f"got {type(model).__name__}"
+    )
+
+
+class JaxSide:
+    """``model``: an nnx module; (linen module, variables); or (function, parameters), called (parameters, *batch).
+
+    ``loss``: a function (model, batch) -> scalar, where linen modules and functions come as a callable with the
+    batch's signature; ``"next_token"`` of tokens ``[B, T + 1]``; or ``"probe"``, the default: fixed random
+    projections of every floating output. ``optimizer``: of ``train``, an optax transformation; AdamW by default.
+
+    Raises ``TypeError`` for other models and ``ValueError`` for models without parameters.
+    """
+
+    framework = "jax"
+    separator = "/"
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Loss | str | None = None,
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> None:
+        self._model = adapter_of(model)
+        self._loss = as_loss(loss)
+        self._optimizer = optimizer or optax.adamw(1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+        self._entries: dict[str, dict[tuple[str, int], Entry]] = {}
+        self._python = [*self._model.python_modules, getattr(loss, "__module__", "")]
+        if not self._model.weights():
+            raise ValueError("model: expected parameters, found none")
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Parameters by path, whole, in their own dtype; a parameter with two names once, under the first."""
+        return {path: np.asarray(array) for path, array in self._model.weights().items()}
+
+    def load(self, weights: Leaves) -> None:
+        """Set parameters, each in its own dtype and on its own devices.
+
+        ``ValueError`` names those that are missing, unexpected or of another shape.
+        """
+        own = self._model.weights()
+        wrong = [f"{path}: missing" for path in own if path not in weights]
+        wrong += [f"{path}: unexpected" for path in weights if path not in own]
+        wrong += [
+            f"{path}: expected shape {list(own[path].shape)}, got {list(weights[path].shape)}"
+            for path in own
+            if path in weights and tuple(own[path].shape) != tuple(weights[path].shape)
+        ]
+        if wrong:
+            raise ValueError("weights do not fit the model: " + "; ".join(wrong))
+        self._model.load({path: _like(weights[path], old) for path, old in own.items()})
+
+    def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
+        """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
+
+        Raises ``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar.
+        """
+        with settings(_checked(dtype), self._python):
+            instance = self._model.instance(dtype)
+            inputs = as_batch(batch, dtype)
+            recorders: list[Recorder] = []
+
+            def run(parameters: Mapping[str, Any], token: Any) -> Any:
+                recorders.append(Recorder(token))
+                return self._scalar(instance, parameters, inputs, recorders[-1])[0]
+
+            if backward:
+                token = jnp.zeros((), jnp.float32)
+                value, (gradients, _) = jax.value_and_grad(run, (0, 1))(instance.parameters, token)
+            else:
+                value, gradients = run(instance.parameters, None), {}
+            recorder = recorders[-1]
+            self._entries[dtype] = {
+                (entry.path, entry.number): entry
+                for entry in recorder.entries
+                if entry.outputs is not None and entry.again is not None
+            }
+            found = {path: np.asarray(array) for path, array in gradients.items()}
+            return Recording(dtype, recorder.calls(), float(value), found)
+
+    def rerun(
+        self,
+        dtype: str,
+        path: str,
+        number: int,
+        inputs: Leaves,
+        *,
+        cotangents: Leaves | None = None,
+        replaced: Replacements | None = None,
+    ) -> Rerun:
+        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these leaves of its inputs.
+
+        Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun. ``KeyError`` for a call
+        that was not recorded, for a tap, and for leaves that the call has not.
+        """
+        entry = self._entries.get(dtype, {}).get((path, number))
+        if entry is None or entry.again is None:
+            raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
+        _known(path, "input", inputs, entry.inputs)
+        with settings(dtype, self._python):
+            given = _arguments_with(entry.arguments, inputs)
+            if cotangents is None:
+                recorder = Recorder(None, replaced)
+                output = entry.again(entry.again.parameters, _thawed(given), recorder)
+                return Rerun(to_numpy(output), recorder.calls(first=1))
+            return _backward(path, entry.again, given, cotangents, replaced)
+
+    def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
+        """Train a copy of the model, one compiled step for each batch, by the side's optimizer.
+
+        Raises ``ValueError`` without batches.
+        """
+        if not batches:
+            raise ValueError("train: expected at least one batch, got none")
+        with settings(_checked(dtype), self._python, eager=False):
+            instance = self._model.instance(dtype)
+
+            @jax.jit
+            def step(parameters: Any, state: Any, moments: Any, batch: Any) -> Any:
+                def loss(parameters: Any) -> Any:
+                    return self._scalar(instance, parameters, batch, None, state)
+
+                (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
+                updates, moments = self._optimizer.update(gradients, moments, parameters)
+                return optax.apply_updates(parameters, updates), state, moments, value
+
+            parameters, state = instance.parameters, instance.state
+            moments = self._optimizer.init(parameters)
+            losses: list[float] = []
+            first: dict[str, np.ndarray] = {}
+            for batch in batches:
+                parameters, state, moments, value = step(parameters, state, moments, as_batch(batch, dtype))
+                losses.append(float(value))
+                first = first or {path: np.asarray(array) for path, array in parameters.items()}
+            last = {path: np.asarray(array) for path, array in parameters.items()}
+            return Training(tuple(losses), first, last)
+
+    def _scalar(
+        self,
+        instance: Instance,
+        parameters: Mapping[str, Any],
+        batch: Any,
+        recorder: Recorder | None,
+        state: Any = None,
+    ) -> tuple[Any, Any]:
+        """The loss, and the state after it."""
+        try:
+            value, state = instance.run(
+                parameters,
+                instance.state if state is None else state,
+                lambda model: self._loss(model, batch),
+                recorder,
+            )
+        except Exception as error:
+            raise ValueError(
+                f"the model or its loss refuses the batch ({described(batch)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        shape = getattr(value, "shape", None)
+        if shape != () or not is_floating(value):
+            found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
+            raise ValueError(f"loss: expected a floating scalar, got {found}")
+        return value, state
+
+
+def _backward(
+    path: str, again: Again, given: Arguments, cotangents: Leaves, replaced: Replacements | None
+) -> Rerun:
+    recorders: list[Recorder] = []
+    outputs: dict[str, np.ndarray] = {}
+    floating = {place: x for place, x in leaves(argument_tree(given)).items() if is_floating(x)}
+
+    def run(parameters: Mapping[str, Any], floating: Mapping[str, Any], token: Any) -> Any:
+        recorders.append(Recorder(token, replaced))
+        output = again(parameters, _thawed(_arguments_with(given, floating)), recorders[-1])
+        outputs.update(to_numpy(output))
+        return {place: leaf for place, leaf in leaves(output).items() if is_floating(leaf)}
+
+    found, pull = jax.vjp(run, dict(again.parameters), floating, jnp.zeros((), jnp.float32))
+    _known(path, "output", cotangents, found)
+    gradients, input_gradients, _ = pull(
+        {
+            place: jnp.asarray(cotangents.get(place, np.zeros(leaf.shape)), leaf.dtype)
+            for place, leaf in found.items()
+        }
+    )
+    return Rerun(
+        outputs,
+        recorders[-1].calls(first=1),
+        {place: np.asarray(array) for place, array in input_gradients.items()},
+        {name: np.asarray(array) for name, array in gradients.items()},
+    )
+
+
+def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments:
+    """Arguments with some leaves replaced, each in the dtype of the leaf that it replaces."""
+
+    def leaf(place: str, array: Any) -> Any:
+        return jnp.asarray(given[place], array.dtype) if place in given else array
+
+    return map_arguments(leaf, arguments, lambda node: node)
+
+
+def _thawed(arguments: Arguments) -> Arguments:
+    """Arguments with new modules and ``Rngs`` in place of frozen ones, for one run."""
+    return map_arguments(
+        lambda _, array: array, arguments, lambda node: node.thawed() if isinstance(node, Frozen) else node
+    )
+
+
+def _known(path: str, what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise KeyError(f"module {path!r}: expected {what} leaves among {sorted(known)}, got {unknown}")
+
+
+def _checked(dtype: str) -> str:
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(COMPUTE_DTYPES)}, got {dtype!r}")
+    return dtype
+
+
+def _like(array: Any, old: Any) -> Any:
+    """``array`` in the dtype of ``old``, on its devices."""
+    new = np.asarray(array).astype(old.dtype)
+    return jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else new
