@@ -1,1 +1,28 @@
 """Small pairs of one model in PyTorch and JAX, for tests that compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.support.parity.causal_pairs import FAMILIES, causal_pair
+from tests.support.parity.pair_tools import Pair
+from tests.support.parity.recurrent_pairs import lstm_pair
+from tests.support.parity.vision_pairs import convnet_pair, vit_pair
+
+__all__ = ["FURTHER", "PAIRS", "Pair", "build"]
+
+_BUILDERS: dict[str, Callable[[str, int], Pair]] = {
+    **dict.fromkeys(FAMILIES, causal_pair),
+    "convnet": convnet_pair,
+    "convnet_train": convnet_pair,
+    "vit": vit_pair,
+    "lstm": lstm_pair,
+}
+PAIRS = tuple(_BUILDERS)
+"""Names of the pairs."""
+FURTHER: tuple[str, ...] = ()
+
+
+def build(name: str, seed: int) -> Pair:
+    """The pair of this name with random weights and a random batch. ``KeyError`` for a name that is none."""
+    return _BUILDERS[name](name, seed)
