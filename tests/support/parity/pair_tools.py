@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,39 +135,27 @@ def torch_output(output: Any) -> torch.Tensor:
     return output
 
 
-def torch_run(pair: Pair, dtype: torch.dtype | None = None) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss and its gradients by parameter, ``dtype`` float64 for a run in which parameters are float64."""
-    model = pair.torch_model
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    if dtype is not None:
-        model.to(dtype)
-    model.zero_grad()
-    try:
-        loss = _torch_loss(pair)
-        loss.backward()
-        gradients = {
-            name: np.zeros(p.shape, np.float64) if p.grad is None else p.grad.to(torch.float64).numpy().copy()
-            for name, p in model.named_parameters()
-        }
-    finally:
-        model.zero_grad()
-        if dtype is not None:
-            model.float()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+def torch_run(pair: Pair, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and its gradients by parameter, with parameters and buffers in ``dtype``; the model stays as it is."""
+    model = copy.deepcopy(pair.torch_model).to(dtype)
+    loss = _torch_loss(pair, model)
+    loss.backward()
+    gradients = {
+        name: np.zeros(p.shape) if p.grad is None else p.grad.double().numpy()
+        for name, p in model.named_parameters()
+    }
     return float(loss.detach()), gradients
 
 
-def _torch_loss(pair: Pair) -> torch.Tensor:
+def _torch_loss(pair: Pair, model: torch.nn.Module) -> torch.Tensor:
     if pair.loss == "next_token":
         ids = torch.from_numpy(pair.batch).long()
-        logits = torch_output(pair.torch_model(ids[:, :-1]))
+        logits = torch_output(model(ids[:, :-1])).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     batch = torch.from_numpy(pair.batch)
     if batch.is_floating_point():
-        batch = batch.to(next(pair.torch_model.parameters()).dtype)
-    output = torch_output(pair.torch_model(batch if batch.is_floating_point() else batch.long()))
+        batch = batch.to(next(model.parameters()).dtype)
+    output = torch_output(model(batch if batch.is_floating_point() else batch.long()))
     return 0.5 * torch.mean((output - torch.from_numpy(_probe(output.shape)).to(output.dtype)) ** 2)
 
 
@@ -188,14 +177,13 @@ def jax_loss(pair: Pair, model: nnx.Module) -> jax.Array:
     return 0.5 * jnp.mean((output - jnp.asarray(_probe(output.shape), output.dtype)) ** 2)
 
 
-def jax_run(pair: Pair, dtype: Any = None) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss and its gradients by parameter; the model stays as it is."""
+def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and its gradients by parameter, with floating state in ``dtype``; the model stays as it is."""
     graphdef, params, rest = nnx.split(pair.jax_model, nnx.Param, ...)
-    if dtype is not None:
-        params, rest = (
-            jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, part)
-            for part in (params, rest)
-        )
+    params, rest = (
+        jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, part)
+        for part in (params, rest)
+    )
 
     def loss(params: Any, rest: Any) -> jax.Array:
         return jax_loss(pair, nnx.merge(graphdef, params, rest, copy=True))
