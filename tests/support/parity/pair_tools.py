@@ -19,6 +19,8 @@ from bridge.mapping import MappingTable, make_plan
 from tests.support.bridge.memory_reader import MemoryReader
 
 VOCABULARY = 61
+# Each of these programs runs once, and compiling them takes most of the time.
+_QUICK: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 EMBEDDINGS = ("embed", "wte", "wpe", "shared", "cls_token", "relative")
 
 
@@ -188,7 +190,7 @@ def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.n
     def loss(params: Any, rest: Any) -> jax.Array:
         return jax_loss(pair, nnx.merge(graphdef, params, rest, copy=True))
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params, rest)
+    value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_QUICK)(params, rest)
     named = {
         "/".join(map(str, path)): np.asarray(variable.get_raw_value(), np.float64)
         for path, variable in nnx.to_flat_state(gradients)
