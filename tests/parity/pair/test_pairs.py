@@ -11,7 +11,7 @@ from tests.support.parity.pairs import FURTHER, PAIRS, build
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*PAIRS, *FURTHER])
-def test_a_correct_pair_has_equal_losses_and_gradients(name, seed):
+def test_a_correct_pair_has_equal_losses_and_gradients(name: str, seed: int) -> None:
     pair = build(name, seed)
     expected_loss, gradients = torch_run(pair)
     loss, found = jax_run(pair)

@@ -48,12 +48,12 @@ def differences(bug: Bug) -> tuple[float, float]:
     return abs(loss / expected_loss - 1), max(changes)
 
 
-def test_names_are_unique_and_there_are_enough():
+def test_names_are_unique_and_there_are_enough() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 60
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_right_answer_is_the_innermost_module_with_a_partner(bug):
+def test_the_right_answer_is_the_innermost_module_with_a_partner(bug: Bug) -> None:
     assert bug.side == bug.apply.side
     expected = answers(bug.pair).innermost(bug.side, bug.apply.path)
     # Where several torch modules own everything, a fault of the whole JAX model is one of the whole torch model.
@@ -65,7 +65,7 @@ def test_the_right_answer_is_the_innermost_module_with_a_partner(bug):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_no_bug_is_void(bug):
+def test_no_bug_is_void(bug: Bug) -> None:
     loss, gradients = differences(bug)
     # In one precision a program gives the same result twice, but a changed one may round otherwise.
     least = 1e-3 if bug.dtype == "bfloat16" else 1e-6

@@ -87,7 +87,8 @@ def edited(function: Callable[..., Any], *changes: tuple[str, str], **helpers: A
 def _with_method(module: Any, name: str, function: Callable[..., Any]) -> None:
     """Give one module a method of its own, in a way that copies of the module keep."""
     kind = type(module)
-    changed = type(kind)(kind.__name__, (kind,), {name: function, "__module__": kind.__module__})
+    make: Any = type(kind)
+    changed = make(kind.__name__, (kind,), {name: function, "__module__": kind.__module__})
     object.__setattr__(module, "__class__", changed)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import transformers
 from flax import nnx
 
 from bridge.mapping import parse_mapping
-from tests.support.parity.nnx_parts import attend, heads_of, layer_norm, rms_norm, rotary, rotate
+from tests.support.parity.nnx_parts import attend, embedding, heads_of, layer_norm, rms_norm, rotary, rotate
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
 
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 40, 2
 HEAD = WIDTH // HEADS
 THETA = 300.0
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-SIZES = NO_TOKENS | {
+SIZES: dict[str, Any] = NO_TOKENS | {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
@@ -69,7 +71,7 @@ class NeoX(nnx.Module):
     """Tokens ``[B, T]`` -> logits ``[B, T, 61]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.embed = embedding(VOCABULARY, WIDTH, rngs)
         self.layers = nnx.List([NeoXLayer(rngs) for _ in range(LAYERS)])
         self.norm = layer_norm(WIDTH, 1e-5, rngs)
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
@@ -110,7 +112,7 @@ rule = [
 
 def neox_pair(name: str, seed: int) -> Pair:
     """``GPTNeoXForCausalLM``; its fused projection has query, key and value of one head side by side."""
-    rope = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.25}
+    rope: Any = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.25}
     config = transformers.GPTNeoXConfig(**SIZES, intermediate_size=HIDDEN, rope_parameters=rope)
     model = transformers.GPTNeoXForCausalLM(config).eval()
     randomize(model, seed)
@@ -151,8 +153,8 @@ class OPT(nnx.Module):
     """Tokens ``[B, T]`` -> logits ``[B, T, 61]`` by the embedding; positions start at row 2 of their table."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(66, WIDTH, rngs=rngs)
+        self.embed = embedding(VOCABULARY, WIDTH, rngs)
+        self.positions = embedding(66, WIDTH, rngs)
         self.layers = nnx.List([OPTLayer(rngs) for _ in range(LAYERS)])
         self.norm = layer_norm(WIDTH, 1e-5, rngs)
 
@@ -248,7 +250,7 @@ class Olmo2(nnx.Module):
     """Tokens ``[B, T]`` -> logits ``[B, T, 61]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.embed = embedding(VOCABULARY, WIDTH, rngs)
         self.layers = nnx.List([Olmo2Layer(rngs) for _ in range(LAYERS)])
         self.norm = rms_norm(WIDTH, 1e-5, rngs)
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
@@ -282,7 +284,7 @@ rule = [
 
 def olmo2_pair(name: str, seed: int) -> Pair:
     """``Olmo2ForCausalLM``, with two query heads for each key head."""
-    rope = {"rope_type": "default", "rope_theta": THETA}
+    rope: Any = {"rope_type": "default", "rope_theta": THETA}
     config = transformers.Olmo2Config(
         **SIZES, num_key_value_heads=HEADS // 2, intermediate_size=HIDDEN, rope_parameters=rope
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import transformers
 from flax import nnx
 
 from bridge.mapping import parse_mapping
-from tests.support.parity.nnx_parts import attend, heads_of, layer_norm, rms_norm
+from tests.support.parity.nnx_parts import attend, embedding, heads_of, layer_norm, rms_norm
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
 
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 40, 2
@@ -23,9 +24,9 @@ class BertEmbeddings(nnx.Module):
     """Tokens ``[B, T]`` -> the norm of the sum of word, position and type vectors ``[B, T, 32]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.words = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(64, WIDTH, rngs=rngs)
-        self.types = nnx.Embed(2, WIDTH, rngs=rngs)
+        self.words = embedding(VOCABULARY, WIDTH, rngs)
+        self.positions = embedding(64, WIDTH, rngs)
+        self.types = embedding(2, WIDTH, rngs)
         self.norm = layer_norm(WIDTH, 1e-12, rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -115,18 +116,18 @@ rule = [
 
 def bert_pair(name: str, seed: int) -> Pair:
     """``BertModel`` without its pooler."""
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=HIDDEN,
-        max_position_embeddings=64,
-        pad_token_id=None,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": HIDDEN,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
+    model = transformers.BertModel(transformers.BertConfig(**sizes), add_pooling_layer=False).eval()
     randomize(model, seed)
     port, batch = Bert(nnx.Rngs(seed)), tokens(seed)
     return paired(name, model, port, parse_mapping(BERT, name), batch, loss="probe")
@@ -147,7 +148,7 @@ class T5Attention(nnx.Module):
         self.key = nnx.Linear(WIDTH, inner, use_bias=False, rngs=rngs)
         self.value = nnx.Linear(WIDTH, inner, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(inner, WIDTH, use_bias=False, rngs=rngs)
-        self.distances = nnx.Embed(BUCKETS, HEADS, rngs=rngs) if first else None
+        self.distances = embedding(BUCKETS, HEADS, rngs) if first else None
 
     def bias(self, length: int) -> jax.Array:
         """Bias ``[1, heads, T, T]`` by bucket: half of them for keys behind, half of those for single distances."""
@@ -196,7 +197,7 @@ class T5Encoder(nnx.Module):
     """Tokens ``[B, T]`` -> hidden states ``[B, T, 32]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.embed = embedding(VOCABULARY, WIDTH, rngs)
         self.layers = nnx.List([T5Layer(i == 0, rngs) for i in range(LAYERS)])
         self.norm = rms_norm(WIDTH, 1e-6, rngs)
 
@@ -227,20 +228,20 @@ rule = [
 
 def t5_pair(name: str, seed: int) -> Pair:
     """``T5EncoderModel``, whose embedding has two names."""
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=T5_HEAD,
-        d_ff=HIDDEN,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        relative_attention_num_buckets=BUCKETS,
-        relative_attention_max_distance=FARTHEST,
-        pad_token_id=None,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    model = transformers.T5EncoderModel(config).eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "d_kv": T5_HEAD,
+        "d_ff": HIDDEN,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+        "relative_attention_num_buckets": BUCKETS,
+        "relative_attention_max_distance": FARTHEST,
+        "pad_token_id": None,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
+    model = transformers.T5EncoderModel(transformers.T5Config(**sizes)).eval()
     randomize(model, seed)
     # T5's weights hold the scale of the scores.
     with torch.no_grad():

@@ -17,6 +17,13 @@ def rms_norm(size: int, eps: float, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(size, epsilon=eps, use_fast_variance=False, rngs=rngs)
 
 
+def embedding(rows: int, size: int, rngs: nnx.Rngs) -> nnx.Embed:
+    """``nnx.Embed`` whose vectors have the dtype of the table, also when the table's dtype changes."""
+    table = nnx.Embed(rows, size, rngs=rngs)
+    table.dtype = None
+    return table
+
+
 def heads_of(x: jax.Array, heads: int) -> jax.Array:
     """``[B, T, heads * D]`` -> ``[B, T, heads, D]``."""
     return x.reshape(*x.shape[:-1], heads, -1)
@@ -42,7 +49,8 @@ def attend(
         scores = scores + bias
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    weights = jax.nn.softmax(wide, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bshd->bthd", weights, value).reshape(batch, length, -1)
 
 

@@ -182,15 +182,14 @@ def jax_loss(pair: Pair, model: nnx.Module) -> jax.Array:
 def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.ndarray]]:
     """The loss and its gradients by parameter, with floating state in ``dtype``; the model stays as it is."""
     graphdef, params, rest = nnx.split(pair.jax_model, nnx.Param, ...)
-    params, rest = (
-        jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, part)
-        for part in (params, rest)
-    )
+
+    def cast(part: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, part)
 
     def loss(params: Any, rest: Any) -> jax.Array:
         return jax_loss(pair, nnx.merge(graphdef, params, rest, copy=True))
 
-    value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_QUICK)(params, rest)
+    value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_QUICK)(cast(params), cast(rest))
     named = {
         "/".join(map(str, path)): np.asarray(variable.get_raw_value(), np.float64)
         for path, variable in nnx.to_flat_state(gradients)

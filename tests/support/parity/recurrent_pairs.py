@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from bridge.mapping import parse_mapping
-from tests.support.parity.nnx_parts import layer_norm
+from tests.support.parity.nnx_parts import embedding, layer_norm
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
 
 EMBEDDING, HIDDEN = 24, 32
@@ -69,7 +69,7 @@ class LSTM(nnx.Module):
     """Tokens ``[B, T]`` -> logits ``[B, T, 61]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, EMBEDDING, rngs=rngs)
+        self.embed = embedding(VOCABULARY, EMBEDDING, rngs)
         self.layers = nnx.List([LSTMLayer(size, HIDDEN, rngs) for size in (EMBEDDING, HIDDEN)])
         self.norm = layer_norm(HIDDEN, 1e-5, rngs)
         self.head = nnx.Linear(HIDDEN, VOCABULARY, rngs=rngs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,17 +223,17 @@ rule = [
 
 def vit_pair(name: str, seed: int) -> Pair:
     """``ViTForImageClassification`` with two layers and six patches."""
-    config = transformers.ViTConfig(
-        hidden_size=VIT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=VIT_HEADS,
-        intermediate_size=VIT_HIDDEN,
-        image_size=(HEIGHT, WIDTH),
-        patch_size=PATCH,
-        num_labels=CLASSES,
-        attn_implementation="eager",
-    )
-    model = transformers.ViTForImageClassification(config).eval()
+    sizes: dict[str, Any] = {
+        "hidden_size": VIT_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": VIT_HEADS,
+        "intermediate_size": VIT_HIDDEN,
+        "image_size": (HEIGHT, WIDTH),
+        "patch_size": PATCH,
+        "num_labels": CLASSES,
+        "attn_implementation": "eager",
+    }
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).eval()
     randomize(model, seed)
     images = np.random.default_rng(seed).standard_normal((5, 3, HEIGHT, WIDTH)).astype(np.float32)
     mapping = parse_mapping(VIT, "vit")
