@@ -181,7 +181,8 @@ def jax_loss(pair: Pair, model: nnx.Module) -> jax.Array:
 
 def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.ndarray]]:
     """The loss and its gradients by parameter, with floating state in ``dtype``; the model stays as it is."""
-    graphdef, params, rest = nnx.split(pair.jax_model, nnx.Param, ...)
+    parts: Any = nnx.split(pair.jax_model, nnx.Param, ...)
+    graphdef, params, rest = parts
 
     def cast(part: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, part)
