@@ -9,12 +9,13 @@ from tests.support.parity.pair_tools import Pair, translated
 
 
 class Answers:
-    """The right answers of one pair."""
+    """The right answers of one pair. ``tensors``: names in the state of the torch model."""
 
     def __init__(self, pair: Pair) -> None:
         # Every torch parameter is filled with its own number, which is found again in the JAX tensors.
         parameters = list(pair.torch_model.named_parameters())
         marked = {name: np.full(tuple(p.shape), i, np.float32) for i, (name, p) in enumerate(parameters)}
+        self.tensors = frozenset(pair.torch_model.state_dict())
         made = translated(marked, pair.mapping, pair.axes)
         self._numbers = {path: frozenset(np.unique(array).astype(int)) for path, array in made.items()}
         number = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
