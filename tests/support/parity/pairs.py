@@ -1,1 +1,38 @@
 """Small pairs of one model in PyTorch and JAX, for tests that compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.support.parity.causal_pairs import FAMILIES, causal_pair
+from tests.support.parity.further_decoders import neox_pair, olmo2_pair, opt_pair
+from tests.support.parity.further_encoders import bert_pair, t5_pair
+from tests.support.parity.pair_tools import Pair
+from tests.support.parity.recurrent_pairs import lstm_pair
+from tests.support.parity.vision_pairs import convnet_pair, vit_pair
+
+__all__ = ["FURTHER", "PAIRS", "Pair", "build"]
+
+_PAIRS: dict[str, Callable[[str, int], Pair]] = {
+    **dict.fromkeys(FAMILIES, causal_pair),
+    "convnet": convnet_pair,
+    "convnet_train": convnet_pair,
+    "vit": vit_pair,
+    "lstm": lstm_pair,
+}
+_FURTHER: dict[str, Callable[[str, int], Pair]] = {
+    "gpt_neox": neox_pair,
+    "opt": opt_pair,
+    "olmo2": olmo2_pair,
+    "bert": bert_pair,
+    "t5_encoder": t5_pair,
+}
+PAIRS = tuple(_PAIRS)
+"""Names of the pairs."""
+FURTHER = tuple(_FURTHER)
+"""Names of the pairs of classes that no shipped mapping covers."""
+
+
+def build(name: str, seed: int) -> Pair:
+    """The pair of this name with random weights and a random batch. ``KeyError`` for a name that is none."""
+    return (_PAIRS | _FURTHER)[name](name, seed)
