@@ -21,6 +21,7 @@ from bridge.commands.diff import diff
 from bridge.commands.inspect import inspect
 from bridge.commands.map import map_
 from bridge.commands.output import print_line
+from bridge.commands.parity import parity
 from bridge.commands.plan import plan
 from bridge.commands.relay import relay
 from bridge.commands.verify import verify
@@ -43,6 +44,7 @@ app.command(name="map")(map_)
 
 app.command()(relay)
 app.command(name="curves", cls=CurvesCommand)(curves_command)
+app.command()(parity)
 app.command()(plan)
 
 

@@ -1,5 +1,53 @@
-"""Parity of the two runtimes: the relay that hops between them, its references and its report.
+"""Both stacks side by side: the relay, which hops between them, and ``parity``, which compares two models.
+
+    from bridge.parity import parity
+
+    report = parity(torch_model, jax_model, tokens, mapping="llama", loss="next_token", weights="torch")
+    print(report.summary())
+
+The sides may also run apart: ``capture_torch`` and ``capture_jax`` write traces, which ``compare_traces`` compares.
 
 Only the ``*_leg`` and ``torch_reference`` modules, each of which runs in processes of its own, and the ``torch_*`` and
-``jax_*`` modules of ``pair`` import a runtime.
+``jax_*`` modules of ``pair`` import a runtime. The names below are imported when they are first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.parity.pair.captured import capture_jax, capture_torch, compare_traces
+    from bridge.parity.pair.parity import parity
+    from bridge.parity.pair.report import ParityReport
+    from bridge.parity.pair.run import write_report
+    from bridge.parity.pair.tap import tap
+
+__all__ = [
+    "ParityReport",
+    "capture_jax",
+    "capture_torch",
+    "compare_traces",
+    "parity",
+    "tap",
+    "write_report",
+]
+
+_HOMES = {
+    "ParityReport": "bridge.parity.pair.report",
+    "capture_jax": "bridge.parity.pair.captured",
+    "capture_torch": "bridge.parity.pair.captured",
+    "compare_traces": "bridge.parity.pair.captured",
+    "parity": "bridge.parity.pair.parity",
+    "tap": "bridge.parity.pair.tap",
+    "write_report": "bridge.parity.pair.run",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(
+                f"module 'bridge.parity' has no attribute {name!r}: it has {', '.join(__all__)}"
+            )
+        return getattr(importlib.import_module(_HOMES[name]), name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,25 +25,32 @@ _MOST_AXES = 5
 
 @dataclass(frozen=True)
 class Alignment:
-    """torch ``[shape]`` -> transpose by ``axes`` -> reshape to ``between`` -> transpose by ``then`` -> jax."""
+    """torch ``[shape]`` -> transpose by ``axes`` -> reshape to ``between`` -> transpose by ``then`` -> jax.
+
+    ``order``: before all that, which element of the last axis comes where; None for the order that they have.
+    """
 
     torch: tuple[int, ...]
     axes: tuple[int, ...]
     between: tuple[int, ...]
     then: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
     def to_jax(self, array: np.ndarray) -> np.ndarray:
         """A torch array in the layout of its JAX twin."""
+        if self.order is not None:
+            array = array[..., self.order]
         return array.transpose(self.axes).reshape(self.between).transpose(self.then)
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """A JAX array in the layout of its torch twin."""
         middle = array.transpose(np.argsort(self.then)) if self.then else array
         moved = middle.reshape(tuple(self.torch[axis] for axis in self.axes))
-        return moved.transpose(np.argsort(self.axes)) if self.axes else moved
+        found = moved.transpose(np.argsort(self.axes)) if self.axes else moved
+        return found if self.order is None else found[..., np.argsort(self.order)]
 
     def __str__(self) -> str:
-        steps = []
+        steps = [] if self.order is None else ["features reordered"]
         if self.axes != tuple(range(len(self.axes))):
             steps.append(f"axes {self.axes}")
         if self.between != tuple(self.torch[axis] for axis in self.axes):
@@ -53,10 +60,16 @@ class Alignment:
         return ", ".join(steps)
 
 
-def align(torch: np.ndarray, jax: np.ndarray) -> Alignment | None:
-    """The way from ``torch`` to ``jax``; None where no order of axes leads from one shape to the other."""
+def align(torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = None) -> Alignment | None:
+    """The way from ``torch`` to ``jax``; None where no order of axes leads from one shape to the other.
+
+    ``order``: of the last axis's elements, where it is known (``WeightMap.feature_orders``).
+    """
     if torch.size != jax.size:
         return None
+    if order is not None and torch.ndim and torch.shape[-1] == len(order):
+        way = align(torch[..., order], jax)
+        return None if way is None else replace(way, order=order)
     ways = list(_ways(torch.shape, jax.shape))
     if len(ways) < 2:
         return ways[0] if ways else None
@@ -95,12 +108,12 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def match_leaves(
-    torch: Mapping[str, np.ndarray], jax: Mapping[str, np.ndarray]
+    torch: Mapping[str, np.ndarray], jax: Mapping[str, np.ndarray], order: tuple[int, ...] | None = None
 ) -> list[tuple[str, str, Alignment]]:
     """Partners among leaves of two calls: of equal name, else the first that fits, in order.
 
     Floating leaves go with floating ones, and others with others. Names count from their last part, so ``"0"`` and
-    ``"hidden_states"`` are no obstacle.
+    ``"hidden_states"`` are no obstacle. ``order``: see ``align``.
     """
     found: list[tuple[str, str, Alignment]] = []
     left = dict(jax)
@@ -113,13 +126,13 @@ def match_leaves(
                     continue
                 if _is_floating(array) != _is_floating(twin):
                     continue
-                way = align(array, twin)
+                way = align(array, twin, order)
                 if way is not None:
                     found.append((name, other, way))
                     del left[other]
                     break
-    order = {name: number for number, name in enumerate(torch)}
-    return sorted(found, key=lambda one: order[one[0]])
+    places = {name: number for number, name in enumerate(torch)}
+    return sorted(found, key=lambda one: places[one[0]])
 
 
 def _is_floating(array: np.ndarray) -> bool:

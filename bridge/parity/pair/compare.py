@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bridge.parity.pair.backward import activation_rows, backward_alone, blamed, gradient_rows
-from bridge.parity.pair.distance import FACTOR, epsilon, noise
-from bridge.parity.pair.forward import forward_rows
+from bridge.parity.pair.causes import weight_cause
+from bridge.parity.pair.distance import epsilon, noise
+from bridge.parity.pair.forward import Forward, compare_forward
 from bridge.parity.pair.modules import pair_modules
 from bridge.parity.pair.recording import Leaves, Side, Training
 from bridge.parity.pair.report import ParityReport, by_stage
@@ -41,13 +43,13 @@ def compare_sides(
     say("forward and backward of both models, in float64 and in " + dtype)
     runs = Runs(torch, jax, batch, dtype)
     modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
-    pairs = list(runs.pairs(modules))
+    pairs = list(runs.pairs(modules, weights))
     say(f"{len(pairs)} modules, each alone")
-    forward = _in_order(list(forward_rows(runs, pairs)), pairs, runs)
-    rows += forward
+    forward = compare_forward(runs, pairs)
+    rows += forward.rows
     rows += loss_rows(runs)
     gradients = list(gradient_rows(runs, weights))
-    backward = list(activation_rows(runs, pairs))
+    backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
     if any(row.counts for row in (*gradients, *backward)):
         say("backward of each module alone")
         backward = _with_blame(backward, pairs, runs, weights, forward)
@@ -77,7 +79,8 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
         coarse = max(epsilon(one.dtype.name) for one in (translated[name], found))
         floor = max(0.25 * coarse * float(np.linalg.norm(low)), np.finfo(np.float64).tiny)
         names = ", ".join(weights.sources.get(name, ()))
-        yield row_of("weights", (names, name), high, low, floor)
+        row = row_of("weights", (names, name), high, low, floor)
+        yield dataclasses.replace(row, cause=weight_cause(high, low, floor)) if row.counts else row
 
 
 def loss_rows(runs: Runs) -> Iterator[Row]:
@@ -133,23 +136,15 @@ def _training_losses(
         yield row_of("steps", ("losses", "losses"), high, found, floor, dtype=dtype)
 
 
-def _in_order(rows: Sequence[Row], pairs: Sequence[CallPair], runs: Runs) -> list[Row]:
-    """Inner modules before outer ones: in the order in which torch's calls end."""
-    calls = runs.torch_high.calls
-    ends = {id(call): number for number, call in enumerate(calls)}
-    for number, call in enumerate(calls):
-        parent = call.parent
-        while parent is not None:
-            ends[id(calls[parent])] = number
-            parent = calls[parent].parent
-    depth = {id(call): number for number, call in enumerate(calls)}
-    of = {(pair.modules.torch, pair.number): pair.torch for pair in pairs}
-
-    def key(row: Row) -> tuple[int, int]:
-        call = of[row.name, row.call]
-        return ends[id(call)], -depth[id(call)]
-
-    return sorted(rows, key=key)
+def _without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Forward) -> list[Row]:
+    """Gradients of modules whose share another one has are no twins of each other."""
+    names = {(pairs[n].modules.torch, pairs[n].number): where for n, where in forward.shifted.items()}
+    return [
+        dataclasses.replace(row, verdict="same", note=f"made up for in {names[row.name, row.call]}")
+        if (row.name, row.call) in names
+        else row
+        for row in rows
+    ]
 
 
 def _with_blame(
@@ -157,11 +152,14 @@ def _with_blame(
     pairs: Sequence[CallPair],
     runs: Runs,
     weights: WeightMap,
-    forward: Sequence[Row],
+    forward: Forward,
 ) -> list[Row]:
     place = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
-    faulty = {place[row.name, row.call] for row in forward if row.verdict == "introduced"}
-    alone = {number: backward_alone(runs, pair, weights) for number, pair in enumerate(pairs)}
+    faulty = {place[row.name, row.call] for row in forward.rows if row.verdict == "introduced"}
+    alone = {
+        number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
+        for number, pair in enumerate(pairs)
+    }
     guilty = blamed({number: ratio for number, (ratio, _) in alone.items()}, pairs, runs, faulty)
     found = []
     for row in rows:
@@ -169,7 +167,7 @@ def _with_blame(
         local, note = alone[number]
         if number in guilty:
             row = dataclasses.replace(row, verdict="introduced", local=local, note=note)
-        elif row.ratio > FACTOR:
+        elif row.counts:
             row = dataclasses.replace(row, verdict="inherited", local=local)
         found.append(row)
     return found

@@ -79,12 +79,15 @@ def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
     if exact:
         difference = np.where(same, 0.0, np.inf)
     x, y = np.where(both, x, 0.0), np.where(both, y, 0.0)
+    # Squares of finite numbers may overflow.
+    scale = max(float(np.max(np.abs(x), initial=0.0)), float(np.max(np.abs(y), initial=0.0))) or 1.0
+    x, y = x / scale, y / scale
     norms = float(np.linalg.norm(x)), float(np.linalg.norm(y))
     worst = int(difference.argmax()) if difference.size else 0
     values = (float(a.reshape(-1)[worst]), float(b.reshape(-1)[worst])) if difference.size else (0.0, 0.0)
     return Distance(
-        float(np.sqrt(np.sum(difference * difference))),
-        max(norms),
+        float(np.linalg.norm(difference / scale)) * scale,
+        max(norms) * scale,
         float(np.clip(x @ y / (norms[0] * norms[1]), -1, 1)) if min(norms) > 0 else math.nan,
         0 if exact else _ulp(a, b, dtype),
         tuple(map(int, np.unravel_index(worst, a.shape))) if difference.size else (),

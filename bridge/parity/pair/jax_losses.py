@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,16 +35,21 @@ def applied(model: Any, batch: Any) -> Any:
     return model(batch)
 
 
-def probe(model: Any, batch: Any) -> jax.Array:
-    """A scalar that every floating output leaf has a part in; in the widest dtype of the leaves, at least float32."""
+def probe(model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = None) -> jax.Array:
+    """The sum over floating output leaves of leaf times ``numbers`` over the root of the leaf's size.
+
+    In the widest dtype of the leaves, at least float32. ``numbers``: by place; default ``probe_values`` of the leaves'
+    numbers, for all of them.
+    """
     total: Any = None
+    count = 0
     for place, leaf in leaves(applied(model, batch)).items():
-        if not is_floating(leaf) or not leaf.size:
+        if not is_floating(leaf) or not leaf.size or (numbers is not None and place not in numbers):
             continue
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        numbers = jnp.asarray(probe_values(place, leaf.shape) / leaf.size**0.5, wide)
-        part = jnp.sum(leaf.astype(wide) * numbers)
-        total = part if total is None else total + part
+        own = probe_values(str(count), leaf.shape) if numbers is None else numbers[place]
+        part = jnp.sum(leaf.astype(wide) * jnp.asarray(own / leaf.size**0.5, wide))
+        total, count = part if total is None else total + part, count + 1
     if total is None:
         raise ValueError("loss 'probe': expected an output with floating arrays, found none; give a loss")
     return total

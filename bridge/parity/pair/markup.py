@@ -10,7 +10,7 @@ from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.rows import Row
 from bridge.text import printable
 
-SIGNS = {"same": "✓", "inherited": "○", "differs": "◆", "introduced": "▲"}
+SIGNS = {"same": "✓", "inherited": "○", "differs": "◆", "introduced": "▲", "unknown": "?"}
 _RED = 3.0
 """log10 of the ratio from which the colour is red."""
 _AMBER_STEP, _STEPS = 3, 8

@@ -88,12 +88,9 @@ def pair_modules(
         if frozenset(key for twin in partners for key in back[twin]) != keys:
             continue
         # Innermost first: they are the longest paths.
-        for path, other in zip(
-            sorted(paths, key=len, reverse=True),
-            sorted(by_keys.get(partners, []), key=len, reverse=True),
-            strict=False,
-        ):
-            chosen[path] = other
+        twins = sorted(by_keys.get(partners, []), key=len, reverse=True)
+        for path, partner in zip(sorted(paths, key=len, reverse=True), twins, strict=False):
+            chosen[path] = partner
     order = {path: number for number, path in enumerate(torch_paths)}
     pairs = sorted((ModulePair(path, other, order[path]) for path, other in chosen.items()), key=_by_order)
     return Modules(

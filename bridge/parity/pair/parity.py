@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ from bridge.mapping import MappingTable
 from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config_fields
 from bridge.parity.pair.compare import Progress, compare_sides
+from bridge.parity.pair.probe import matched_probes
 from bridge.parity.pair.recording import COMPUTE_DTYPES, Leaves, Side
 from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.sensitivity import planted
 from bridge.parity.pair.weight_map import WeightMap
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
@@ -37,6 +40,8 @@ def parity(
     weights: Literal["own", "torch", "jax"] = "own",
     torch_optimizer: Any = None,
     jax_optimizer: Any = None,
+    config: Any = None,
+    self_test: bool = False,
     progress: Progress | None = None,
 ) -> ParityReport:
     """Compare weights, modules, loss, gradients, updates and ``steps`` of training of two models.
@@ -56,6 +61,8 @@ def parity(
             initialization make attention almost uniform, and hide mistakes in it.
         weights: "torch" copies torch's weights into the JAX model for the comparison, "jax" the other way round;
             "own" compares the models as they are.
+        config: a configuration with ``to_dict()`` that gives the axes; default ``torch_model.config``, if there is one.
+        self_test: also plant typical faults in copies of the torch model, and say which of them this batch shows.
         torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
 
     Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``ValueError`` for anything else
@@ -66,12 +73,12 @@ def parity(
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")
-    torch_loss, jax_loss = loss if isinstance(loss, tuple | list) else (loss, loss)
-    torch = _torch_side(torch_model, torch_loss, torch_optimizer)
-    jax = _jax_side(jax_model, jax_loss, jax_optimizer)
+    torch, jax = sides_of(torch_model, jax_model, loss, torch_optimizer, jax_optimizer)
+    if loss in (None, "probe") and not _is_side(torch_model) and not _is_side(jax_model):
+        torch, jax = _with_probes(torch, jax, batch, torch_model, jax_model, torch_optimizer, jax_optimizer)
     table = mapping_table(mapping, axes)
     assert table is not None
-    config: Any = getattr(torch_model, "config", None)
+    config = config if config is not None else getattr(torch_model, "config", None)
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     table = with_config_fields(table, fields, "the torch model's config")
     relation = WeightMap.of(table, torch.weights(), jax.weights())
@@ -79,7 +86,10 @@ def parity(
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
         )
-    return replace(report, versions=_versions())
+        if self_test and progress is not None:
+            progress("self-test: typical faults, one at a time")
+        revealed = tuple(planted(torch, batch, dtype)) if self_test else ()
+    return replace(report, versions=_versions(), revealed=revealed)
 
 
 @contextmanager
@@ -115,6 +125,28 @@ def _scaled(leaves: Leaves, scale: float, names: set[str]) -> dict[str, np.ndarr
     return {
         name: (leaf * scale).astype(leaf.dtype) if name in names else leaf for name, leaf in leaves.items()
     }
+
+
+def sides_of(
+    torch_model: Any, jax_model: Any, loss: Any = None, torch_optimizer: Any = None, jax_optimizer: Any = None
+) -> tuple[Side, Side]:
+    """Both models as sides; what is one already stays as it is."""
+    torch_loss, jax_loss = loss if isinstance(loss, tuple | list) else (loss, loss)
+    return _torch_side(torch_model, torch_loss, torch_optimizer), _jax_side(
+        jax_model, jax_loss, jax_optimizer
+    )
+
+
+def _with_probes(
+    torch: Side, jax: Side, batch: Any, torch_model: Any, jax_model: Any, *optimizers: Any
+) -> tuple[Side, Side]:
+    """Sides whose losses multiply the same outputs by the same numbers."""
+    from bridge.parity.pair.jax_losses import probe
+    from bridge.parity.pair.torch_losses import probe_loss
+
+    ours, theirs = matched_probes(torch, jax, batch)
+    losses = partial(probe_loss, numbers=ours), partial(probe, numbers=theirs)
+    return sides_of(torch_model, jax_model, losses, *optimizers)
 
 
 def _torch_side(model: Any, loss: Any, optimizer: Any) -> Side:

@@ -20,6 +20,7 @@ _MARKS: dict[Verdict, tuple[str, str, float]] = {
     "inherited": ("o", "#b45309", 5),
     "differs": ("D", "#b45309", 5),
     "introduced": ("^", "#b3121d", 8),
+    "unknown": ("x", "#6b7280", 4),
 }
 _MOST_LABELS = 28
 _MOST_NAMED = 8

@@ -99,8 +99,11 @@ class Side(Protocol):
     ``framework``: "torch" or "jax". ``separator``: between the parts of a path, "." or "/".
     """
 
-    framework: str
-    separator: str
+    @property
+    def framework(self) -> str: ...
+
+    @property
+    def separator(self) -> str: ...
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by path, in their own dtype; a parameter with two names once, under the first."""

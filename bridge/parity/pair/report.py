@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge.parity.pair.depth import shown
 from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.rows import STAGES, Row, Stage
 from bridge.text import plain_json
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class ParityReport:
                 f"The two models are the same: {compared} compared, no difference above {FACTOR:g} times what "
                 f"rounding to {self.dtype} explains (the largest is {worst:.2g} times)."
             )
-        where = first.name or "(model)"
+        where = shown(first.name) or "(model)"
         words = {
             "weights": f"The weights differ: {where}",
             "forward": f"The models first part in {where} ({first.kind}), in forward",
@@ -91,6 +94,29 @@ class ParityReport:
         others = len({(row.stage, row.name) for row in self.introduced}) - 1
         more = f" Further places: {others}." if others > 0 else ""
         return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}"
+
+    def remarks(self) -> Iterator[str]:
+        """What was not compared, and what this batch could not have shown: a line each, none where all is well."""
+        for what, names in (
+            ("torch modules without a partner", self.torch_only),
+            ("JAX modules without a partner", self.jax_only),
+            ("torch parameters without a partner", self.torch_parameters),
+            ("JAX parameters without a partner", self.jax_parameters),
+        ):
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                yield f"{what}: {', '.join(names[:_SHOWN])}{more}"
+        unknown = [row for row in self.rows if row.verdict == "unknown"]
+        for row in unknown[:_SHOWN]:
+            yield f"{row.name or '(model)'}: {row.note}"
+        hidden = [one for one in self.revealed if not one.shown]
+        if self.revealed:
+            yield (
+                f"self-test: this batch shows {len(self.revealed) - len(hidden)} of {len(self.revealed)} planted "
+                "faults" + ("; larger weights (scale) or other inputs may show more" if hidden else "")
+            )
+        for one in hidden[:_SHOWN]:
+            yield f"  not shown: {one.module or '(model)'}, {one.fault} (ratio {one.ratio:.2g})"
 
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
@@ -110,11 +136,11 @@ class ParityReport:
         others = sorted(
             (row for row in self.rows if row.counts and row not in begin), key=_size, reverse=True
         )
-        shown = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
+        chosen = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
         cells = [
             (
                 row.stage,
-                (row.name or "(model)") + (f"#{row.call}" if row.call else ""),
+                (shown(row.name) or "(model)") + (f"#{row.call}" if row.call else ""),
                 row.partner or "(model)",
                 row.verdict + (f": {row.cause}" if row.cause else ""),
                 f"{row.error:.1e}",
@@ -124,7 +150,7 @@ class ParityReport:
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
             )
-            for row in shown[:most]
+            for row in chosen[:most]
         ]
         return [heading, *cells]
 

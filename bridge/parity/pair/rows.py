@@ -12,7 +12,7 @@ from bridge.parity.pair.distance import FACTOR, Distance, distance
 
 Stage = Literal["weights", "forward", "loss", "backward", "gradients", "update", "steps"]
 STAGES: tuple[Stage, ...] = ("weights", "forward", "loss", "backward", "gradients", "update", "steps")
-Verdict = Literal["same", "introduced", "inherited", "differs"]
+Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Row:
 
     ``local``: the ratio when the JAX module runs on torch's inputs and on torch's values of the modules inside; NaN
     where it was not run. ``verdict``: "introduced" by this module, "inherited" from another one, "differs" where that
-    was not asked. ``layout``: how the arrays lie to each other. ``cause``: a known one that explains it.
+    was not asked, "unknown" where nothing could be compared (``note`` says why). ``layout``: how the arrays lie to each
+    other. ``cause``: a known one that explains the difference.
     """
 
     stage: Stage
@@ -52,7 +53,7 @@ class Row:
     @property
     def counts(self) -> bool:
         """Whether the difference is more than rounding."""
-        return self.verdict != "same"
+        return self.verdict not in ("same", "unknown")
 
 
 def ratio_of(found: Distance, floor: float) -> float:
@@ -75,6 +76,7 @@ def row_of(
     kind: str = "",
     local: float = math.nan,
     layout: str = "",
+    cause: str = "",
     note: str = "",
 ) -> Row:
     """Compare ``torch``, already in the layout of ``jax``, with ``jax``; ``floor``: absolute.
@@ -105,5 +107,6 @@ def row_of(
         verdict,
         local,
         layout,
-        note=note,
+        cause,
+        note,
     )

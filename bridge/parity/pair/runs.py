@@ -13,6 +13,7 @@ from bridge.parity.pair.align import Alignment, match_leaves
 from bridge.parity.pair.distance import distance
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
+from bridge.parity.pair.weight_map import Order, WeightMap
 
 _NEAR = 0.3
 """Further inputs that are farther apart than this, relatively, may mean something else on the other side."""
@@ -22,16 +23,17 @@ Matched = Sequence[tuple[str, str, Alignment]]
 
 @dataclass(frozen=True)
 class CallPair:
-    """Partner calls: a pair of modules, and which of their calls."""
+    """Partner calls: a pair of modules, and which of their calls. ``orders``: of their input and output features."""
 
     modules: ModulePair
     number: int
     torch: Call
     jax: Call
+    orders: tuple[Order, Order] = (None, None)
 
     @cached_property
     def outputs(self) -> Matched:
-        return match_leaves(self.torch.outputs, self.jax.outputs)
+        return match_leaves(self.torch.outputs, self.jax.outputs, self.orders[1])
 
     @cached_property
     def inputs(self) -> Matched:
@@ -40,7 +42,7 @@ class CallPair:
         A rotary table and its twin may hold the same numbers in another order, which nobody can tell from shapes.
         """
         found: list[tuple[str, str, Alignment]] = []
-        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs):
+        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0]):
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             first = ours.dtype.kind not in "iub" and not any(
                 self.jax.inputs[one].dtype.kind not in "iub" for _, one, _ in found
@@ -63,15 +65,21 @@ class Runs:
         self.torch_low = torch.record(batch, dtype, backward=backward)
         self.jax_low = jax.record(batch, dtype, backward=backward)
 
-    def pairs(self, modules: Modules) -> Iterator[CallPair]:
+    def pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         """Partner calls, in the order in which torch's began."""
+        matrices = {name: leaf.shape for name, leaf in self.torch.weights().items() if leaf.ndim == 2}
+        orders: dict[str, tuple[Order, Order]] = {}
         partners = {pair.torch: pair for pair in modules.pairs}
         theirs = {(call.path, call.number): call for call in self.jax_high.calls}
         for call in self.torch_high.calls:
             pair = partners.get(call.path)
             twin = None if pair is None else theirs.get((pair.jax, call.number))
-            if pair is not None and twin is not None:
-                yield CallPair(pair, call.number, call, twin)
+            if pair is None or twin is None:
+                continue
+            name = f"{call.path}.weight"
+            if name in matrices and call.path not in orders:
+                orders[call.path] = weights.feature_orders(name, matrices[name])
+            yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,20 @@ def _nearest(call: Call, known: dict[int, CallPair], recording: Recording) -> Ca
 def _number(call: Call, among: Sequence[Call]) -> int:
     same = [one for one in among if one.path == call.path]
     return next(number for number, one in enumerate(same) if one is call)
+
+
+def ended(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The pairs in the order in which torch's calls end: inner modules before those around them."""
+    calls = runs.torch_high.calls
+    ends = {id(call): number for number, call in enumerate(calls)}
+    depths = dict.fromkeys(ends, 0)
+    for number, call in enumerate(calls):
+        parent = call.parent
+        while parent is not None:
+            ends[id(calls[parent])] = number
+            depths[id(call)] += 1
+            parent = calls[parent].parent
+    return sorted(pairs, key=lambda pair: (ends[id(pair.torch)], -depths[id(pair.torch)]))
 
 
 def in_layout(matched: Matched, leaves: Leaves) -> dict[str, np.ndarray]:

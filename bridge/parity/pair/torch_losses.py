@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,17 +38,19 @@ def called(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def probe_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The sum over all floating leaves of the output of leaf times ``probe_values`` over the root of the leaf's size.
+def probe_loss(model: nn.Module, batch: Any, numbers: Mapping[str, np.ndarray] | None = None) -> torch.Tensor:
+    """The sum over floating leaves of the output of leaf times ``numbers`` over the root of the leaf's size.
 
-    In float32 at least. ValueError for an output without floating leaves.
+    In float32 at least. ``numbers``: by place; default ``probe_values`` of the leaves' numbers, for all of them.
+    ValueError for an output without floating leaves.
     """
-    terms = []
+    terms: list[torch.Tensor] = []
     for place, leaf in leaves_of(called(model, batch)).items():
-        if leaf.is_floating_point() and leaf.numel():
+        if leaf.is_floating_point() and leaf.numel() and (numbers is None or place in numbers):
             wide = torch.promote_types(leaf.dtype, torch.float32)
-            numbers = torch.from_numpy(probe_values(place, leaf.shape) / math.sqrt(leaf.numel()))
-            terms.append((leaf.to(wide) * numbers.to(leaf.device, wide)).sum())
+            own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[place]
+            factors = torch.from_numpy(np.array(own / math.sqrt(leaf.numel())))
+            terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
     if not terms:
         raise ValueError("the model's output has no floating-point array: give a loss")
     return torch.stack([term.to(terms[0]) for term in terms]).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from bridge.parity.pair.torch_copies import (
     second_copy,
     whole,
 )
+from bridge.parity.pair.torch_faults import Fault, faults_of
 from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
 from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
 
@@ -83,6 +85,16 @@ class TorchSide:
         self._loss: Loss = LOSSES[loss or "probe"] if loss is None or isinstance(loss, str) else loss
         self._optimizer = optimizer or default_optimizer
         self._runs: dict[str, _Run] = {}
+
+    def faults(self) -> list[Fault]:
+        """Typical faults that the model can have (``torch_faults``)."""
+        return list(faults_of(self._model))
+
+    def with_fault(self, fault: Fault) -> TorchSide:
+        """A side of a copy of the model that has the fault."""
+        model = copy.deepcopy(self._model)
+        fault.plant(model)
+        return TorchSide(model, self._loss, optimizer=self._optimizer)
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by name, in their own dtype; tied ones once, sharded ones (DTensors) whole."""

@@ -28,6 +28,7 @@ from bridge.parity.pair.in_memory import ArrayReader
 from bridge.parity.pair.recording import Leaves
 
 Key = tuple[str, tuple[int, ...]]
+Order = tuple[int, ...] | None
 _SHOWN = 8
 
 
@@ -166,6 +167,24 @@ class WeightMap:
             found[name, ()] = self.to_jax(leaves, gradients=gradients)[name]
         return found
 
+    def feature_orders(self, name: str, shape: tuple[int, ...]) -> tuple[Order, Order]:
+        """For a torch matrix ``[out, in]``: which input and which output of torch is each one of JAX, in its order.
+
+        None for the order that torch has, and where the mapping tells nothing. Convolutions that are flattened have
+        ``(c h w)`` features on one side and ``(h w c)`` on the other, rotary heads halves or pairs.
+        """
+        found: list[Order] = []
+        for axis in (1, 0):
+            numbers = np.broadcast_to(
+                np.arange(shape[axis]).reshape((-1, 1) if axis == 0 else (1, -1)), shape
+            )
+            try:
+                parts = self.parts_to_jax({name: np.ascontiguousarray(numbers)})
+            except MappingError:
+                return None, None
+            found.append(_order(list(parts.values()), shape[axis]))
+        return found[0], found[1]
+
     def _translated(
         self, leaves: Leaves, source: Found, target: str, gradients: bool
     ) -> dict[str, np.ndarray]:
@@ -185,6 +204,23 @@ class WeightMap:
             for weight, view in apply_rule(rule, name, target, own, axes, -1 if gradients else 1, own):
                 made[weight] = view.read(reader, Box.whole(view.shape))
         return made
+
+
+def _order(parts: Sequence[np.ndarray], size: int) -> Order:
+    """The numbers along the axes of the one array in which they change, if those hold each number once."""
+    if len(parts) != 1:
+        return None
+    (array,) = parts
+    changing = [axis for axis in range(array.ndim) if np.any(np.diff(_line(array, axis)))]
+    along = array[tuple(slice(None) if axis in changing else 0 for axis in range(array.ndim))].reshape(-1)
+    if along.size != size or not np.array_equal(np.sort(along), np.arange(size)):
+        return None
+    return None if np.array_equal(along, np.arange(size)) else tuple(map(int, along))
+
+
+def _line(array: np.ndarray, axis: int) -> np.ndarray:
+    """The elements along one axis, at the beginning of the others."""
+    return array[tuple(slice(None) if one == axis else 0 for one in range(array.ndim))]
 
 
 def _members(

@@ -1,0 +1,82 @@
+"""The `twinshard parity` command: see ``bridge.parity.pair`` for what runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bridge.commands.options import (
+    AxisOption,
+    JsonOption,
+    MappingOption,
+    axis_sizes,
+    progress_console,
+    user_errors,
+)
+from bridge.commands.output import print_json, print_line, print_table
+from bridge.mapping import MappingError
+
+
+def parity(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN.toml | A.trace B.trace", help="A run file, or the traces of both models."
+        ),
+    ],
+    mapping: MappingOption = None,
+    axis: AxisOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the report; default: runs/parity-<time>.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Put a PyTorch model and a JAX model side by side, and say where they first part.
+
+    Compares weights, each module's outputs, the loss, gradients, the optimizers' update and some steps of training.
+    A difference counts when rounding does not explain it. The exit status is 0 for the same, 1 for a difference and 2
+    for a mistake in the call.
+
+    \b
+    Examples:
+      twinshard parity run.toml --out runs/parity
+      twinshard parity torch.trace jax.trace --mapping llama --axis d=64
+    """
+    from bridge.parity.pair.captured import compare_traces
+    from bridge.parity.pair.run import compare_run_file, write_report
+    from bridge.parity.pair.run_file import RunFile, RunFileError
+    from bridge.parity.pair.trace import TraceError, is_trace
+
+    folder = out or Path("runs") / time.strftime("parity-%Y%m%d-%H%M%S")
+    console, progress = Console(), progress_console()
+
+    def say(text: str) -> None:
+        print_line(progress, f"parity: {text}")
+
+    with user_errors(RunFileError, TraceError, MappingError, ValueError):
+        if len(runs) == 2 and all(map(is_trace, runs)):
+            if mapping is None:
+                raise ValueError("two traces: expected --mapping, which relates their parameters, got none")
+            report = compare_traces(*runs, mapping=mapping, axes=axis_sizes(axis, mapping), progress=say)
+        elif len(runs) == 1 and runs[0].suffix == ".toml":
+            if mapping is not None or axis:
+                raise ValueError("a run file: expected mapping and axes in the file, got --mapping or --axis")
+            report = compare_run_file(RunFile.load(runs[0]), say)
+        else:
+            names = ", ".join(map(str, runs))
+            raise ValueError(f"expected one run file (*.toml) or two traces (directories), got {names}")
+        write_report(report, folder)
+    if json:
+        print_json(console, report.as_dict())
+    else:
+        heading, *rows = report.table()
+        print_table(console, heading, rows, left=4)
+        print_line(console, report.summary())
+        for line in report.remarks():
+            print_line(console, line)
+        print_line(console, f"report {folder / 'report.html'}, {folder / 'report.json'}")
+    raise typer.Exit(0 if report.same else 1)

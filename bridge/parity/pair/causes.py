@@ -1,0 +1,174 @@
+"""Known causes: what explains a difference to the noise floor is named.
+
+Each module that introduces a difference is tried against formulas (``formulas.py``). Where torch's output fits one of
+them and JAX's another one, the two are the cause: "torch: RMS norm, epsilon 1e-06; JAX: RMS norm, epsilon 1e-05". A
+weight is tried as another arrangement of its twin. Nothing is named that leaves more than the floor unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from bridge.parity.pair.distance import FACTOR, distance
+from bridge.parity.pair.formulas import activated, norms, rearranged
+from bridge.parity.pair.recording import Leaves
+from bridge.parity.pair.runs import CallPair, Children
+
+_LARGEST = 1 << 22
+"""Elements above which nothing is tried: the catalogue costs hundreds of passes."""
+
+
+def weight_cause(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
+    """Why two weights of one shape differ; empty where nothing known explains it."""
+    if torch.size > _LARGEST:
+        return ""
+    scalar = _multiple(torch, jax, floor)
+    if scalar:
+        return scalar
+    if _fits(torch, jax - 1, floor):
+        return "JAX's is torch's plus 1 (a norm that multiplies by 1 + weight)"
+    if _fits(torch - 1, jax, floor):
+        return "torch's is JAX's plus 1 (a norm that multiplies by 1 + weight)"
+    for words, candidate in rearranged(torch):
+        if _fits(candidate, jax, floor):
+            return f"JAX's is torch's, {words}"
+    return ""
+
+
+def module_cause(
+    pair: CallPair,
+    inner: Children,
+    found: Leaves,
+    given: Mapping[int, Leaves],
+    floors: Mapping[str, float],
+    parameters: Leaves,
+) -> str:
+    """Why a module's outputs differ when it runs alone.
+
+    ``found``: JAX's outputs on torch's inputs. ``given``: by index in ``inner.pairs``, what JAX gave to the modules
+    inside. ``floors``: absolute, by output leaf. ``parameters``: the torch module's own ones, by last name.
+    """
+    for name, other, way in pair.outputs:
+        if other not in found:
+            continue
+        torch = way.to_jax(pair.torch.outputs[name])
+        if torch.dtype.kind in "iub" or torch.size > _LARGEST:
+            continue
+        floor = floors.get(other, 0.0)
+        if distance(torch, found[other]).absolute <= FACTOR * floor:
+            continue
+        cause = _multiple(torch, found[other], floor) or _offset(torch, found[other], floor, parameters)
+        cause = cause or _norm(pair, name, torch, found[other], floor, parameters)
+        if cause:
+            return cause
+        for words, candidate in rearranged(torch):
+            if _fits(candidate, found[other], floor):
+                return f"JAX's output is torch's, {words}"
+    return _activation(inner, given)
+
+
+def _norm(
+    pair: CallPair, name: str, torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
+) -> str:
+    inputs = [leaf for leaf in pair.torch.inputs.values() if leaf.shape == pair.torch.outputs[name].shape]
+    weight = parameters.get("weight", parameters.get("scale", parameters.get("gamma")))
+    if not inputs or (weight is not None and weight.shape != inputs[0].shape[-1:]):
+        return ""
+    x = inputs[0].astype(np.float64)
+    weight = None if weight is None else weight.astype(np.float64)
+    bias = parameters.get("bias", parameters.get("beta"))
+    formulas = list(norms(x, weight, None if bias is None else bias.astype(np.float64)))
+    return _both(
+        [(words, value.reshape(torch.shape)) for words, value in formulas if value.size == torch.size],
+        torch,
+        jax,
+        floor,
+    )
+
+
+def _activation(inner: Children, given: Mapping[int, Leaves]) -> str:
+    """Of the projections whose outputs have the size of what the last one gets."""
+    for index, child in enumerate(inner.pairs):
+        for name, other, way in child.inputs[:1]:
+            theirs = way.to_jax(child.torch.inputs[name])
+            ours = given.get(index, {}).get(other)
+            if ours is None or ours.shape != theirs.shape or theirs.size > _LARGEST:
+                continue
+            before = [
+                twin.to_jax(one.torch.outputs[leaf]).astype(np.float64).reshape(theirs.shape)
+                for one in inner.pairs[:index]
+                for leaf, _, twin in one.outputs[:1]
+                if one.torch.outputs[leaf].size == theirs.size
+            ]
+            for first, second in _sources(before):
+                floor = 1e-6 * float(np.linalg.norm(theirs))
+                cause = _both(list(activated(first, second)), theirs, ours, floor)
+                if cause:
+                    return cause
+    return ""
+
+
+def _sources(before: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    if len(before) >= 2:
+        yield before[-2], before[-1]
+    if before:
+        yield before[-1], None
+
+
+def _both(
+    formulas: Iterable[tuple[str, np.ndarray]], torch: np.ndarray, jax: np.ndarray, floor: float
+) -> str:
+    """Both sides' formulas, where both are known and differ."""
+    candidates = list(formulas)
+    named = []
+    for value in (torch, jax):
+        near = [(distance(one, value).absolute, words) for words, one in candidates]
+        least, words = min(near, default=(math.inf, ""))
+        if not least <= FACTOR * floor:
+            return ""
+        named.append(words)
+    return "" if named[0] == named[1] else f"torch: {named[0]}; JAX: {named[1]}"
+
+
+def _multiple(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
+    """JAX's as a multiple of torch's."""
+    square = float(np.vdot(torch, torch).real)
+    if not square > 0 or not np.isfinite(square):
+        return ""
+    factor = float(np.vdot(torch, jax).real) / square
+    if abs(factor - 1) < 1e-6 or abs(factor) < 1e-6 or not _fits(factor * torch, jax, floor):
+        return ""
+    return f"JAX's is {factor:.6g} times torch's{_known(factor)}"
+
+
+def _known(factor: float) -> str:
+    """A factor as a power of a whole number, where it is one: scores divided by sqrt(d) once, twice or never."""
+    for power, words in ((2, "sqrt({})"), (-2, "1 / sqrt({})")):
+        whole = abs(factor) ** power
+        if 1.5 < whole < 1e6 and abs(whole - round(whole)) < 1e-4 * whole:
+            return f", {words.format(round(whole))}"
+    return ""
+
+
+def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves) -> str:
+    """The same vector added everywhere: a bias that one side lacks, or has twice."""
+    if torch.ndim < 2:
+        return ""
+    difference = (jax - torch).reshape(-1, torch.shape[-1])
+    mean = difference.mean(0)
+    if float(np.linalg.norm(difference - mean)) > FACTOR * floor:
+        return ""
+    for name, value in parameters.items():
+        if value.shape == mean.shape:
+            scale = 1e-5 * float(np.linalg.norm(value)) + floor
+            for sign, words in ((-1, "JAX does not add"), (1, "JAX adds twice")):
+                if float(np.linalg.norm(mean - sign * value)) <= scale:
+                    return f"{words} torch's {name}"
+    return "JAX's is torch's plus one vector at every position"
+
+
+def _fits(candidate: np.ndarray, value: np.ndarray, floor: float) -> bool:
+    return candidate.shape == value.shape and distance(candidate, value).absolute <= FACTOR * floor

@@ -1,0 +1,48 @@
+"""What a run file asks for, done: both models built, weights read, compared, the report written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bridge.mapping.rules import mapping_table
+from bridge.parity.pair.compare import Progress
+from bridge.parity.pair.html import write_html
+from bridge.parity.pair.parity import parity, sides_of
+from bridge.parity.pair.picture import write_picture
+from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.run_file import RunFile
+from bridge.parity.pair.stored_weights import stored_weights
+
+
+def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityReport:
+    """Build both models of a run file and compare them."""
+    with run.importing():
+        torch_model, jax_model = run.build("torch"), run.build("jax")
+        sides = sides_of(torch_model, jax_model, run.losses())
+        table = mapping_table(run.mapping, run.axes)
+        assert table is not None
+        for side, source in zip(sides, (run.torch, run.jax), strict=True):
+            if source.checkpoint is not None:
+                where = f"the {side.framework} model"
+                side.load(stored_weights(source.checkpoint, table, side.weights(), side.separator, where))
+        options: dict[str, Any] = {"weights": run.weights, "dtype": run.dtype, "steps": run.steps}
+        return parity(
+            *sides,
+            run.arrays(),
+            mapping=table,
+            config=getattr(torch_model, "config", None),
+            pairs=run.pairs,
+            scale=run.scale,
+            self_test=run.self_test,
+            progress=progress,
+            **options,
+        )
+
+
+def write_report(report: ParityReport, folder: Path) -> None:
+    """``report.json``, ``report.html`` and ``parity.png`` in ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write(folder / "report.json")
+    write_html(report, folder / "report.html")
+    write_picture(report, folder / "parity.png")

@@ -1,0 +1,245 @@
+"""A comparison as a TOML file, for ``twinshard parity RUN.toml``.
+
+    mapping = "llama"                       # a family, or a TOML file beside this one
+    loss = "next_token"                     # or [loss] with torch and jax: "package.module:function"; or left out
+    dtype = "float32"                       # the compute dtype under test
+    steps = 3                               # of training
+    scale = 4                               # enlarge all matrices during the comparison
+    weights = "torch"                       # copy torch's weights into the JAX model; "own": as they are
+    self_test = true                        # say which typical faults this batch would show
+
+    [torch]
+    model = "mypackage.torch_gpt:build"     # a function that returns the model; its arguments in [torch.arguments]
+    checkpoint = "runs/step_40"             # in any format and convention of the mapping; or left out
+    [jax]
+    model = "mypackage.flax_gpt:build"
+
+    [batch]
+    tokens = [2, 33]                        # random ones; vocabulary and seed beside it
+    vocabulary = 64
+    seed = 0
+    # file = "batch.npz"                    # or arrays by name: model(**arrays); an array named "arr_0" alone: model(x)
+
+    [axes]                                  # sizes that shapes leave open
+    [[pair]]                                # partners among modules without parameters
+    torch = "model.rotary_emb"
+    jax = "rotary"
+
+Python paths are looked up in the folder of the file and in the working directory, too. Relative files are beside the
+run file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.mapping.rules import family_names
+
+_KEYS = {
+    *("mapping", "loss", "dtype", "steps", "scale", "weights", "self_test"),
+    *("torch", "jax", "batch", "axes", "pair"),
+}
+
+
+class RunFileError(Exception):
+    """A run file that cannot be used: the message says which key, and what was expected."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where one model comes from. ``arguments``: of the function ``model``."""
+
+    model: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A validated run file; see the module's docstring. ``folder``: where relative paths begin."""
+
+    folder: Path
+    mapping: str
+    torch: ModelSource
+    jax: ModelSource
+    batch: Mapping[str, Any]
+    loss: str | tuple[str, str] | None = None
+    dtype: str = "float32"
+    steps: int = 3
+    scale: float | None = None
+    weights: str = "own"
+    axes: Mapping[str, int] = field(default_factory=dict)
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    self_test: bool = False
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RunFile:
+        """Read and check a file. Raises ``RunFileError``."""
+        file = Path(path)
+        try:
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise RunFileError(f"{file}: expected a TOML file: {error}") from error
+        unknown = sorted(table.keys() - _KEYS)
+        if unknown:
+            raise RunFileError(f"{file}: expected only {', '.join(sorted(_KEYS))}, got {', '.join(unknown)}")
+        wrong = [key for key in ("mapping", "torch", "jax", "batch") if key not in table]
+        if wrong:
+            raise RunFileError(f"{file}: expected {', '.join(wrong)}, got none")
+        return cls(
+            file.resolve().parent,
+            _mapping(table["mapping"], file),
+            _model(table["torch"], "torch", file),
+            _model(table["jax"], "jax", file),
+            _checked(table, "batch", dict, file),
+            _loss(table.get("loss"), file),
+            _checked(table, "dtype", str, file, "float32"),
+            _checked(table, "steps", int, file, 3),
+            _checked(table, "scale", (int, float), file, None),
+            _checked(table, "weights", str, file, "own"),
+            _checked(table, "axes", dict, file, {}),
+            _pairs(table.get("pair", []), file),
+            _flag(table, "self_test", file),
+        )
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """The folder of the file and the working directory are on Python's path inside."""
+        added = [str(self.folder), os.getcwd()]
+        sys.path[:0] = added
+        try:
+            yield
+        finally:
+            for one in added:
+                sys.path.remove(one)
+
+    def build(self, side: str) -> Any:
+        """The model of side "torch" or "jax", made by its function."""
+        source: ModelSource = getattr(self, side)
+        maker = resolve(source.model, f"[{side}] model")
+        try:
+            return maker(**source.arguments)
+        except Exception as error:
+            raise RunFileError(
+                f"[{side}] model: {source.model} raised {type(error).__name__}: {error!s:.300}"
+            ) from error
+
+    def losses(self) -> Any:
+        """The loss as ``parity`` takes it."""
+        if isinstance(self.loss, tuple):
+            return tuple(
+                resolve(one, f"[loss] {side}") for one, side in zip(self.loss, ("torch", "jax"), strict=True)
+            )
+        return self.loss
+
+    def arrays(self) -> Any:
+        """The batch."""
+        batch = dict(self.batch)
+        if "file" in batch:
+            if set(batch) != {"file"}:
+                raise RunFileError(f"[batch]: expected file alone, got {', '.join(sorted(batch))}")
+            return _arrays_of(self.folder / str(batch["file"]))
+        unknown = sorted(batch.keys() - {"tokens", "vocabulary", "seed"})
+        shape, vocabulary = batch.get("tokens"), batch.get("vocabulary")
+        if unknown or not isinstance(shape, list) or not isinstance(vocabulary, int):
+            raise RunFileError(
+                '[batch]: expected file = "batch.npz", or tokens = [rows, length] and vocabulary = size, got '
+                f"{', '.join(sorted(batch)) or 'nothing'}"
+            )
+        return np.random.default_rng(batch.get("seed", 0)).integers(0, vocabulary, shape)
+
+
+def resolve(path: str, where: str) -> Callable[..., Any]:
+    """What ``package.module:name`` names. Raises ``RunFileError``."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise RunFileError(f'{where}: expected "package.module:function", got {path!r}')
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise RunFileError(f"{where}: cannot import {path}: {error}") from error
+    if not callable(found):
+        raise RunFileError(f"{where}: expected a function, got {type(found).__name__} {path}")
+    result: Callable[..., Any] = found
+    return result
+
+
+def _arrays_of(path: Path) -> Any:
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = dict(stored.items())
+    except (OSError, ValueError) as error:
+        raise RunFileError(f"[batch] file: expected arrays in {path} (.npz or .npy): {error}") from error
+    return arrays["arr_0"] if set(arrays) == {"arr_0"} else arrays
+
+
+def _mapping(value: object, file: Path) -> str:
+    if not isinstance(value, str):
+        raise RunFileError(f"{file}: expected a text for mapping, got {value!r}")
+    return value if value in family_names() else str(file.resolve().parent / value)
+
+
+def _model(value: object, side: str, file: Path) -> ModelSource:
+    if not isinstance(value, dict) or not isinstance(value.get("model"), str):
+        raise RunFileError(
+            f'{file}: expected a table [{side}] with model = "package.module:function", got {value!r:.100}'
+        )
+    unknown = sorted(value.keys() - {"model", "arguments", "checkpoint"})
+    if unknown:
+        raise RunFileError(
+            f"{file}: expected only model, arguments, checkpoint in [{side}], got {', '.join(unknown)}"
+        )
+    checkpoint = _checked(value, "checkpoint", str, file, None)
+    if checkpoint is not None and "://" not in checkpoint:
+        checkpoint = str(file.resolve().parent / checkpoint)
+    return ModelSource(value["model"], _checked(value, "arguments", dict, file, {}), checkpoint)
+
+
+def _loss(value: object, file: Path) -> str | tuple[str, str] | None:
+    if value is None or value in ("next_token", "probe"):
+        return None if value is None else str(value)
+    if isinstance(value, dict) and set(value) == {"torch", "jax"}:
+        return str(value["torch"]), str(value["jax"])
+    raise RunFileError(
+        f'{file}: expected "next_token", "probe" or a table [loss] with torch and jax, got {value!r:.100}'
+    )
+
+
+def _pairs(value: object, file: Path) -> dict[str, str]:
+    if not isinstance(value, list) or not all(
+        isinstance(one, dict) and set(one) == {"torch", "jax"} for one in value
+    ):
+        raise RunFileError(f"{file}: expected [[pair]] tables with torch and jax, got {value!r:.100}")
+    return {one["torch"]: one["jax"] for one in value}
+
+
+def _flag(table: Mapping[str, Any], key: str, file: Path) -> bool:
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise RunFileError(f"{file}: expected true or false for {key}, got {value!r:.100}")
+    return value
+
+
+def _checked(table: Mapping[str, Any], key: str, kind: Any, file: Path, *default: Any) -> Any:
+    if key not in table and default:
+        return default[0]
+    value = table[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = kind if isinstance(kind, tuple) else (kind,)
+        wanted = " or ".join({dict: "a table", str: "a text"}.get(one, "a number") for one in names[-1:])
+        raise RunFileError(f"{file}: expected {wanted} for {key}, got {value!r:.100}")
+    return value

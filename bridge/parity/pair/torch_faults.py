@@ -1,0 +1,147 @@
+"""Typical faults, planted in a torch model one at a time: what the self-test uses.
+
+Each fault is small and common in ports: a norm's epsilon, a transposed matrix, weights that are a little old, a bias
+left out, two heads swapped, another rotary base, another activation, a mask that is off by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_STALE = 1e-3
+_ROTARY = 50.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``plant`` changes a model for good: give it a copy. ``module``: the path where the fault lies."""
+
+    name: str
+    module: str
+    plant: Callable[[nn.Module], None]
+
+
+def faults_of(model: nn.Module) -> Iterator[Fault]:
+    """All faults that this model can have, module by module."""
+    for path, module in model.named_modules():
+        for name in _EPSILONS:
+            if isinstance(getattr(module, name, None), float):
+                yield Fault(f"{name} ten times as large", path, _set(path, name))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 2 and parameter.shape[0] == parameter.shape[1]:
+                yield Fault(f"{name} transposed", path, _weight(path, name, lambda w: w.t().contiguous()))
+            if parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
+                yield Fault(f"{name} a little old", path, _weight(path, name, _stale))
+            if name == "bias" and parameter.is_floating_point():
+                yield Fault("bias left out", path, _weight(path, name, torch.zeros_like))
+        heads = _heads(model, module)
+        if heads is not None:
+            yield Fault("first two heads of the query swapped", path, _swap_heads(path, heads))
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            yield Fault(f"rotary base {_ROTARY:g} times as large", path, _rotary(path))
+        if type(module).__name__ in _ACTIVATIONS:
+            yield Fault("another activation", path, _activation(path))
+        if "attention" in type(module).__name__.lower():
+            yield Fault("mask off by one", path, _mask(path))
+
+
+def _set(path: str, name: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        setattr(module, name, 10 * getattr(module, name))
+
+    return plant
+
+
+def _weight(
+    path: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        parameter = model.get_submodule(path).get_parameter(name)
+        with torch.no_grad():
+            parameter.copy_(change(parameter.detach().clone()))
+
+    return plant
+
+
+def _stale(weight: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    return weight + _STALE * weight.std() * noise
+
+
+def _heads(model: nn.Module, module: nn.Module) -> tuple[str, int] | None:
+    """The query's projection below an attention module, and how many heads the model has."""
+    query = next((n for n, _ in module.named_children() if n in ("q_proj", "query", "wq", "q")), None)
+    if query is None or not isinstance(getattr(module.get_submodule(query), "weight", None), torch.Tensor):
+        return None
+    for owner in (module, getattr(model, "config", None)):
+        for name in _HEADS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and count > 1:
+                rows = module.get_submodule(query).get_parameter("weight").shape[0]
+                return (query, rows // count) if rows % count == 0 else None
+    return None
+
+
+def _swap_heads(path: str, heads: tuple[str, int]) -> Callable[[nn.Module], None]:
+    name, size = heads
+
+    def swapped(weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat((weight[size : 2 * size], weight[:size], weight[2 * size :]))
+
+    return _weight(f"{path}.{name}" if path else name, "weight", swapped)
+
+
+def _rotary(path: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module: Any = model.get_submodule(path)
+        count = module.inv_freq.shape[0]
+        powers = torch.arange(count, dtype=torch.float64) / count
+        module.inv_freq = (module.inv_freq.double() * _ROTARY**-powers).to(module.inv_freq)
+
+    return plant
+
+
+_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SiLU": nn.functional.gelu,
+    "SiLUActivation": nn.functional.gelu,
+    "GELU": nn.functional.silu,
+    "GELUActivation": nn.functional.silu,
+    "NewGELUActivation": nn.functional.gelu,
+    "GELUTanh": nn.functional.gelu,
+    "PytorchGELUTanh": nn.functional.gelu,
+    "ReLU": nn.functional.gelu,
+}
+
+
+def _activation(path: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        other = _ACTIVATIONS[type(module).__name__]
+
+        def instead(_: nn.Module, args: Any, __: Any) -> torch.Tensor:
+            return other(args[0])
+
+        module.register_forward_hook(instead)
+
+    return plant
+
+
+def _mask(path: str) -> Callable[[nn.Module], None]:
+    def shifted(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            return args, {**kwargs, "attention_mask": torch.roll(mask, 1, dims=-1)}
+        return None
+
+    def plant(model: nn.Module) -> None:
+        model.get_submodule(path).register_forward_pre_hook(shifted, with_kwargs=True)
+
+    return plant

@@ -1,0 +1,103 @@
+"""Parameters related by a mapping, and modules paired by the parameters that they own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.mapping import MappingError, MappingTable, parse_mapping
+from bridge.parity.pair.modules import pair_modules
+from bridge.parity.pair.recording import Call, Recording
+from bridge.parity.pair.weight_map import WeightMap
+
+
+
+def table(text: str) -> MappingTable:
+    return parse_mapping('name = "test"\n' + text, "test")
+
+
+STACKED = table(
+    """
+[[rule]]
+torch = "embed.weight : v m"
+jax = "embed/embedding : v m"
+
+[[rule]]
+torch = "layers.{i}.mlp.up.weight : f m"
+jax = "layers/mlp/up/kernel : {i} m f"
+
+[[rule]]
+torch = "layers.{i}.mlp.down.weight : m f"
+jax = "layers/mlp/down/kernel : {i} f m | times(2)"
+"""
+)
+RNG = np.random.default_rng(0)
+TORCH = {"embed.weight": RNG.standard_normal((7, 4))} | {
+    f"layers.{i}.mlp.{name}.weight": RNG.standard_normal(shape)
+    for i in range(3)
+    for name, shape in (("up", (6, 4)), ("down", (4, 6)))
+}
+JAX = {
+    "embed/embedding": np.zeros((7, 4)),
+    "layers/mlp/up/kernel": np.zeros((3, 4, 6)),
+    "layers/mlp/down/kernel": np.zeros((3, 6, 4)),
+}
+
+
+def test_weights_and_gradients_go_both_ways() -> None:
+    relation = WeightMap.of(STACKED, TORCH, JAX)
+    assert relation.torch_only == relation.jax_only == ()
+    there = relation.to_jax(TORCH)
+    assert there.keys() == JAX.keys()
+    assert np.array_equal(there["layers/mlp/up/kernel"][1], TORCH["layers.1.mlp.up.weight"].T)
+    assert np.array_equal(there["layers/mlp/down/kernel"][2], 2 * TORCH["layers.2.mlp.down.weight"].T)
+    back = relation.to_torch(there)
+    assert all(np.array_equal(back[name], array) for name, array in TORCH.items())
+    # A weight that is stored twice as large has half the gradient.
+    gradients = relation.to_jax(TORCH, gradients=True)
+    assert np.array_equal(gradients["layers/mlp/down/kernel"][2], TORCH["layers.2.mlp.down.weight"].T / 2)
+
+
+def test_some_parameters_make_the_layers_of_a_stack_that_they_are() -> None:
+    relation = WeightMap.of(STACKED, TORCH, JAX)
+    own = {name: array for name, array in TORCH.items() if name.startswith("layers.1.")}
+    parts = relation.parts_to_jax(own, gradients=True)
+    assert parts.keys() == {("layers/mlp/up/kernel", (1,)), ("layers/mlp/down/kernel", (1,))}
+    assert np.array_equal(parts["layers/mlp/up/kernel", (1,)][0], TORCH["layers.1.mlp.up.weight"].T)
+
+
+def test_a_mapping_that_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(MappingError, match=r"the torch model: expected parameters .* got head.weight; add rules"):
+        WeightMap.of(STACKED, {**TORCH, "head.weight": np.zeros(3)}, JAX)
+    with pytest.raises(MappingError, match="the JAX model: expected parameters"):
+        WeightMap.of(STACKED, TORCH, {"other/kernel": np.zeros(3)})
+
+
+def recording(*paths: str) -> Recording:
+    calls = [Call(path, 0, "Module", {}, {}, parent=None) for path in paths]
+    return Recording("float64", calls, None)
+
+
+def test_modules_that_own_the_same_parameters_are_partners() -> None:
+    relation = WeightMap.of(STACKED, TORCH, JAX)
+    torch = recording("", "embed", "layers.0", "layers.0.mlp", "layers.0.mlp.act", "layers.1", "layers.1.mlp")
+    jax = recording("", "embed", "layers/0/mlp", "layers/1/mlp", "layers/1", "rotary")
+    found = pair_modules(relation, torch, jax)
+    assert [(pair.torch, pair.jax) for pair in found.pairs] == [
+        ("", ""),
+        ("embed", "embed"),
+        ("layers.0.mlp", "layers/0/mlp"),
+        ("layers.1", "layers/1"),
+        ("layers.1.mlp", "layers/1/mlp"),
+    ]
+    assert found.torch_only == ("layers.0", "layers.0.mlp.act")
+    assert found.jax_only == ("rotary",)
+
+
+def test_the_caller_pairs_modules_without_parameters() -> None:
+    relation = WeightMap.of(STACKED, TORCH, JAX)
+    torch, jax = recording("", "act"), recording("", "rotary")
+    found = pair_modules(relation, torch, jax, {"act": "rotary"})
+    assert ("act", "rotary") in [(pair.torch, pair.jax) for pair in found.pairs]
+    with pytest.raises(ValueError, match=r"expected a jax module that was called, got 'rotaryy'"):
+        pair_modules(relation, torch, jax, {"act": "rotaryy"})
