@@ -38,7 +38,7 @@ def test_a_linen_model_is_recorded_and_its_statistics_stay() -> None:
 
     def loss(params: Any) -> Any:
         out, _ = module.apply({**variables, "params": params}, BATCH, mutable=["batch_stats"])
-        return jnp.sum(out["out"] * probe_values("out", (3, 2))) / 6**0.5
+        return jnp.sum(out["out"] * probe_values("0", (3, 2))) / 6**0.5
 
     expected = jax.grad(loss)(variables["params"])
     close(recording.gradients["Dense_0/kernel"], expected["Dense_0"]["kernel"], 1e-4)
@@ -103,7 +103,7 @@ def test_a_function_is_recorded_by_its_taps() -> None:
     assert paths(recording) == [("", 0, None), ("hidden", 0, ""), ("wave", 0, "")]
     assert set(recording.calls[0].inputs) == {"0", "1"}
     hidden = BATCH.astype(np.float64) @ BATCH.T + shift
-    expected = np.cos(hidden) * probe_values("", (3, 3)) / 3
+    expected = np.cos(hidden) * probe_values("0", (3, 3)) / 3
     close(recording.calls[1].gradients[""], expected, 1e-12)
     close(recording.gradients["layers/0/w"], BATCH.T @ expected)
     assert not recording.gradients["unused"].any()

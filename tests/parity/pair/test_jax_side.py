@@ -32,7 +32,7 @@ def test_an_nnx_model_gives_its_calls_its_loss_and_all_gradients() -> None:
         def loss(up: Any, down: Any, first: Any, last: Any) -> Any:
             hidden = jnp.asarray(BATCH, "float64") @ up[0] + up[1] + first
             out = jnp.tanh(hidden) @ down[0] + down[1] + last
-            return jnp.sum(out * probe_values("", (3, 4))) / 12**0.5
+            return jnp.sum(out * probe_values("0", (3, 4))) / 12**0.5
 
         value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(
             up, down, jnp.zeros((3, 4)), jnp.zeros((3, 4))
@@ -141,7 +141,7 @@ def test_gradients_of_activations_are_those_of_finite_differences() -> None:
         out = side.rerun(
             "float64", "", 0, {}, replaced={("up", 0): {"": up.outputs[""] + sign * step}}
         ).outputs[""]
-        losses.append((out * probe_values("", (3, 4))).sum() / 12**0.5)
+        losses.append((out * probe_values("0", (3, 4))).sum() / 12**0.5)
     assert (losses[0] - losses[1]) / 2 == pytest.approx((up.gradients[""] * step).sum(), rel=1e-7)
 
 

@@ -451,8 +451,8 @@ def test_the_probe_is_a_sum_of_outputs_times_numbers_of_their_places() -> None:
     side = TorchSide(Two())
 
     def expected(y: np.ndarray) -> float:
-        a = (X * 2 * probe_values("a", (3, 4))).sum() / np.sqrt(12)
-        return a + (y * probe_values("b.0", y.shape)).sum() / np.sqrt(y.size)
+        a = (X * 2 * probe_values("0", (3, 4))).sum() / np.sqrt(12)
+        return a + (y * probe_values("1", y.shape)).sum() / np.sqrt(y.size)
 
     ones = np.ones((2, 4), np.float32)
     assert side.record(X, "float64").loss == pytest.approx(expected(np.full(4, 2.0)), rel=1e-13)
