@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-_NEARER = 1e-3
+_NEARER = 0.5
 """Another way must reduce the distance to this part of the plain way's to be chosen."""
 _MOST_AXES = 5
 
@@ -28,6 +28,8 @@ class Alignment:
     """torch ``[shape]`` -> transpose by ``axes`` -> reshape to ``between`` -> transpose by ``then`` -> jax.
 
     ``order``: before all that, which element of the last axis comes where; None for the order that they have.
+    ``copies``: of equal arrays along torch's first axis, of which JAX has one (positions, for every row of a batch); 0
+    for none. ``torch`` is then the shape of one of them.
     """
 
     torch: tuple[int, ...]
@@ -35,9 +37,12 @@ class Alignment:
     between: tuple[int, ...]
     then: tuple[int, ...]
     order: tuple[int, ...] | None = None
+    copies: int = 0
 
     def to_jax(self, array: np.ndarray) -> np.ndarray:
         """A torch array in the layout of its JAX twin."""
+        if self.copies:
+            array = array[0]
         if self.order is not None:
             array = array[..., self.order]
         return array.transpose(self.axes).reshape(self.between).transpose(self.then)
@@ -47,10 +52,13 @@ class Alignment:
         middle = array.transpose(np.argsort(self.then)) if self.then else array
         moved = middle.reshape(tuple(self.torch[axis] for axis in self.axes))
         found = moved.transpose(np.argsort(self.axes)) if self.axes else moved
-        return found if self.order is None else found[..., np.argsort(self.order)]
+        found = found if self.order is None else found[..., np.argsort(self.order)]
+        return np.broadcast_to(found, (self.copies, *found.shape)) if self.copies else found
 
     def __str__(self) -> str:
-        steps = [] if self.order is None else ["features reordered"]
+        steps = [f"one of {self.copies} copies"] if self.copies else []
+        if self.order is not None:
+            steps.append("features reordered")
         if self.axes != tuple(range(len(self.axes))):
             steps.append(f"axes {self.axes}")
         if self.between != tuple(self.torch[axis] for axis in self.axes):
@@ -66,7 +74,7 @@ def align(torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = No
     ``order``: of the last axis's elements, where it is known (``WeightMap.feature_orders``).
     """
     if torch.size != jax.size:
-        return None
+        return _of_copies(torch, jax)
     if order is not None and torch.ndim and torch.shape[-1] == len(order):
         way = align(torch[..., order], jax)
         return None if way is None else replace(way, order=order)
@@ -80,8 +88,18 @@ def align(torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = No
     return ways[int(np.nanargmin(distances))] if not np.isnan(distances).all() else plain
 
 
+def _of_copies(torch: np.ndarray, jax: np.ndarray) -> Alignment | None:
+    if torch.ndim < 2 or not jax.size or torch.size != torch.shape[0] * jax.size:
+        return None
+    if not np.array_equal(torch, np.broadcast_to(torch[:1], torch.shape), equal_nan=torch.dtype.kind == "f"):
+        return None
+    way = align(torch[0], jax)
+    return None if way is None else replace(way, copies=torch.shape[0])
+
+
 def _is_natural(way: Alignment) -> bool:
-    return not str(way) or str(way) == "reshape"
+    # A reshape to another shape of as many axes mixes elements of all of them.
+    return not str(way) or (str(way) == "reshape" and len(way.torch) != len(way.between))
 
 
 def _ways(torch: Sequence[int], jax: Sequence[int]) -> Iterator[Alignment]:

@@ -101,7 +101,7 @@ def _activation(inner: Children, given: Mapping[int, Leaves]) -> str:
                 twin.to_jax(one.torch.outputs[leaf]).astype(np.float64).reshape(theirs.shape)
                 for one in inner.pairs[:index]
                 for leaf, _, twin in one.outputs[:1]
-                if one.torch.outputs[leaf].size == theirs.size
+                if twin.to_jax(one.torch.outputs[leaf]).size == theirs.size
             ]
             for first, second in _sources(before):
                 floor = 1e-6 * float(np.linalg.norm(theirs))

@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.parity.pair.backward import activation_rows, backward_alone, blamed, gradient_rows
 from bridge.parity.pair.causes import weight_cause
-from bridge.parity.pair.distance import epsilon, noise
+from bridge.parity.pair.distance import FACTOR, epsilon, noise
 from bridge.parity.pair.forward import Forward, compare_forward
 from bridge.parity.pair.modules import pair_modules
 from bridge.parity.pair.recording import Leaves, Side, Training
@@ -155,7 +155,12 @@ def _with_blame(
     forward: Forward,
 ) -> list[Row]:
     place = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
-    faulty = {place[row.name, row.call] for row in forward.rows if row.verdict == "introduced"}
+    # Also of modules that were acquitted because what they were given without a twin was wrong.
+    faulty = {
+        place[row.name, row.call]
+        for row in forward.rows
+        if row.stage == "forward" and row.local > FACTOR and place[row.name, row.call] not in forward.shifted
+    }
     alone = {
         number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
         for number, pair in enumerate(pairs)

@@ -12,7 +12,7 @@ from bridge.text import printable
 
 _LANE = 0.09
 _MOST_TICKS = 8
-MODULE_STAGES = ("forward", "backward")
+MODULE_STAGES = ("forward", "precision", "backward")
 
 
 @dataclass(frozen=True)

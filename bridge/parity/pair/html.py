@@ -31,6 +31,7 @@ from bridge.parity.pair.tree import anchors, tree_html, tree_of
 _TITLES = {
     "weights": "Weights",
     "forward": "Forward: outputs of modules",
+    "precision": "Precision: what the compute dtype does to each side's modules",
     "loss": "Loss",
     "backward": "Backward: gradients of modules' outputs",
     "gradients": "Gradients of parameters",

@@ -84,6 +84,7 @@ class ParityReport:
             "weights": f"The weights differ: {where}",
             "forward": f"The models first part in {where} ({first.kind}), in forward",
             "backward": f"The models first part in {where} ({first.kind}), in backward",
+            "precision": f"The models part in {where} ({first.kind}), in the precision of {self.dtype}",
             "loss": "The models' outputs are the same, the losses differ",
             "gradients": f"The gradients differ: {where}",
             "update": f"The optimizers' first update differs: {where}",

@@ -10,8 +10,11 @@ import numpy as np
 
 from bridge.parity.pair.distance import FACTOR, Distance, distance
 
-Stage = Literal["weights", "forward", "loss", "backward", "gradients", "update", "steps"]
-STAGES: tuple[Stage, ...] = ("weights", "forward", "loss", "backward", "gradients", "update", "steps")
+Stage = Literal["weights", "forward", "precision", "loss", "backward", "gradients", "update", "steps"]
+STAGES: tuple[Stage, ...] = (
+    *("weights", "forward", "precision", "loss"),
+    *("backward", "gradients", "update", "steps"),
+)
 Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]
 
 

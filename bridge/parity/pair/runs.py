@@ -37,19 +37,29 @@ class CallPair:
 
     @cached_property
     def inputs(self) -> Matched:
-        """The first floating input, and others of equal shapes that have nearly the same values.
+        """The first floating input, the first of integers, and others that have nearly the same values.
 
         A rotary table and its twin may hold the same numbers in another order, which nobody can tell from shapes.
         """
         found: list[tuple[str, str, Alignment]] = []
+        seen: set[bool] = set()
         for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0]):
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
-            first = ours.dtype.kind not in "iub" and not any(
-                self.jax.inputs[one].dtype.kind not in "iub" for _, one, _ in found
-            )
-            if first or distance(theirs, ours).relative <= _NEAR:
+            whole = ours.dtype.kind in "iub"
+            if whole not in seen or distance(theirs, ours).relative <= _NEAR:
                 found.append((name, other, way))
+            seen.add(whole)
         return found
+
+    @cached_property
+    def without_twin(self) -> tuple[str, ...]:
+        """Torch's floating inputs that the JAX module was not given."""
+        known = {name for name, _, _ in self.inputs}
+        return tuple(
+            name
+            for name, leaf in self.torch.inputs.items()
+            if name not in known and leaf.dtype.kind not in "iub"
+        )
 
 
 class Runs:

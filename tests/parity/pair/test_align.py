@@ -39,13 +39,19 @@ def test_axes_of_one_size_are_moved_only_where_nothing_else_explains_the_values(
     assert moved is not None
     assert str(moved) == "axes (0, 2, 1)"
     # Nearly equal as they are, and nearer by no order of axes.
-    plain = align(square, square + 0.3 * RNG.standard_normal(square.shape))
+    plain = align(square, square + 0.1 * RNG.standard_normal(square.shape))
     assert plain is not None
     assert str(plain) == ""
 
 
 def test_other_sizes_have_no_way() -> None:
     assert align(X, X[:1]) is None
+    copies = np.stack([X[0]] * 3)
+    way = align(copies, X[0])
+    assert way is not None
+    assert str(way) == "one of 3 copies"
+    assert np.array_equal(way.to_jax(copies), X[0])
+    assert np.array_equal(way.to_torch(X[0]), copies)
     assert align(np.zeros((2, 3)), np.zeros((3, 2))) is not None
 
 

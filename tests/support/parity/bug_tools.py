@@ -39,7 +39,9 @@ class Bug:
 
     ``module``: the right answer, a torch path: the innermost torch module around the fault that has a JAX partner with
     the same parameters. ``parameter``: the torch name of the tensor whose values are wrong, if that is the fault.
-    ``direction``: ``"backward"`` changes gradients only. ``dtype``: the one in which the fault can be seen.
+    ``direction``: ``"backward"`` changes gradients only. ``dtype``: the one in which the fault can be seen. ``also``:
+    another right answer, where two modules have one share together (a factor that one has and the other lacks), or
+    where the faulty part of ``module`` has no twin and the module around it is the first that can be compared.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Bug:
     parameter: str | None = None
     direction: Literal["forward", "backward"] = "forward"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    also: str | None = None
 
 
 def bug(

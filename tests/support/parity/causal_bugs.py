@@ -134,6 +134,7 @@ MIXTRAL: tuple[Bug, ...] = (
         "weights of experts not normalized",
         edit("torch", f"{_L0}.mlp.gate", ("/= router_top_value.sum(dim=-1, keepdim=True)", "/= 1.0")),
         f"{_L0}.mlp.gate",
+        also=f"{_L0}.mlp",
     ),
     _mixtral(
         "sigmoid instead of softmax of the router",
@@ -145,7 +146,12 @@ MIXTRAL: tuple[Bug, ...] = (
         f"{_L0}.mlp",
     ),
     _mixtral("one expert too few", config("layers/0/mlp", experts_per_token=1), f"{_L0}.mlp"),
-    _mixtral("one expert too many", put("torch", f"{_L1}.mlp.gate", top_k=3), f"{_L1}.mlp.gate"),
+    _mixtral(
+        "one expert too many",
+        put("torch", f"{_L1}.mlp.gate", top_k=3),
+        f"{_L1}.mlp.gate",
+        also=f"{_L1}.mlp",
+    ),
     _mixtral(
         "results left sorted by expert",
         edit("jax", "layers/1/mlp", ("results[jnp.argsort(order)]", "results[order]")),
@@ -203,11 +209,12 @@ GEMMA2: tuple[Bug, ...] = (
         Planted("torch", "", lambda model: setattr(model.config, "final_logit_softcapping", None)),
         "",
     ),
-    _gemma2("embedding not scaled", config("", embedding_scale=1.0), ""),
+    _gemma2("embedding not scaled", config("", embedding_scale=1.0), "", also="model.embed_tokens"),
     _gemma2(
         "embedding not scaled",
         Planted("torch", "model.embed_tokens", lambda module: module.embed_scale.fill_(1.0)),
         "model.embed_tokens",
+        also="",
     ),
     _gemma2(
         "scale without the one",

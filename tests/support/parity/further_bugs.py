@@ -145,6 +145,7 @@ OPT: tuple[Bug, ...] = (
         "positions without their offset",
         edit("jax", "", ("jnp.arange(ids.shape[1]) + 2", "jnp.arange(ids.shape[1])")),
         "",
+        also="model.decoder.embed_positions",
     ),
     _opt(
         "positions without their offset",

@@ -1,0 +1,88 @@
+"""Planted bugs are named, and right pairs are the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge.parity.pair.parity import parity
+from bridge.parity.pair.report import ParityReport
+from tests.support.parity.bugs import BUGS, Bug
+from tests.support.parity.pairs import FURTHER, PAIRS, Pair, build
+
+SHARE = 0.95
+SEEDS = range(20)
+# Small ones that compile fast, for every test run.
+QUICK = (
+    "convnet, jax: stale variance",
+    "convnet, jax: ReLU before the norm",
+    "lstm, jax: gates in another order",
+)
+
+
+def compared(pair: Pair, dtype: str = "float32", steps: int = 0) -> ParityReport:
+    return parity(
+        pair.torch_model,
+        pair.jax_model,
+        pair.batch,
+        mapping=pair.mapping,
+        axes=pair.axes,
+        loss=pair.loss,
+        dtype=dtype,
+        steps=steps,
+    )
+
+
+def wrong_name(bug: Bug) -> str | None:
+    """None where the first place that is named is the right one."""
+    pair = build(bug.pair, 0)
+    bug.apply(pair)
+    report = compared(pair, bug.dtype)
+    first = report.first_divergence
+    if first is None:
+        return f"{bug.name}: nothing found"
+    stored = {name for row in report.stage("weights") for name in row.name.split(", ")}
+    if bug.parameter in stored:
+        right = first.stage == "weights" and bug.parameter in first.name.split(", ")
+    else:
+        right = first.stage != "weights" and first.name in (bug.module, bug.also)
+    if right and bug.direction == "backward":
+        right = first.stage in ("backward", "gradients")
+    return (
+        None if right else f"{bug.name}: expected {bug.module or 'the root'}, got {first.stage} {first.name}"
+    )
+
+
+@pytest.mark.parametrize("name", [bug.name for bug in BUGS if bug.name in QUICK])
+def test_small_pairs_bugs_are_named(name: str) -> None:
+    (bug,) = (bug for bug in BUGS if bug.name == name)
+    assert wrong_name(bug) is None
+
+
+@pytest.mark.slow
+def test_nearly_all_planted_bugs_are_named() -> None:
+    wrong = [said for said in map(wrong_name, BUGS) if said is not None]
+    assert len(BUGS) >= 60
+    assert len(wrong) <= (1 - SHARE) * len(BUGS), "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_right_pairs_are_the_same_over_many_seeds(name: str) -> None:
+    for seed in SEEDS:
+        report = compared(build(name, seed), steps=2 if seed == 0 else 0)
+        assert report.same, f"seed {seed}: {report.summary()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_pairs_of_hand_written_mappings_are_the_same(name: str) -> None:
+    for seed in range(3):
+        report = compared(build(name, seed), steps=2)
+        assert report.same, f"seed {seed}: {report.summary()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2", "vit"))
+def test_right_pairs_are_the_same_in_bfloat16(name: str) -> None:
+    report = compared(build(name, 0), "bfloat16")
+    assert report.same, report.summary()
