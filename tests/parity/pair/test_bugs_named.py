@@ -15,7 +15,7 @@ SEEDS = range(20)
 QUICK = (
     "convnet, jax: stale variance",
     "convnet, jax: ReLU before the norm",
-    "lstm, jax: gates in another order",
+    "lstm, jax: input and forget gate swapped",
 )
 
 
@@ -82,7 +82,7 @@ def test_pairs_of_hand_written_mappings_are_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2", "vit"))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "vit"])
 def test_right_pairs_are_the_same_in_bfloat16(name: str) -> None:
     report = compared(build(name, 0), "bfloat16")
     assert report.same, report.summary()

@@ -27,9 +27,9 @@ def test_a_distance_names_the_element_and_both_values() -> None:
 
 def test_ulps_are_those_of_the_compute_dtype() -> None:
     a = np.array([1.0, 1.0])
-    assert distance(a, a + [0, 2.0**-23]).max_ulp == 1
-    assert distance(a, a + [0, 2.0**-30]).max_ulp == 0
-    assert distance(a, a + [0, 2.0**-7], "bfloat16").max_ulp == 1
+    assert distance(a, a + np.array([0, 2.0**-23])).max_ulp == 1
+    assert distance(a, a + np.array([0, 2.0**-30])).max_ulp == 0
+    assert distance(a, a + np.array([0, 2.0**-7]), "bfloat16").max_ulp == 1
 
 
 def test_nan_and_infinity_count_unless_both_have_them() -> None:
