@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,12 +66,14 @@ def parity(
         self_test: also plant typical faults in copies of the torch model, and say which of them this batch shows.
         torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
 
-    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``ValueError`` for anything else
-    that cannot be compared.
+    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``TypeError`` for what is no
+    model, ``ValueError`` for anything else that cannot be compared.
     """
     if dtype not in COMPUTE_DTYPES or dtype == "float64":
         choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a number above 0, got {scale}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")
     torch, jax = sides_of(torch_model, jax_model, loss, torch_optimizer, jax_optimizer)
