@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from bridge.mapping import MappingTable
 from bridge.mapping.rules import mapping_table
 from bridge.parity.pair.compare import Progress, compare_sides
@@ -70,7 +72,7 @@ def compare_traces(
 
     Modules cannot run again, so a difference is "introduced" by a module whose inputs are still the same, and
     "inherited" by all that get other inputs: after the first fault a second one is not seen. Raises ``TraceError`` for
-    traces that do not belong together.
+    what is no trace, or was damaged, and for traces that do not belong together.
     """
     sides = {side.framework: side for side in (TraceSide.read(first), TraceSide.read(second))}
     if set(sides) != {"torch", "jax"}:
@@ -83,9 +85,27 @@ def compare_traces(
             f"{torch.path}, {jax.path}: expected traces of one compute dtype and as many steps, got {torch.dtype} and "
             f"{jax.dtype}, {torch.steps} and {jax.steps}"
         )
+    _check_batches(torch, jax)
     table = mapping_table(mapping, axes)
     assert table is not None
     relation = WeightMap.of(table, torch.weights(), jax.weights())
     return compare_sides(
         torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
     )
+
+
+def _check_batches(torch: TraceSide, jax: TraceSide) -> None:
+    """Raise ``TraceError`` where arrays of one name, or the only ones, have other shapes or values."""
+    ours, theirs = torch.batch(), jax.batch()
+    if len(ours) == len(theirs) == 1:
+        theirs = dict(zip(ours, theirs.values(), strict=True))
+    for name in ours.keys() & theirs.keys():
+        one, two = ours[name], theirs[name]
+        if one.shape != two.shape or not np.array_equal(
+            one.astype(np.float64), two.astype(np.float64), equal_nan=True
+        ):
+            what = f"shapes {one.shape} and {two.shape}" if one.shape != two.shape else "other values"
+            raise TraceError(
+                f"{torch.path}, {jax.path}: expected traces of one batch, got {what} in {name or 'its array'}; capture "
+                "both with the same arrays"
+            )

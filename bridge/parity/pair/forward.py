@@ -71,18 +71,20 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
 def _without_running(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
     """Verdicts of modules that could not run alone, as in traces.
 
-    A difference begins where the inputs are the same and no module inside has one.
+    A difference begins where the inputs are the same and none begins inside. A module inside that gets other inputs
+    has a difference, too, but not one of its own.
     """
     of = {(pair.modules.torch, pair.number): pair for pair in pairs}
-    counting = {(row.name, row.call) for row in rows if row.counts}
+    explained: set[tuple[str, int]] = set()
     found = []
     for row in rows:
         if row.verdict == "differs":
             pair = of[row.name, row.call]
             inner = children_of(pair, pairs, runs).pairs
-            begins = _same_inputs(runs, pair) and not any(
-                (one.modules.torch, one.number) in counting for one in inner
-            )
+            inside = any((one.modules.torch, one.number) in explained for one in inner)
+            begins = not inside and _same_inputs(runs, pair)
+            if inside or begins:
+                explained.add((row.name, row.call))
             row = replace(row, verdict="introduced" if begins else "inherited")
         found.append(row)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config_fields
 from bridge.parity.pair.compare import Progress, compare_sides
 from bridge.parity.pair.probe import matched_probes
-from bridge.parity.pair.recording import COMPUTE_DTYPES, Leaves, Side
+from bridge.parity.pair.recording import Leaves, Side, check_choices
 from bridge.parity.pair.report import ParityReport
 from bridge.parity.pair.sensitivity import planted
 from bridge.parity.pair.weight_map import WeightMap
@@ -65,14 +66,12 @@ def parity(
         self_test: also plant typical faults in copies of the torch model, and say which of them this batch shows.
         torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
 
-    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``ValueError`` for anything else
-    that cannot be compared.
+    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``TypeError`` for what is no
+    model, ``ValueError`` for anything else that cannot be compared.
     """
-    if dtype not in COMPUTE_DTYPES or dtype == "float64":
-        choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
-        raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
-    if steps < 0:
-        raise ValueError(f"steps: expected 0 or more, got {steps}")
+    check_choices(dtype, steps)
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a number above 0, got {scale}")
     torch, jax = sides_of(torch_model, jax_model, loss, torch_optimizer, jax_optimizer)
     if loss in (None, "probe") and not _is_side(torch_model) and not _is_side(jax_model):
         torch, jax = _with_probes(torch, jax, batch, torch_model, jax_model, torch_optimizer, jax_optimizer)

@@ -28,6 +28,15 @@ Leaves = Mapping[str, np.ndarray]
 COMPUTE_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
+def check_choices(dtype: str, steps: int) -> None:
+    """Raise ``ValueError`` unless ``dtype`` can be tested, which float64 cannot, and ``steps`` is 0 or more."""
+    if dtype not in COMPUTE_DTYPES or dtype == "float64":
+        choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
+        raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
+    if steps < 0:
+        raise ValueError(f"steps: expected 0 or more, got {steps}")
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a module.

@@ -11,15 +11,18 @@ from bridge.parity.pair.html import write_html
 from bridge.parity.pair.parity import parity, sides_of
 from bridge.parity.pair.picture import write_picture
 from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.run_file import RunFile
+from bridge.parity.pair.run_file import RunFile, RunFileError
 from bridge.parity.pair.stored_weights import stored_weights
 
 
 def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityReport:
-    """Build both models of a run file and compare them."""
+    """Build both models of a run file and compare them. Raises ``RunFileError``, and what ``parity`` raises."""
     with run.importing():
         torch_model, jax_model = run.build("torch"), run.build("jax")
-        sides = sides_of(torch_model, jax_model, run.losses())
+        try:
+            sides = sides_of(torch_model, jax_model, run.losses())
+        except TypeError as error:
+            raise RunFileError(f"[torch] model, [jax] model: {error}") from error
         table = mapping_table(run.mapping, run.axes)
         assert table is not None
         for side, source in zip(sides, (run.torch, run.jax), strict=True):

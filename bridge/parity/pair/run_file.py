@@ -149,14 +149,18 @@ class RunFile:
             if set(batch) != {"file"}:
                 raise RunFileError(f"[batch]: expected file alone, got {', '.join(sorted(batch))}")
             return _arrays_of(self.folder / str(batch["file"]))
-        unknown = sorted(batch.keys() - {"tokens", "vocabulary", "seed"})
-        shape, vocabulary = batch.get("tokens"), batch.get("vocabulary")
-        if unknown or not isinstance(shape, list) or not isinstance(vocabulary, int):
+        shape, seed = batch.get("tokens"), batch.get("seed", 0)
+        sizes = [*shape, batch.get("vocabulary")] if isinstance(shape, list) and shape else [None]
+        if batch.keys() - {"tokens", "vocabulary", "seed"} or not all(
+            isinstance(one, int) and one >= least
+            for one, least in ((seed, 0), *((size, 1) for size in sizes))
+        ):
+            given = ", ".join(f"{name} = {one!r:.40}" for name, one in batch.items())
             raise RunFileError(
-                '[batch]: expected file = "batch.npz", or tokens = [rows, length] and vocabulary = size, got '
-                f"{', '.join(sorted(batch)) or 'nothing'}"
+                '[batch]: expected file = "batch.npz", or tokens = [rows, length] and vocabulary = size, above 0, '
+                f"and seed = number, got {given or 'nothing'}"
             )
-        return np.random.default_rng(batch.get("seed", 0)).integers(0, vocabulary, shape)
+        return np.random.default_rng(seed).integers(0, sizes[-1], shape)
 
 
 def resolve(path: str, where: str) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ class TorchSide:
     An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in
     place later and was an input of the module or was changed in place inside.
 
-    ValueError for a model without parameters, or with some on the meta device.
+    TypeError for what is no module, ValueError for one without parameters, or with some on the meta device.
     """
 
     framework = "torch"
@@ -75,6 +75,8 @@ class TorchSide:
     ) -> None:
         if isinstance(loss, str) and loss not in LOSSES:
             raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         parameters = dict(model.named_parameters())
         if not parameters:
             raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to compare")

@@ -1,8 +1,8 @@
 """Traces: one side's runs as files, so that the two sides can run on two machines, in two environments, at two times.
 
     my.trace/
-      model.safetensors     weights, inputs, outputs and gradients, in float64 and in the compute dtype, and which
-                            call each belongs to
+      model.safetensors     the batch, weights, inputs, outputs and gradients, in float64 and in the compute dtype,
+                            and which call each belongs to
       trace.json            the same without the arrays, with their statistics, for a reader
 
 A trace is a ``Side``, too: it gives its recorded runs. It cannot run a module again, so a comparison of traces shows
@@ -13,15 +13,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.parity.pair.recording import Call, Leaves, Recording, Replacements, Rerun, Side, Training
+from bridge.parity.pair.recording import (
+    Call,
+    Leaves,
+    Recording,
+    Replacements,
+    Rerun,
+    Side,
+    Training,
+    check_choices,
+)
 from bridge.text import plain_json
 
 _FORMAT = "twinshard trace 1"
@@ -42,12 +52,16 @@ def write_trace(
 ) -> None:
     """Run a side on ``batch`` and write everything that a comparison needs to the new directory ``path``.
 
-    ``steps``: of training, 0 for none. Raises ``TraceError`` where ``path`` exists.
+    ``steps``: of training, 0 for none. Raises ``TraceError`` where ``path`` exists, ``ValueError`` for a dtype that is
+    none of those that can be tested.
     """
+    check_choices(dtype, steps)
     folder = Path(path)
     if folder.exists():
         raise TraceError(f"{folder}: expected no file or directory, found one")
     arrays: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in side.weights().items()}
+    given = dict(_batch_leaves(batch))
+    arrays.update({f"batch:{name}": array for name, array in given.items()})
     runs = {}
     for one in ("float64", dtype):
         runs[one] = _kept(side.record(batch, one), f"{one}:", arrays)
@@ -64,6 +78,7 @@ def write_trace(
         "dtype": dtype,
         "steps": steps,
         "weights": list(side.weights()),
+        "batch": list(given),
         "runs": runs,
         "trained": trained,
     }
@@ -97,6 +112,12 @@ class TraceSide:
         """Raises ``TraceError`` for what is no trace."""
         folder = Path(path)
         try:
+            problems = verify(folder).problems
+            if problems:
+                raise TraceError(
+                    f"{folder}: expected a trace as it was written: {problems[0].where}: {problems[0].text}; capture "
+                    "it again"
+                )
             with open_checkpoint(folder) as reader:
                 header: Any = dict(reader.objects).get(_HEADER)
                 arrays = {name: reader.read(name) for name in reader.tensors}
@@ -113,6 +134,10 @@ class TraceSide:
             header,
             arrays,
         )
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """The arrays of the batch, by their places in it."""
+        return {name: self.arrays[f"batch:{name}"] for name in self.header["batch"]}
 
     def weights(self) -> dict[str, np.ndarray]:
         return {name: self.arrays[f"weights:{name}"] for name in self.header["weights"]}
@@ -180,6 +205,16 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
         calls.append(entry)
     arrays.update({f"{prefix}gradient:{name}": array for name, array in run.gradients.items()})
     return {"loss": run.loss, "calls": calls, "gradients": list(run.gradients)}
+
+
+def _batch_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Arrays and numbers of a batch; what is neither is left out."""
+    if isinstance(batch, Mapping | list | tuple):
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        for key, value in items:
+            yield from _batch_leaves(value, f"{place}.{key}" if place else str(key))
+    elif batch is not None and not isinstance(batch, str):
+        yield place, np.asarray(batch)
 
 
 def _statistics(array: np.ndarray) -> dict[str, Any]:
