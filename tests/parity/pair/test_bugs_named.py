@@ -15,7 +15,6 @@ SEEDS = range(20)
 QUICK = (
     "convnet, jax: stale variance",
     "convnet, jax: ReLU before the norm",
-    "lstm, jax: input and forget gate swapped",
 )
 
 

@@ -72,6 +72,7 @@ class LinenStack(nn.Module):
         return self.head(self.layers(x, None)[0])
 
 
+@pytest.mark.slow
 def test_a_linen_stack_gives_the_calls_of_its_layers() -> None:
     module = LinenStack()
     variables = module.init(jax.random.key(0), BATCH)

@@ -125,6 +125,7 @@ CONFIG = DecoderConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_gives_the_calls_of_its_layers() -> None:
     tokens = np.random.default_rng(0).integers(0, 11, (2, 6))
     sides = [

@@ -109,6 +109,7 @@ def test_json_is_one_document(folder: Path) -> None:
     assert json.loads(done.stdout) == document(folder)
 
 
+@pytest.mark.slow
 def test_the_installed_command(folder: Path) -> None:
     (folder / "run.toml").write_text(with_table(RUN, "jax", "arguments = {exact = false}"))
     command = [str(Path(sys.executable).parent / "twinshard"), "parity", "run.toml", "--out", "report"]
