@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bridge.parity.pair.causes import module_cause
 from bridge.parity.pair.distance import FACTOR, distance
@@ -23,22 +23,33 @@ from bridge.parity.pair.runs import CallPair, Children, Runs, in_layout
 
 @dataclass(frozen=True)
 class Alone:
-    """A module's ratios when it runs alone, by output leaf. ``given``: the worst of what it gives to inner modules.
+    """A module's ratios when it runs alone, by output leaf, and ``inner`` by what it gives to modules inside of it.
 
     ``cause``: of what differs, if it is a known one. ``coarse``: by output leaf, and by module inside for what it is
-    given, what the compute dtype does. ``places``: where it differs, outputs and inner modules' inputs.
+    given, what the compute dtype does.
     """
 
-    outputs: dict[str, float] = field(default_factory=dict)
-    given: float = 0.0
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    inner: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     cause: str = ""
     coarse: Mapping[str, Rounding] = field(default_factory=dict)
-    places: frozenset[str] = frozenset()
 
     @property
-    def worst(self) -> float:
-        return max((self.given, *self.outputs.values()))
+    def given(self) -> float:
+        """The worst of ``inner``."""
+        return max(self.inner.values(), default=0.0)
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Where it differs: outputs, and inner modules' inputs."""
+        places = {f"output {leaf}" for leaf, ratio in self.outputs.items() if ratio > FACTOR}
+        return frozenset(places | {name for name, ratio in self.inner.items() if ratio > FACTOR})
+
+    def without(self, module: str) -> Alone:
+        """The same but for what it gives to one module."""
+        inner = {name: ratio for name, ratio in self.inner.items() if name.partition(" as ")[0] != module}
+        return replace(self, inner=inner)
 
 
 def run_alone(
@@ -74,12 +85,12 @@ def run_alone(
         outputs[leaf] = ratio_of(distance(high, found.outputs[leaf], runs.dtype), floors[leaf])
     given_ratios, given_coarse = _given(runs.dtype, inner, found, torch_low, jax_low)
     coarse |= given_coarse
-    worst, target = max(((ratio, name) for name, ratio in given_ratios.items()), default=(0.0, ""))
-    places = {f"output {leaf}" for leaf, ratio in outputs.items() if ratio > FACTOR}
-    places |= {name for name, ratio in given_ratios.items() if ratio > FACTOR}
-    cause = ""
-    note = f"in what it gives to {target.partition(' as ')[0]}" if worst > FACTOR else ""
-    if places:
+    cause = note = ""
+    alone = Alone(outputs, given_ratios, coarse=coarse)
+    if alone.given > FACTOR:
+        target = max(given_ratios, key=lambda name: given_ratios[name])
+        note = f"in what it gives to {target.partition(' as ')[0]}"
+    if alone.places:
         if pair.without_twin:
             names = ", ".join(pair.without_twin)
             note = f"{note}{'; ' if note else ''}torch's inputs {names} have no twin: they may be the cause"
@@ -94,7 +105,7 @@ def run_alone(
         )
         given = {index: call.inputs for index, call in enumerate(calls) if call is not None}
         cause = module_cause(pair, inner, found.outputs, given, floors, parts)
-    return Alone(outputs, worst, note, cause, coarse, frozenset(places))
+    return replace(alone, note=note, cause=cause)
 
 
 def _given(

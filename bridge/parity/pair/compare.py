@@ -14,8 +14,8 @@ from bridge.parity.pair.backward import activation_rows, backward_alone, blamed,
 from bridge.parity.pair.causes import weight_cause
 from bridge.parity.pair.distance import FACTOR, epsilon, noise
 from bridge.parity.pair.forward import Forward, compare_forward
-from bridge.parity.pair.modules import pair_modules
-from bridge.parity.pair.recording import Leaves, Side, Training
+from bridge.parity.pair.modules import Modules, pair_modules
+from bridge.parity.pair.recording import Leaves, Side
 from bridge.parity.pair.report import ParityReport, by_stage
 from bridge.parity.pair.rows import Row, Stage, row_of
 from bridge.parity.pair.runs import CallPair, Runs
@@ -40,32 +40,52 @@ def compare_sides(
     begun = time.monotonic()
     say("weights")
     rows = list(weight_rows(torch.weights(), jax.weights(), weights))
-    say("forward and backward of both models, in float64 and in " + dtype)
-    runs = Runs(torch, jax, batch, dtype)
-    modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
-    pairs = list(runs.pairs(modules, weights))
-    say(f"{len(pairs)} modules, each alone")
-    forward = compare_forward(runs, pairs)
-    rows += forward.rows
-    rows += loss_rows(runs)
-    gradients = list(gradient_rows(runs, weights))
-    backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
-    if any(row.counts for row in (*gradients, *backward)):
-        say("backward of each module alone")
-        backward = _with_blame(backward, pairs, runs, weights, forward)
-    rows += (*backward, *gradients)
+    compared, modules, losses = _one_run(torch, jax, batch, weights, dtype, given, say)
+    rows += compared
+    for side in (torch, jax):
+        side.forget()
     if steps:
         say(f"{steps} steps of training")
         rows += update_rows(torch, jax, batch, weights, dtype, steps)
     return ParityReport(
         by_stage(rows),
         dtype,
-        (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
+        losses,
         modules.torch_only,
         modules.jax_only,
         weights.torch_only,
         weights.jax_only,
         seconds=time.monotonic() - begun,
+    )
+
+
+def _one_run(
+    torch: Side,
+    jax: Side,
+    batch: Any,
+    weights: WeightMap,
+    dtype: str,
+    given: Mapping[str, str] | None,
+    say: Progress,
+) -> tuple[list[Row], Modules, tuple[float | None, float | None, float | None, float | None]]:
+    """Forward, loss and gradients: rows, partners, losses. The recorded runs, which are large, end with it."""
+    say(f"forward and backward of both models, in float64 and in {dtype}")
+    runs = Runs(torch, jax, batch, dtype)
+    modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
+    pairs = list(runs.pairs(modules, weights))
+    say(f"{len(pairs)} modules, each alone")
+    forward = compare_forward(runs, pairs)
+    rows = [*forward.rows, *loss_rows(runs)]
+    gradients = list(gradient_rows(runs, weights))
+    backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
+    if any(row.counts for row in (*gradients, *backward)):
+        say("backward of each module alone")
+        backward = _with_blame(backward, pairs, runs, weights, forward)
+    rows += (*backward, *gradients)
+    return (
+        rows,
+        modules,
+        (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
     )
 
 
@@ -98,24 +118,26 @@ def update_rows(
 ) -> Iterator[Row]:
     """What the first step of the optimizers changes, and the losses and weights after all steps."""
     batches = [batch] * steps
-    ours = {one: torch.train(batches, one) for one in ("float64", dtype)}
-    theirs = {one: jax.train(batches, one) for one in ("float64", dtype)}
     start = {name: leaf.astype(np.float64) for name, leaf in weights.to_jax(torch.weights()).items()}
     begin = {name: leaf.astype(np.float64) for name, leaf in jax.weights().items()}
-    when: tuple[tuple[Stage, Callable[[Training], Leaves]], ...] = (
-        ("update", lambda run: run.first),
-        ("steps", lambda run: run.last),
-    )
-    for stage, chosen in when:
-        if stage == "steps" and steps < 2:
-            continue
-        high, low = (
-            {n: a - start[n] for n, a in weights.to_jax(chosen(ours[one])).items()}
-            for one in ("float64", dtype)
-        )
-        found, found_low = (
-            {n: a - begin[n] for n, a in chosen(theirs[one]).items()} for one in ("float64", dtype)
-        )
+    losses: dict[tuple[str, str], tuple[float, ...]] = {}
+    changes: dict[tuple[str, str], list[dict[str, np.ndarray]]] = {}
+    for one in ("float64", dtype):
+        # What rounding does is known well enough in float32, which saves a model's size of memory or two.
+        kept = np.float64 if one == "float64" else np.float32
+        for side, run in (("torch", torch.train(batches, one)), ("jax", jax.train(batches, one))):
+            losses[side, one] = run.losses
+            ends = [run.first, run.last] if steps > 1 else [run.first]
+            values = [weights.to_jax(leaves) for leaves in ends] if side == "torch" else ends
+            origin = start if side == "torch" else begin
+            changes[side, one] = [
+                {name: (leaf - origin[name]).astype(kept) for name, leaf in leaves.items() if name in origin}
+                for leaves in values
+            ]
+    stages: tuple[Stage, ...] = ("update", "steps")
+    for place, stage in enumerate(stages[: 1 if steps < 2 else 2]):
+        high, low = (changes["torch", one][place] for one in ("float64", dtype))
+        found, found_low = (changes["jax", one][place] for one in ("float64", dtype))
         for name, change in found.items():
             if name in high:
                 # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
@@ -123,14 +145,12 @@ def update_rows(
                 floor = max(noise(low[name], high[name], dtype), noise(found_low[name], change, dtype), least)
                 names = ", ".join(weights.sources.get(name, ()))
                 yield row_of(stage, (names, name), high[name], change, floor, dtype=dtype)
-    yield from _training_losses(ours, theirs, dtype)
+    yield from _training_losses(losses, dtype)
 
 
-def _training_losses(
-    ours: Mapping[str, Training], theirs: Mapping[str, Training], dtype: str
-) -> Iterator[Row]:
-    high, low = (np.asarray(ours[one].losses) for one in ("float64", dtype))
-    found, found_low = (np.asarray(theirs[one].losses) for one in ("float64", dtype))
+def _training_losses(losses: Mapping[tuple[str, str], Sequence[float]], dtype: str) -> Iterator[Row]:
+    high, low = (np.asarray(losses["torch", one]) for one in ("float64", dtype))
+    found, found_low = (np.asarray(losses["jax", one]) for one in ("float64", dtype))
     if len(high):
         floor = max(noise(low, high, dtype), noise(found_low, found, dtype))
         yield row_of("steps", ("losses", "losses"), high, found, floor, dtype=dtype)

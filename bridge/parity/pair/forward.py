@@ -46,6 +46,12 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
     for pair in ended(runs, pairs):
         inner = children_of(pair, pairs, runs)
         alone = run_alone(runs, pair, inner, parameters)
+        for one, torch_number in zip(inner.pairs, inner.torch, strict=True):
+            # OPT adds the offset of its positions inside of the table's module, or before.
+            number = place[id(one)]
+            if number not in shifted and found[number].places and _same_outputs(runs, one):
+                alone = alone.without(one.modules.name + (f"#{torch_number}" if torch_number else ""))
+                shifted[number] = pair.modules.name
         own: list[CallPair] = []
         for one in inner.pairs if alone.places else ():
             number = place[id(one)]
@@ -88,6 +94,19 @@ def _without_running(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair])
             row = replace(row, verdict="introduced" if begins else "inherited")
         found.append(row)
     return found
+
+
+def _same_outputs(runs: Runs, pair: CallPair) -> bool:
+    low = _same_call(runs.torch_low.calls, pair.torch), _same_call(runs.jax_low.calls, pair.jax)
+    for name, other, way in pair.outputs:
+        high, ours = way.to_jax(pair.torch.outputs[name]), pair.jax.outputs[other]
+        floor = max(
+            noise(None if low[0] is None else way.to_jax(low[0].outputs[name]), high, runs.dtype),
+            noise(None if low[1] is None else low[1].outputs.get(other), ours, runs.dtype),
+        )
+        if ratio_of(distance(high, ours, runs.dtype), floor) > FACTOR:
+            return False
+    return bool(pair.outputs)
 
 
 def _same_inputs(runs: Runs, pair: CallPair) -> bool:

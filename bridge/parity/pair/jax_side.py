@@ -166,6 +166,10 @@ class JaxSide:
                 return Rerun(to_numpy(output), recorder.calls(first=1))
             return _backward(path, entry.again, given, cotangents, replaced)
 
+    def forget(self) -> None:
+        """Free the calls, with their modules, that ``rerun`` needs."""
+        self._entries.clear()
+
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy of the model, one compiled step for each batch, by the side's optimizer.
 

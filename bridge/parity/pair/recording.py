@@ -146,6 +146,10 @@ class Side(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Free what ``rerun`` needs: the recorded calls and the copies of the model."""
+        ...
+
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy of the model, one step for each batch, by the side's optimizer."""
         ...

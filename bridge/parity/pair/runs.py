@@ -37,18 +37,20 @@ class CallPair:
 
     @cached_property
     def inputs(self) -> Matched:
-        """The first floating input, the first of integers, and others that have nearly the same values.
+        """The first floating input, and others that have nearly the same values.
 
-        A rotary table and its twin may hold the same numbers in another order, which nobody can tell from shapes.
+        A rotary table and its twin may hold the same numbers in another order, and integers may be positions here and
+        a mask there, which nobody can tell from shapes.
         """
         found: list[tuple[str, str, Alignment]] = []
-        seen: set[bool] = set()
+        first = True
         for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0]):
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
-            if whole not in seen or distance(theirs, ours).relative <= _NEAR:
+            near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
+            if near or (first and not whole):
                 found.append((name, other, way))
-            seen.add(whole)
+            first = first and whole
         return found
 
     @cached_property

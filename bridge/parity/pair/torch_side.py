@@ -218,6 +218,10 @@ class TorchSide:
         own, *inside = recorder.calls
         return Rerun(own.outputs, [one.call(shift=1) for one in inside], input_gradients, gradients)
 
+    def forget(self) -> None:
+        """Free the copies and calls that ``rerun`` needs."""
+        self._runs.clear()
+
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy, one step for each batch. Frozen parameters stay. ValueError without batches, or as ``record``.
 

@@ -178,6 +178,9 @@ class TraceSide:
     ) -> Rerun:
         raise NotRecorded("a trace cannot run a module")
 
+    def forget(self) -> None:
+        """Nothing is kept for reruns."""
+
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """The recorded training."""
         if dtype not in self.header["trained"]:
