@@ -25,8 +25,8 @@ def floor_of(array: np.ndarray) -> float:
 
 
 def pair_of(x: np.ndarray, torch: np.ndarray, jax: np.ndarray) -> CallPair:
-    calls = [Call(path, 0, "Module", {"0": x}, {"": value}) for path, value in (("m", torch), ("m", jax))]
-    return CallPair(ModulePair("m", "m", 0), 0, *calls)
+    ours, theirs = (Call("m", 0, "Module", {"0": x}, {"": value}) for value in (torch, jax))
+    return CallPair(ModulePair("m", "m", 0), 0, ours, theirs)
 
 
 def cause(
@@ -129,8 +129,8 @@ def test_another_activation(other: str) -> None:
     inner = children(G, None, silu(G), wrong(G))
     assert cause(X, X, inner=inner) == f"torch: silu; JAX: {other}"
     inner = children(G, U, silu(G) * U, wrong(G) * U)
-    words = f"torch: silu of the first projection times the second; JAX: {other} of the first projection times the second"
-    assert cause(X, X, inner=inner) == words
+    rest = "of the first projection times the second"
+    assert cause(X, X, inner=inner) == f"torch: silu {rest}; JAX: {other} {rest}"
 
 
 def test_the_two_gelus_are_told_apart() -> None:

@@ -41,9 +41,8 @@ TOKENS = tokens(0, rows=2, length=9)
 
 def llama(attention: str = "eager", seed: int = 0) -> torch.nn.Module:
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1, "head_dim": 8, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(
-        **sizes, attention_bias=True, use_cache=False, attn_implementation=attention
-    )
+    sizes["attn_implementation"] = attention
+    config = transformers.LlamaConfig(**sizes, attention_bias=True, use_cache=False)
     model = transformers.LlamaForCausalLM(config).eval()
     randomize(model, seed)
     return model

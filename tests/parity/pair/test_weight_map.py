@@ -11,7 +11,6 @@ from bridge.parity.pair.recording import Call, Recording
 from bridge.parity.pair.weight_map import WeightMap
 
 
-
 def table(text: str) -> MappingTable:
     return parse_mapping('name = "test"\n' + text, "test")
 
@@ -67,7 +66,9 @@ def test_some_parameters_make_the_layers_of_a_stack_that_they_are() -> None:
 
 
 def test_a_mapping_that_does_not_fit_is_refused_by_name() -> None:
-    with pytest.raises(MappingError, match=r"the torch model: expected parameters .* got head.weight; add rules"):
+    with pytest.raises(
+        MappingError, match=r"the torch model: expected parameters .* got head.weight; add rules"
+    ):
         WeightMap.of(STACKED, {**TORCH, "head.weight": np.zeros(3)}, JAX)
     with pytest.raises(MappingError, match="the JAX model: expected parameters"):
         WeightMap.of(STACKED, TORCH, {"other/kernel": np.zeros(3)})
