@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from flax import nnx
