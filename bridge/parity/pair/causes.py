@@ -157,9 +157,12 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
     """The same vector added everywhere: a bias that one side lacks, or has twice."""
     if torch.ndim < 2:
         return ""
-    difference = (jax - torch).reshape(-1, torch.shape[-1])
-    mean = difference.mean(0)
-    if float(np.linalg.norm(difference - mean)) > FACTOR * floor:
+    with np.errstate(invalid="ignore"):
+        difference = (jax - torch).reshape(-1, torch.shape[-1])
+        mean = difference.mean(0)
+        spread = float(np.linalg.norm(difference - mean))
+    # Not a number where a value is none.
+    if not spread <= FACTOR * floor:
         return ""
     for name, value in parameters.items():
         if value.shape == mean.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,13 +68,20 @@ class CallPair:
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
 
-    The batch is recorded when this is made, and both sides keep the calls for reruns.
+    The batch is recorded when this is made, and both sides keep the calls for reruns. ``ValueError`` where the loss is
+    not finite on either side.
     """
 
     def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
         self.torch, self.jax, self.dtype = torch, jax, dtype
         self.torch_high = torch.record(batch, "float64", backward=backward)
         self.jax_high = jax.record(batch, "float64", backward=backward)
+        losses = self.torch_high.loss, self.jax_high.loss
+        if not any(loss is None or math.isfinite(loss) for loss in losses):
+            raise ValueError(
+                f"loss: expected a finite number, got {losses[0]} in torch and {losses[1]} in JAX, both in float64: "
+                "this batch, or these weights, compare nothing"
+            )
         self.torch_low = torch.record(batch, dtype, backward=backward)
         self.jax_low = jax.record(batch, dtype, backward=backward)
 

@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from bridge.parity.pair.distance import FACTOR, distance, noise
@@ -33,17 +33,32 @@ def planted(side: Side, batch: Any, dtype: str = "float32", most: int = MOST_FAU
         )
     right = side.record(batch, "float64", backward=False)
     low = side.record(batch, dtype, backward=False)
-    faults = side.faults()
+    faults, owners = side.faults(), _owners(side)
     for fault in faults if len(faults) <= most else _spread(faults, most):
         found = side.with_fault(fault).record(batch, "float64", backward=False)
         ratio = max(
-            (_ratio(call, right, low, found, dtype) for call in _around(fault.module, right)), default=0.0
+            (_ratio(call, right, low, found, dtype) for call in _around(fault.module, right, owners)),
+            default=0.0,
         )
         yield Revealed(fault.name, fault.module, ratio > FACTOR, ratio)
 
 
-def _around(path: str, recording: Recording) -> Sequence[Call]:
-    """The calls of the module; of the nearest module around it that was called, where it was not (a table of its)."""
+def _owners(side: Side) -> set[str]:
+    """Paths of the modules that have parameters, of their own or inside."""
+    found = {""}
+    for name in side.weights():
+        parts = name.split(".")[:-1]
+        found |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return found
+
+
+def _around(path: str, recording: Recording, owners: Container[str]) -> Sequence[Call]:
+    """The calls of the module; of the nearest module around it that was called, where it was not (a table of its).
+
+    A module without parameters has no partner in a comparison: its fault shows in all modules that have some, or not.
+    """
+    if path not in owners:
+        return [call for call in recording.calls if call.path in owners]
     while True:
         calls = [call for call in recording.calls if call.path == path]
         if calls or not path:

@@ -135,10 +135,21 @@ def _activation(path: str) -> Callable[[nn.Module], None]:
 
 
 def _mask(path: str) -> Callable[[nn.Module], None]:
-    def shifted(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def shifted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs.get("attention_mask")
+        hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             return args, {**kwargs, "attention_mask": torch.roll(mask, 1, dims=-1)}
+        # Fused attention that is causal by a flag.
+        if mask is None and getattr(module, "is_causal", False) and isinstance(hidden, torch.Tensor):
+            length = hidden.shape[1]
+            hides = (
+                torch.full((length, length), torch.finfo(hidden.dtype).min)
+                .triu()
+                .fill_diagonal_(0, wrap=False)
+            )
+            mask = torch.roll(hides.to(hidden), 1, dims=-1)[None, None]
+            return args, {**kwargs, "attention_mask": mask}
         return None
 
     def plant(model: nn.Module) -> None:

@@ -223,12 +223,18 @@ class TorchSide:
         self._runs.clear()
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
-        """Train a copy, one step for each batch. Frozen parameters stay. ValueError without batches, or as ``record``.
+        """Train a copy, one step for each batch. Frozen parameters stay. ValueError without batches, if all
+        parameters are frozen, or as ``record``.
 
         Weights are in ``dtype``.
         """
         if not batches:
             raise ValueError("expected at least one batch to train on, got none")
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            raise ValueError(
+                f"{type(self._model).__name__}: all parameters are frozen, so it cannot be trained: compare without "
+                "training (steps = 0), or set requires_grad"
+            )
         model = copy_in(self._model, dtype)
         losses: list[float] = []
         first: Leaves = {}

@@ -1,0 +1,194 @@
+"""The self-test: typical faults change the model, leave no trace in it, and are shown unless the weights hide them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from bridge.mapping import parse_mapping
+from bridge.parity.pair.parity import parity
+from bridge.parity.pair.recording import Call
+from bridge.parity.pair.sensitivity import planted
+from bridge.parity.pair.torch_faults import Fault
+from bridge.parity.pair.torch_side import TorchSide
+from bridge.parity.pair.trace import TraceSide, write_trace
+from tests.support.parity.causal_pairs import SIZES
+from tests.support.parity.pair_tools import randomize, tokens
+from tests.support.parity.pairs import build
+from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_values
+
+TABLE = parse_mapping(MAPPING, "small")
+
+NAMES = {
+    "variance_epsilon ten times as large",
+    "weight transposed",
+    "weight a little old",
+    "bias left out",
+    "first two heads of the query swapped",
+    "rotary base 50 times as large",
+    "another activation",
+    "mask off by one",
+}
+TOKENS = tokens(0, rows=2, length=9)
+
+
+def llama(attention: str = "eager", seed: int = 0) -> torch.nn.Module:
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1, "head_dim": 8, "num_key_value_heads": 4}
+    sizes["attn_implementation"] = attention
+    config = transformers.LlamaConfig(**sizes, attention_bias=True, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).eval()
+    randomize(model, seed)
+    return model
+
+
+@functools.cache
+def side() -> TorchSide:
+    return TorchSide(llama(), "next_token")
+
+
+@functools.cache
+def right() -> Call:
+    return side().record(TOKENS, "float64", backward=False).calls[0]
+
+
+def faults(name: str) -> list[Fault]:
+    return [fault for fault in side().faults() if fault.name == name]
+
+
+def difference(one: Call, two: Call) -> float:
+    high, found = one.outputs["logits"], two.outputs["logits"]
+    return float(np.linalg.norm(high - found) / np.linalg.norm(high))
+
+
+def test_a_llama_can_have_every_fault() -> None:
+    assert {fault.name for fault in side().faults()} == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_planted_fault_changes_the_model_and_the_original_is_as_before(name: str) -> None:
+    before = {name: tensor.clone() for name, tensor in side()._model.state_dict().items()}
+    found = faults(name)
+    # The first and the last of its kind.
+    for fault in {found[0].module: found[0], found[-1].module: found[-1]}.values():
+        run = side().with_fault(fault).record(TOKENS, "float64", backward=False)
+        assert np.all(np.isfinite(run.calls[0].outputs["logits"]))
+        assert difference(right(), run.calls[0]) > 1e-9, fault.module
+    again = side().record(TOKENS, "float64", backward=False).calls[0]
+    assert difference(right(), again) == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in side()._model.state_dict().items())
+
+
+def test_a_mask_is_off_by_one_under_an_attention_that_gets_none() -> None:
+    fused = TorchSide(llama("sdpa"), "next_token")
+    (fault,) = [fault for fault in fused.faults() if fault.name == "mask off by one"]
+    run = fused.with_fault(fault).record(TOKENS, "float64", backward=False)
+    assert difference(right(), run.calls[0]) > 1e-3
+    assert difference(right(), fused.record(TOKENS, "float64", backward=False).calls[0]) < 1e-12
+
+
+SMALL = 1e-4
+
+
+def shrink(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith("bias"):
+                parameter.mul_(SMALL)
+
+
+def test_weights_near_zero_hide_a_rotary_base() -> None:
+    base = "rotary base 50 times as large"
+    model = llama()
+    shown = {one.fault: one for one in planted(TorchSide(model, "next_token"), TOKENS)}
+    assert shown[base].shown
+    assert shown[base].ratio > 100
+    shrink(model)
+    hidden = {one.fault: one for one in planted(TorchSide(model, "next_token"), TOKENS)}
+    assert not hidden[base].shown
+    # A fault of what is there without attention is shown still.
+    assert hidden["variance_epsilon ten times as large"].shown
+
+
+@pytest.mark.slow
+def test_a_scale_shows_what_small_weights_hide() -> None:
+    pair = build("llama", 0)
+    shrink(pair.torch_model)
+    before = {name: tensor.clone() for name, tensor in pair.torch_model.state_dict().items()}
+    for scale in (None, 1 / SMALL):
+        report = parity(
+            pair.torch_model,
+            pair.jax_model,
+            pair.batch,
+            mapping=pair.mapping,
+            axes=pair.axes,
+            loss=pair.loss,
+            weights="torch",
+            scale=scale,
+            steps=0,
+            self_test=True,
+        )
+        assert report.same, report.summary()
+        remarks = "\n".join(report.remarks())
+        assert ("not shown: model.rotary_emb, rotary base" in remarks) == (scale is None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in pair.torch_model.state_dict().items())
+
+
+@pytest.mark.parametrize("weights", ["own", "torch", "jax"])
+@pytest.mark.parametrize("scale", [None, 3.7])
+def test_models_are_bit_for_bit_as_before(weights: Any, scale: float | None) -> None:
+    model, port = TorchMLP(seed=1, dropout=0.5), JaxMLP(seed=1)
+    model.requires_grad_(False)
+    model.drop.eval()
+    # Values that a way there and back in another precision would not keep.
+    with torch.no_grad():
+        model.up.weight.add_(1e-5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    theirs = {path: np.array(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(port))}
+    report = parity(
+        *(model, port, BATCH), mapping=TABLE, weights=weights, scale=scale, steps=0, self_test=True
+    )
+    assert report.same == (weights != "own"), report.summary()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
+    assert (model.training, model.drop.training) == (True, False)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    after = {path: np.array(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(port))}
+    assert after.keys() == theirs.keys()
+    assert all(np.array_equal(theirs[path], array) for path, array in after.items())
+
+
+def test_models_are_as_before_where_the_comparison_fails() -> None:
+    model, port = TorchMLP(seed=1), JaxMLP(seed=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for weights in ("torch", "jax"):
+        with pytest.raises(ValueError, match="refused the batch"):
+            parity(model, port, BATCH[:, :2], mapping=TABLE, weights=weights, scale=2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert np.array_equal(np.asarray(port.down.kernel[...]), jax_values(2)["down/kernel"])
+
+
+def test_a_frozen_model_cannot_be_trained() -> None:
+    model = TorchMLP().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"all parameters are frozen.*steps = 0"):
+        parity(model, JaxMLP(), BATCH, mapping=TABLE, steps=1)
+
+
+def test_a_trace_cannot_be_tested(tmp_path: Path) -> None:
+    write_trace(TorchSide(TorchMLP()), BATCH, tmp_path / "torch", steps=0)
+    with pytest.raises(ValueError, match=r"self_test: expected a torch model, .* got TraceSide"):
+        next(planted(TraceSide.read(tmp_path / "torch"), None))
+
+
+def test_of_many_faults_some_are_tried_all_over_the_model() -> None:
+    tried = list(planted(side(), TOKENS, most=3))
+    every = list(side().faults())
+    assert len(tried) == 3
+    assert tried[0].module == every[0].module
+    assert tried[-1].module == every[2 * len(every) // 3].module
