@@ -30,7 +30,8 @@ def gpt2_pair() -> tuple[Any, Any, Any, Any, dict[str, int]]:
     from jax_impl.models import CausalLM
     from jax_impl.models.causal_lm_config import CausalLMConfig
 
-    config = transformers.GPT2Config(attn_implementation="eager")
+    config = transformers.GPT2Config()
+    config._attn_implementation = "eager"
     torch_model = transformers.GPT2LMHeadModel(config).eval()
     jax_model = CausalLM(CausalLMConfig.from_hf(config.to_dict()), rngs=nnx.Rngs(0))
     batch = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH))
