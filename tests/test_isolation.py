@@ -16,7 +16,12 @@ TORCH = {"torch", "torch_impl"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
 FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 # These run in a leg's own process, which holds exactly one runtime.
-RUNTIME_LEGS = {"torch_leg.py": TORCH, "torch_reference.py": TORCH, "jax_leg.py": JAX}
+RUNTIME_LEGS = {
+    "torch_leg.py": TORCH,
+    "torch_norms.py": TORCH,
+    "torch_reference.py": TORCH,
+    "jax_leg.py": JAX,
+}
 # These hold one framework's side of a pair of models.
 PAIR = ROOT / "bridge" / "parity" / "pair"
 RUNTIME_SIDES = {
