@@ -27,6 +27,9 @@ from bridge.parity.pair.recording import Call
 from bridge.parity.pair.rows import Row, ratio_of, row_of
 from bridge.parity.pair.runs import CallPair, Runs, children_of, ended
 
+_EQUAL = 0.04
+"""Ratio below which float64 runs are equal: what float32 constants leave is larger."""
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -97,6 +100,7 @@ def _without_running(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair])
 
 
 def _same_outputs(runs: Runs, pair: CallPair) -> bool:
+    """Whether the outputs are the same far below the floor, which a small fault above may be near to."""
     low = _same_call(runs.torch_low.calls, pair.torch), _same_call(runs.jax_low.calls, pair.jax)
     for name, other, way in pair.outputs:
         high, ours = way.to_jax(pair.torch.outputs[name]), pair.jax.outputs[other]
@@ -104,7 +108,7 @@ def _same_outputs(runs: Runs, pair: CallPair) -> bool:
             noise(None if low[0] is None else way.to_jax(low[0].outputs[name]), high, runs.dtype),
             noise(None if low[1] is None else low[1].outputs.get(other), ours, runs.dtype),
         )
-        if ratio_of(distance(high, ours, runs.dtype), floor) > FACTOR:
+        if ratio_of(distance(high, ours, runs.dtype), floor) > _EQUAL:
             return False
     return bool(pair.outputs)
 

@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Revealed:
-    """A fault that the self-test planted in the JAX side, and whether this batch showed it."""
+    """A fault that the self-test planted in the torch side, and whether this batch showed it."""
 
     fault: str
     module: str
