@@ -120,7 +120,7 @@ def test_the_metrics_file_of_a_relay_is_read(tmp_path: Path) -> None:
         config.model, config.data, config.optimizer, Leg("torch", 1, "optim", steps=2), tmp_path, None, None
     )
     metrics = Metrics(replace(job, folder=tmp_path))
-    metrics.add(4, 3.25)
-    metrics.add(5, float("nan"))
+    metrics.add(4, 3.25, {"weights": {"embed.weight": 1.5}})
+    metrics.add(5, float("nan"), {})
     found = read_metrics(job.metrics)["loss"]
     assert str(points(found)) == "[(4, 3.25), (5, nan)]"
