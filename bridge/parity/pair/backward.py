@@ -15,7 +15,7 @@ import numpy as np
 from bridge.parity.pair.distance import FACTOR, distance, noise
 from bridge.parity.pair.recording import Call, Rerun
 from bridge.parity.pair.rows import Row, ratio_of, row_of
-from bridge.parity.pair.runs import CallPair, Runs, in_layout
+from bridge.parity.pair.runs import CallPair, Runs, in_layout, same_call
 from bridge.parity.pair.weight_map import Key, WeightMap
 
 
@@ -36,9 +36,7 @@ def gradient_rows(runs: Runs, weights: WeightMap) -> Iterator[Row]:
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
     """A row for each floating output leaf of each pair of calls: the loss's gradient by it, from the last call on."""
     for pair in reversed(pairs):
-        torch_low, jax_low = (
-            _same(run.calls, call) for run, call in ((runs.torch_low, pair.torch), (runs.jax_low, pair.jax))
-        )
+        torch_low, jax_low = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
         for name, other, way in pair.outputs:
             if name not in pair.torch.gradients or other not in pair.jax.gradients:
                 continue
@@ -161,7 +159,3 @@ def _around(call: Call, runs: Runs) -> Iterator[Call]:
     while parent is not None:
         yield calls[parent]
         parent = calls[parent].parent
-
-
-def _same(calls: Sequence[Call], call: Call) -> Call | None:
-    return next((one for one in calls if (one.path, one.number) == (call.path, call.number)), None)

@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.parity.pair.alone import Alone, run_alone
-from bridge.parity.pair.distance import FACTOR, distance, noise
+from bridge.parity.pair.distance import FACTOR, noise
 from bridge.parity.pair.makers import moved_to_makers
 from bridge.parity.pair.precision import odd_ones, precision_rows
-from bridge.parity.pair.recording import Call
-from bridge.parity.pair.rows import Row, ratio_of, row_of
-from bridge.parity.pair.runs import CallPair, Runs, children_of, ended
+from bridge.parity.pair.rows import Row, row_of
+from bridge.parity.pair.runs import CallPair, Runs, children_of, ended, largest_ratio, same_call
 
 _EQUAL = 0.04
 """Ratio below which float64 runs are equal: what float32 constants leave is larger."""
@@ -52,7 +51,11 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
         for one, torch_number in zip(inner.pairs, inner.torch, strict=True):
             # OPT adds the offset of its positions inside of the table's module, or before.
             number = place[id(one)]
-            if number not in shifted and found[number].places and _same_outputs(runs, one):
+            if (
+                number not in shifted
+                and found[number].places
+                and largest_ratio(runs, one, "outputs") <= _EQUAL
+            ):
                 alone = alone.without(one.modules.name + (f"#{torch_number}" if torch_number else ""))
                 shifted[number] = pair.modules.name
         own: list[CallPair] = []
@@ -91,39 +94,12 @@ def _without_running(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair])
             pair = of[row.name, row.call]
             inner = children_of(pair, pairs, runs).pairs
             inside = any((one.modules.torch, one.number) in explained for one in inner)
-            begins = not inside and _same_inputs(runs, pair)
+            begins = not inside and not largest_ratio(runs, pair, "inputs") > FACTOR
             if inside or begins:
                 explained.add((row.name, row.call))
             row = replace(row, verdict="introduced" if begins else "inherited")
         found.append(row)
     return found
-
-
-def _same_outputs(runs: Runs, pair: CallPair) -> bool:
-    """Whether the outputs are the same far below the floor, which a small fault above may be near to."""
-    low = _same_call(runs.torch_low.calls, pair.torch), _same_call(runs.jax_low.calls, pair.jax)
-    for name, other, way in pair.outputs:
-        high, ours = way.to_jax(pair.torch.outputs[name]), pair.jax.outputs[other]
-        floor = max(
-            noise(None if low[0] is None else way.to_jax(low[0].outputs[name]), high, runs.dtype),
-            noise(None if low[1] is None else low[1].outputs.get(other), ours, runs.dtype),
-        )
-        if ratio_of(distance(high, ours, runs.dtype), floor) > _EQUAL:
-            return False
-    return bool(pair.outputs)
-
-
-def _same_inputs(runs: Runs, pair: CallPair) -> bool:
-    low = _same_call(runs.torch_low.calls, pair.torch), _same_call(runs.jax_low.calls, pair.jax)
-    for name, other, way in pair.inputs:
-        high, ours = way.to_jax(pair.torch.inputs[name]), pair.jax.inputs[other]
-        floor = max(
-            noise(None if low[0] is None else way.to_jax(low[0].inputs[name]), high, runs.dtype),
-            noise(None if low[1] is None else low[1].inputs.get(other), ours, runs.dtype),
-        )
-        if ratio_of(distance(high, ours, runs.dtype), floor) > FACTOR:
-            return False
-    return True
 
 
 def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iterator[Row]:
@@ -134,7 +110,7 @@ def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iter
         ]
         yield _unmatched(pair, f"no output of torch, {shapes[0]}, fits one of JAX, {shapes[1]}")
         return
-    low = _same_call(runs.torch_low.calls, pair.torch), _same_call(runs.jax_low.calls, pair.jax)
+    low = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
     for position, (name, other, way) in enumerate(matched):
         high = way.to_jax(pair.torch.outputs[name])
         torch_low = None if low[0] is None else way.to_jax(low[0].outputs[name])
@@ -165,10 +141,6 @@ def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iter
         yield row
         if position == 0 and not row.counts and shifted is None:
             yield from precision_rows(row, alone.outputs, alone.coarse, runs.dtype)
-
-
-def _same_call(calls: Sequence[Call], call: Call) -> Call | None:
-    return next((one for one in calls if (one.path, one.number) == (call.path, call.number)), None)
 
 
 def _unmatched(pair: CallPair, note: str) -> Row:

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from bridge.parity.pair.align import Alignment, match_leaves
-from bridge.parity.pair.distance import distance
+from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
+from bridge.parity.pair.rows import ratio_of
 from bridge.parity.pair.weight_map import Order, WeightMap
 
 _NEAR = 0.3
@@ -100,6 +101,29 @@ class Runs:
             if name in matrices and call.path not in orders:
                 orders[call.path] = weights.feature_orders(name, matrices[name])
             yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
+
+
+def same_call(recording: Recording, call: Call) -> Call | None:
+    """This call in another run of the same side."""
+    return recording.find(call.path, call.number)
+
+
+def largest_ratio(runs: Runs, pair: CallPair, what: Literal["inputs", "outputs"]) -> float:
+    """How far a pair's matched inputs or outputs are apart as they happened, over the floor; NaN without any."""
+    coarse, other_coarse = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
+    matched: Matched = getattr(pair, what)
+    ratios = []
+    for name, other, way in matched:
+        high = way.to_jax(getattr(pair.torch, what)[name])
+        found = getattr(pair.jax, what)[other]
+        floor = max(
+            noise(None if coarse is None else way.to_jax(getattr(coarse, what)[name]), high, runs.dtype),
+            noise(
+                None if other_coarse is None else getattr(other_coarse, what).get(other), found, runs.dtype
+            ),
+        )
+        ratios.append(ratio_of(distance(high, found, runs.dtype), floor))
+    return max(ratios, default=math.nan)
 
 
 @dataclass(frozen=True)
