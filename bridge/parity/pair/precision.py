@@ -89,20 +89,30 @@ def precision_rows(
 
 
 def odd_ones(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, with a verdict for modules that round elsewhere although all others of their kind round alike."""
+    """The rows, with verdicts by what the other modules of a kind do.
+
+    A module that rounds elsewhere although all others of its kind round alike is odd. One that loses more, as others of
+    its kind do that round elsewhere, too, shows what the two frameworks' kernels are like (BatchNorm), and is not.
+    """
     by_kind: dict[str, list[float]] = {}
     for row in rows:
         if row.stage == "precision":
             by_kind.setdefault(row.kind, []).append(row.local)
     for row in rows:
-        if row.stage == "precision" and row.verdict == "same" and row.local > _APART:
+        if row.stage == "precision":
             others = list(by_kind[row.kind])
             others.remove(row.local)
-            if others and max(others) < _ALIKE:
-                row = replace(
-                    row,
-                    verdict="introduced",
-                    cause=f"the two sides round elsewhere, which no other {row.kind} does: a part that one of them "
-                    "keeps in float32",
-                )
+            row = _among(row, others)
         yield row
+
+
+def _among(row: Row, others: Sequence[float]) -> Row:
+    if not others:
+        return row
+    alike = max(others) < _ALIKE
+    if row.verdict == "introduced" and not alike:
+        return replace(row, verdict="same", note=f"so do others of {row.kind}: {row.cause}", cause="")
+    if row.verdict == "same" and alike and row.local > _APART:
+        cause = f"the two sides round elsewhere, which no other {row.kind} does: a part that one of them keeps in "
+        return replace(row, verdict="introduced", cause=f"{cause}float32")
+    return row
