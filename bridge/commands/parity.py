@@ -33,13 +33,17 @@ def parity(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the report; default: runs/parity-<time>.")
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Status 1 also where something could not be compared.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Put a PyTorch model and a JAX model side by side, and say where they first part.
 
     Compares weights, each module's outputs, the loss, gradients, the optimizers' update and some steps of training.
     A difference counts when rounding does not explain it. The exit status is 0 for the same, 1 for a difference and 2
-    for a mistake in the call.
+    for a mistake in the call. With --strict the status is 1, too, where parameters have no partner, outputs do not fit
+    each other, or there are no gradients.
 
     \b
     Examples:
@@ -70,6 +74,8 @@ def parity(
             names = ", ".join(map(str, runs))
             raise ValueError(f"expected one run file (*.toml) or two traces (directories), got {names}")
         write_report(report, folder)
+    if strict and not report.complete:
+        print_line(progress, f"parity: --strict: {report.conclusion()}")
     if json:
         print_json(console, report.as_dict())
     else:
@@ -79,4 +85,6 @@ def parity(
         for line in report.remarks():
             print_line(console, line)
         print_line(console, f"report {folder / 'report.html'}, {folder / 'report.json'}")
-    raise typer.Exit(0 if report.same else 1)
+        if not report.complete:
+            print_line(console, report.conclusion())
+    raise typer.Exit(0 if report.same and (report.complete or not strict) else 1)

@@ -19,8 +19,11 @@ from bridge.parity.pair.runs import CallPair, Runs, in_layout, same_call
 from bridge.parity.pair.weight_map import Key, WeightMap
 
 
-def gradient_rows(runs: Runs, weights: WeightMap) -> Iterator[Row]:
-    """A row for each JAX parameter: the loss's gradient, torch's in the JAX layout."""
+def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) -> Iterator[Row]:
+    """A row for each JAX parameter: the loss's gradient, torch's in the JAX layout.
+
+    ``least``: what rounding is known to do to a parameter's gradient, by JAX name.
+    """
     high, low = (weights.to_jax(run.gradients, gradients=True) for run in (runs.torch_high, runs.torch_low))
     for name, found in runs.jax_high.gradients.items():
         if name not in high:
@@ -28,6 +31,7 @@ def gradient_rows(runs: Runs, weights: WeightMap) -> Iterator[Row]:
         floor = max(
             noise(low.get(name), high[name], runs.dtype),
             noise(runs.jax_low.gradients.get(name), found, runs.dtype),
+            least.get(name, 0.0),
         )
         names = ", ".join(weights.sources.get(name, ()))
         yield row_of("gradients", (names, name), high[name], found, floor, dtype=runs.dtype)

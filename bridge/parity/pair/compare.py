@@ -15,6 +15,7 @@ from bridge.parity.pair.causes import weight_cause
 from bridge.parity.pair.distance import FACTOR, epsilon, noise
 from bridge.parity.pair.forward import Forward, compare_forward
 from bridge.parity.pair.modules import Modules, pair_modules
+from bridge.parity.pair.order import Reordered, reordered
 from bridge.parity.pair.recording import Leaves, Side
 from bridge.parity.pair.report import ParityReport, by_stage
 from bridge.parity.pair.rows import Row, Stage, row_of
@@ -40,7 +41,7 @@ def compare_sides(
     begun = time.monotonic()
     say("weights")
     rows = list(weight_rows(torch.weights(), jax.weights(), weights))
-    compared, modules, losses = _one_run(torch, jax, batch, weights, dtype, given, say)
+    compared, modules, losses, order = _one_run(torch, jax, batch, weights, dtype, given, say)
     rows += compared
     for side in (torch, jax):
         side.forget()
@@ -55,6 +56,7 @@ def compare_sides(
         modules.jax_only,
         weights.torch_only,
         weights.jax_only,
+        order=order.remark,
         seconds=time.monotonic() - begun,
     )
 
@@ -67,7 +69,7 @@ def _one_run(
     dtype: str,
     given: Mapping[str, str] | None,
     say: Progress,
-) -> tuple[list[Row], Modules, tuple[float | None, float | None, float | None, float | None]]:
+) -> tuple[list[Row], Modules, tuple[float | None, float | None, float | None, float | None], Reordered]:
     """Forward, loss and gradients: rows, partners, losses. The recorded runs, which are large, end with it."""
     say(f"forward and backward of both models, in float64 and in {dtype}")
     runs = Runs(torch, jax, batch, dtype)
@@ -75,8 +77,10 @@ def _one_run(
     pairs = list(runs.pairs(modules, weights))
     say(f"{len(pairs)} modules, each alone")
     forward = compare_forward(runs, pairs)
-    rows = [*forward.rows, *loss_rows(runs)]
-    gradients = list(gradient_rows(runs, weights))
+    say("rows in another order")
+    order = reordered(runs, batch, weights)
+    rows = [*forward.rows, *loss_rows(runs, order.loss)]
+    gradients = list(gradient_rows(runs, weights, order.gradients))
     backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
     if any(row.counts for row in (*gradients, *backward)):
         say("backward of each module alone")
@@ -86,6 +90,7 @@ def _one_run(
         rows,
         modules,
         (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
+        order,
     )
 
 
@@ -103,13 +108,13 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
         yield dataclasses.replace(row, cause=weight_cause(high, low, floor)) if row.counts else row
 
 
-def loss_rows(runs: Runs) -> Iterator[Row]:
-    """One row, unless the models have no loss."""
+def loss_rows(runs: Runs, least: float) -> Iterator[Row]:
+    """One row, unless the models have no loss. ``least``: what rounding is known to do to it."""
     values = [run.loss for run in (runs.torch_high, runs.jax_high, runs.torch_low, runs.jax_low)]
     if any(value is None for value in values):
         return
     high, found, low, found_low = (np.asarray(value, np.float64) for value in values)
-    floor = max(noise(low, high, runs.dtype), noise(found_low, found, runs.dtype))
+    floor = max(noise(low, high, runs.dtype), noise(found_low, found, runs.dtype), least)
     yield row_of("loss", ("loss", "loss"), high, found, floor, dtype=runs.dtype)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.parity.pair.jax_leaves import described, is_floating, leaves, map_leaves
-from bridge.parity.pair.probe import probe_values
+from bridge.parity.pair.probe import in_rows, probe_values
 
 Loss = Callable[[Any, Any], Any]
 
@@ -35,11 +36,16 @@ def applied(model: Any, batch: Any) -> Any:
     return model(batch)
 
 
-def probe(model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = None) -> jax.Array:
+def probe(
+    model: Any,
+    batch: Any,
+    numbers: Mapping[str, np.ndarray] | None = None,
+    rows: Sequence[int] | None = None,
+) -> jax.Array:
     """The sum over floating output leaves of leaf times ``numbers`` over the root of the leaf's size.
 
     In the widest dtype of the leaves, at least float32. ``numbers``: by place; default ``probe_values`` of the leaves'
-    numbers, for all of them.
+    numbers, for all of them. ``rows``: the order in which the batch's rows are, None for that of ``numbers``.
     """
     total: Any = None
     count = 0
@@ -48,7 +54,7 @@ def probe(model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = Non
             continue
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
         own = probe_values(str(count), leaf.shape) if numbers is None else numbers[place]
-        part = jnp.sum(leaf.astype(wide) * jnp.asarray(own / leaf.size**0.5, wide))
+        part = jnp.sum(leaf.astype(wide) * jnp.asarray(in_rows(own, rows) / leaf.size**0.5, wide))
         total, count = part if total is None else total + part, count + 1
     if total is None:
         raise ValueError("loss 'probe': expected an output with floating arrays, found none; give a loss")
@@ -66,6 +72,12 @@ def next_token(model: Any, batch: Any) -> jax.Array:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1)
     return -jnp.mean(chosen)
+
+
+def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
+    """The loss of a batch whose rows were put in the order ``rows``: a probe's numbers go with their rows."""
+    own: Any = loss
+    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe else loss
 
 
 def as_loss(loss: Loss | str | None) -> Loss:

@@ -24,7 +24,7 @@ from bridge.parity.pair.jax_float64 import settings
 from bridge.parity.pair.jax_function import FunctionModel
 from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
 from bridge.parity.pair.jax_linen import LinenModel, is_linen
-from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss
+from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss, in_order
 from bridge.parity.pair.jax_nnx import NnxModel
 from bridge.parity.pair.jax_recorder import (
     Adapter,
@@ -139,6 +139,19 @@ class JaxSide:
             found = {path: np.asarray(array) for path, array in gradients.items()}
             return Recording(dtype, recorder.calls(), float(value), found)
 
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
+        with settings(_checked(dtype), self._python):
+            instance = self._model.instance(dtype)
+            inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows)
+
+            def run(parameters: Mapping[str, Any]) -> Any:
+                return self._scalar(instance, parameters, inputs, None, loss=loss)[0]
+
+            value, gradients = jax.value_and_grad(run)(instance.parameters)
+            found = {path: np.asarray(array) for path, array in gradients.items()}
+        return Recording(dtype, [], float(value), found)
+
     def rerun(
         self,
         dtype: str,
@@ -207,13 +220,14 @@ class JaxSide:
         batch: Any,
         recorder: Recorder | None,
         state: Any = None,
+        loss: Loss | None = None,
     ) -> tuple[Any, Any]:
         """The loss, and the state after it."""
         try:
             value, state = instance.run(
                 parameters,
                 instance.state if state is None else state,
-                lambda model: self._loss(model, batch),
+                lambda model: (loss or self._loss)(model, batch),
                 recorder,
             )
         except Exception as error:

@@ -21,6 +21,15 @@ def probe_values(place: str, shape: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(zlib.crc32(place.encode())).standard_normal(tuple(shape))
 
 
+def in_rows(numbers: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:
+    """Numbers for the outputs of a batch whose rows are in the order ``rows``; None for the order that it has.
+
+    The axis of rows is the first one that is as long; numbers without one stay as they are.
+    """
+    axes = [] if rows is None else [axis for axis, size in enumerate(numbers.shape) if size == len(rows)]
+    return np.take(numbers, np.asarray(rows), axes[0]) if axes else numbers
+
+
 def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Numbers for both models' output leaves, by the leaves' places.
 

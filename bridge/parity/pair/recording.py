@@ -129,6 +129,13 @@ class Side(Protocol):
         """
         ...
 
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        """Loss and gradients of a batch whose rows are in the order ``rows``, as ``record`` gives them; no calls.
+
+        What ``rerun`` knows stays.
+        """
+        ...
+
     def rerun(
         self,
         dtype: str,

@@ -34,7 +34,8 @@ class ParityReport:
 
     ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called
     and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one. ``dtype``: the compute dtype
-    under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of the self-test.
+    under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of the self-test. ``order``:
+    why rows in another order say nothing of rounding, "" where they do.
     """
 
     rows: tuple[Row, ...]
@@ -47,11 +48,41 @@ class ParityReport:
     revealed: tuple[Revealed, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    order: str = ""
 
     @property
     def same(self) -> bool:
         """Whether no row is beyond rounding."""
         return not any(row.counts for row in self.rows)
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """What should have been compared and was not, a phrase each: see ``--strict``. Modules without parameters may
+        lack a partner."""
+        found = []
+        for what, names in (("torch", self.torch_parameters), ("JAX", self.jax_parameters)):
+            if names:
+                found.append(f"{len(names)} {what} parameters without a partner")
+        unknown = sorted({row.name or "(model)" for row in self.rows if row.verdict == "unknown"})
+        if unknown:
+            found.append(f"the outputs of {', '.join(unknown[:_SHOWN])}{' ...' if unknown[_SHOWN:] else ''}")
+        if not self.stage("forward"):
+            found.append("modules, of which no two are partners")
+        if not self.stage("loss"):
+            found.append("losses")
+        if not self.stage("gradients"):
+            found.append("gradients")
+        return tuple(found)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that should have been compared was."""
+        return not self.not_compared
+
+    def conclusion(self) -> str:
+        """One sentence that says what was not compared; empty where everything was."""
+        found = self.not_compared
+        return f"not compared ({len(found)}): {'; '.join(found)}" if found else ""
 
     def stage(self, name: Stage) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.stage == name)
@@ -107,6 +138,8 @@ class ParityReport:
             if names:
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 yield f"{what}: {', '.join(names[:_SHOWN])}{more}"
+        if self.order:
+            yield self.order
         unknown = [row for row in self.rows if row.verdict == "unknown"]
         for row in unknown[:_SHOWN]:
             yield f"{row.name or '(model)'}: {row.note}"
@@ -160,6 +193,7 @@ class ParityReport:
         return {
             **dataclasses.asdict(self),
             "same": self.same,
+            "not_compared": list(self.not_compared),
             "factor": FACTOR,
             "summary": self.summary(),
             "first_divergence": None if first is None else dataclasses.asdict(first),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge.parity.pair.probe import probe_values
+from bridge.parity.pair.probe import in_rows, probe_values
 from bridge.parity.pair.torch_leaves import cast, leaves_of, mapped, to_torch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -38,18 +39,24 @@ def called(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def probe_loss(model: nn.Module, batch: Any, numbers: Mapping[str, np.ndarray] | None = None) -> torch.Tensor:
+def probe_loss(
+    model: nn.Module,
+    batch: Any,
+    numbers: Mapping[str, np.ndarray] | None = None,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The sum over floating leaves of the output of leaf times ``numbers`` over the root of the leaf's size.
 
     In float32 at least. ``numbers``: by place; default ``probe_values`` of the leaves' numbers, for all of them.
-    ValueError for an output without floating leaves.
+    ``rows``: the order in which the batch's rows are, None for that of ``numbers``. ValueError for
+    an output without floating leaves.
     """
     terms: list[torch.Tensor] = []
     for place, leaf in leaves_of(called(model, batch)).items():
         if leaf.is_floating_point() and leaf.numel() and (numbers is None or place in numbers):
             wide = torch.promote_types(leaf.dtype, torch.float32)
             own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[place]
-            factors = torch.from_numpy(np.array(own / math.sqrt(leaf.numel())))
+            factors = torch.from_numpy(np.array(in_rows(own, rows) / math.sqrt(leaf.numel())))
             terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
     if not terms:
         raise ValueError("the model's output has no floating-point array: give a loss")
@@ -76,6 +83,12 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
 
 
 LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
+
+
+def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
+    """The loss of a batch whose rows were put in the order ``rows``: a probe's numbers go with their rows."""
+    own: Any = loss
+    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe_loss else loss
 
 
 def described(batch: Any) -> str:

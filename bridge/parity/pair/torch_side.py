@@ -31,7 +31,7 @@ from bridge.parity.pair.torch_copies import (
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
 from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
-from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
+from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described, in_order
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -150,6 +150,19 @@ class TorchSide:
         self._runs[dtype] = _Run(kept, recorder.calls)
         return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
 
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
+        model = copy_in(self._model, dtype)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        with running(model, dtype):
+            inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
+            loss = self._scalar(model, inputs, in_order(self._loss, rows))
+            if loss.requires_grad:
+                loss.backward()
+            gradients = _gradients(model.named_parameters())
+        return Recording(dtype, [], float(loss.detach()), gradients)
+
     def rerun(
         self,
         dtype: str,
@@ -250,9 +263,9 @@ class TorchSide:
             last = _values(model.named_parameters())
         return Training(tuple(losses), first, last)
 
-    def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
         try:
-            loss = self._loss(model, batch)
+            loss = (loss_of or self._loss)(model, batch)
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} or its loss refused the batch ({described(batch)}): "

@@ -166,6 +166,9 @@ class TraceSide:
         loss = run["loss"]
         return Recording(dtype, calls, None if loss is None else float(loss), gradients)
 
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        raise NotRecorded("a trace has its batch in one order")
+
     def rerun(
         self,
         dtype: str,

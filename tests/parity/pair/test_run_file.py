@@ -315,3 +315,55 @@ def test_arguments_that_are_no_run(
     done = CliRunner().invoke(app, ["parity", *arguments])
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+HEADED = """
+import torch
+from flax import nnx
+import jax.numpy as jnp
+from my_models.twins import JaxMLP, TorchMLP
+
+class Headed(TorchMLP):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+class Wide(JaxMLP):
+    def __call__(self, x):
+        y = super().__call__(x)
+        return jnp.concatenate([y, y[:1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule", "said"),
+    [
+        (
+            "twins:TorchMLP",
+            "others:Headed",
+            '[[rule]]\ntorch = "scale"\njax = "scale"\n',
+            "1 torch parameters without a partner",
+        ),
+        ("twins:JaxMLP", "others:Wide", "", "the outputs of (model)"),
+    ],
+)
+def test_what_was_not_compared_is_status_1_if_strict(
+    folder: Path, old: str, new: str, rule: str, said: str
+) -> None:
+    (folder / "my_models" / "others.py").write_text(HEADED)
+    (folder / "small.toml").write_text(MAPPING + rule)
+    losses = '\n[loss]\ntorch = "my_models.twins:first_rows_torch"\njax = "my_models.twins:first_rows_jax"\n'
+    text = replaced(old, new) + losses
+    done = parity(folder, text)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"not compared (1): {said}"
+    strict = parity(folder, text, "--strict")
+    assert strict.exit_code == 1
+    assert f"parity: --strict: not compared (1): {said}" in strict.stderr
+    assert document(folder)["not_compared"] == [said]
+
+
+def test_strict_is_status_0_where_all_was_compared(folder: Path) -> None:
+    done = parity(folder, RUN, "--strict")
+    assert done.exit_code == 0, done.output
+    assert "not compared" not in done.stdout
