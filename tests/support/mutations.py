@@ -769,7 +769,108 @@ PLANNING = [
         "planning/test_plan_peak.py planning/test_cost.py",
     ),
 ]
-MUTATIONS = [*TORCH, *JAX, *SHARDING, *FORMATS, *MAPPING, *CHECKPOINTS, *PLANNING]
+PARITY = [
+    M(
+        "a floor of a million times rounding",
+        "bridge/parity/pair/distance.py",
+        "FACTOR = 4.0",
+        "FACTOR = 4e6",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "a module alone has JAX's outputs of the modules inside",
+        "bridge/parity/pair/alone.py",
+        "if outputs and not any(",
+        "if False and not any(",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "gradients of parameters left out",
+        "bridge/parity/pair/compare.py",
+        "rows += (*backward, *gradients)",
+        "rows += backward",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "capture drops float64",
+        "bridge/parity/pair/trace.py",
+        "_kept(side.record(batch, one)",
+        "_kept(side.record(batch, dtype)",
+        "parity/pair/test_captured.py",
+    ),
+    M(
+        "weights that differ are within rounding",
+        "bridge/parity/pair/compare.py",
+        "max(0.25 * coarse",
+        "max(1e9 * coarse",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "the self-test plants nothing",
+        "bridge/parity/pair/torch_side.py",
+        "fault.plant(model)",
+        "pass",
+        "parity/pair/test_run_file.py parity/pair/test_sensitivity.py",
+    ),
+    M(
+        "another order of rows raises no floor",
+        "bridge/parity/pair/backward.py",
+        "least.get(name, 0.0),",
+        "0.0,",
+        "parity/pair/test_order.py",
+    ),
+    M(
+        "a model that depends on the order of rows goes unnamed",
+        "bridge/parity/pair/order.py",
+        "if apart > least and",
+        "if False and",
+        "parity/pair/test_order.py",
+    ),
+    M(
+        "a probe's numbers stay where they were",
+        "bridge/parity/pair/probe.py",
+        "np.take(numbers, np.asarray(rows), axes[0]) if axes else numbers",
+        "numbers",
+        "parity/pair/test_order.py",
+    ),
+    M(
+        "features in the inverse order",
+        "bridge/parity/pair/weight_map.py",
+        "else tuple(map(int, along))",
+        "else tuple(map(int, np.argsort(along)))",
+        "parity/pair/test_weight_map.py parity/pair/test_align.py",
+    ),
+    M(
+        "the first update is compared as weights",
+        "bridge/parity/pair/compare.py",
+        "(leaf - origin[name]).astype(kept)",
+        "leaf.astype(kept)",
+        "parity/pair/test_edges.py parity/pair/test_captured.py",
+    ),
+    M(
+        "a difference is status 0",
+        "bridge/commands/parity.py",
+        "typer.Exit(0 if report.same and (report.complete or not strict) else 1)",
+        "typer.Exit(0)",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "--strict asks for nothing",
+        "bridge/commands/parity.py",
+        "(report.complete or not strict)",
+        "True",
+        "parity/pair/test_run_file.py",
+    ),
+    M(
+        "the band of seeds is a tenth as wide",
+        "bridge/parity/curves/band.py",
+        "scale = math.sqrt(1 / len(a) + 1 / len(b))",
+        "scale = 0.1 * math.sqrt(1 / len(a) + 1 / len(b))",
+        "parity/curves/test_band.py",
+    ),
+]
+
+MUTATIONS = [*TORCH, *JAX, *SHARDING, *FORMATS, *MAPPING, *CHECKPOINTS, *PLANNING, *PARITY]
 
 
 def place(mutation: Mutation, root: Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -201,3 +202,10 @@ def test_layouts_statistics_and_tied_weights_in_every_dtype(name: str, dtype: st
     if name.startswith("convnet"):
         (row,) = (row for row in report.stage("forward") if row.name == "stem.conv")
         assert row.layout.startswith("axes")
+
+
+def test_an_update_is_the_change_of_the_weights() -> None:
+    report = both(lambda f, x: f(x), lambda f, x: f(x), jax_optimizer=optax.adamw(1.1e-3, weight_decay=0.01))
+    rows = report.stage("update")
+    assert len(rows) == 2
+    assert all(0.05 < row.error < 0.15 for row in rows), rows

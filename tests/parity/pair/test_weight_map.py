@@ -102,3 +102,15 @@ def test_the_caller_pairs_modules_without_parameters() -> None:
     assert ("act", "rotary") in [(pair.torch, pair.jax) for pair in found.pairs]
     with pytest.raises(ValueError, match=r"expected a jax module that was called, got 'rotaryy'"):
         pair_modules(relation, torch, jax, {"act": "rotaryy"})
+
+
+def test_features_of_jax_have_the_numbers_that_they_have_in_torch() -> None:
+    text = """
+    [[rule]]
+    torch = "up.weight : o (a b)"
+    jax = "up/kernel : (b a) o"
+    """
+    table = parse_mapping(text, "features").with_axes({"a": 2, "b": 3})
+    one = np.arange(24.0).reshape(4, 6)
+    found = WeightMap.of(table, {"up.weight": one}, {"up/kernel": one.T})
+    assert found.feature_orders("up.weight", (4, 6))[0] == (0, 3, 1, 4, 2, 5)
