@@ -1,7 +1,7 @@
-"""TensorBoard event files that other programs wrote, kept in ``events/``. Each logged six losses, some also other things.
+"""TensorBoard event files that other programs wrote, kept in ``events/``: six losses each, and other things.
 
-- ``torch-2.13.0``: ``torch.utils.tensorboard.SummaryWriter`` over tensorboard 2.21.0: ``add_scalar`` (``simple_value``),
-  with ``new_style=True`` (tensors of float), and ``double_precision=True`` (tensors of double).
+- ``torch-2.13.0``: ``torch.utils.tensorboard.SummaryWriter`` over tensorboard 2.21.0. Its ``add_scalar`` writes a
+  ``simple_value``, with ``new_style=True`` a tensor of float, with ``double_precision=True`` a tensor of double.
 - ``tensorboardX-2.6.5``: ``tensorboardX.SummaryWriter.add_scalar``.
 - ``tensorflow-2.21.0``: ``tf.summary.scalar`` (tensors); ``tensorflow-2.21.0-v1``: ``tf.compat.v1.summary.FileWriter``
   with ``simple_value``.
