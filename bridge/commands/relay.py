@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,13 @@ def relay(
     out: Annotated[
         Path | None, typer.Option("--out", help="Run folder to create; default: runs/relay-<time>.")
     ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            "--repeats",
+            help="Run the fp32 reference so often again, with other rounding: the band the losses must stay in.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train one model in PyTorch and JAX by turns.
@@ -36,9 +44,13 @@ def relay(
     from bridge.parity.config import ConfigError, RelayConfig
     from bridge.parity.relay import RelayError, run
 
+    def configured() -> RelayConfig:
+        loaded = RelayConfig.load(config)
+        return loaded if repeats is None else replace(loaded, repeats=repeats)
+
     folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
     with user_errors(ConfigError, RelayError):
-        report = run(RelayConfig.load(config), folder, progress_console())
+        report = run(configured(), folder, progress_console())
     console = Console()
     if json:
         print_json(console, report.as_dict())

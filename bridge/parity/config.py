@@ -229,14 +229,21 @@ class Leg:
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """A whole relay. Raises ``ConfigError`` when a leg's ranks and microbatches do not divide the global batch."""
+    """A whole relay. Raises ``ConfigError`` when a leg's ranks and microbatches do not divide the global batch.
+
+    repeats: how often the fp32 reference runs again, with other rounding only, for the band that the losses of the legs
+    must stay in; at least 2, or 0 for none.
+    """
 
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
     legs: tuple[Leg, ...]
+    repeats: int = 0
 
     def __post_init__(self) -> None:
+        _whole("repeats", self.repeats, 0)
+        _require(self.repeats != 1, "repeats", "0, or 2 and more, as one shows no spread", self.repeats)
         _require(len(self.legs) > 0, "relay", "at least one [[leg]]", len(self.legs))
         for number, leg in enumerate(self.legs, 1):
             parts = leg.ranks * leg.microbatches
@@ -274,7 +281,8 @@ class RelayConfig:
     def of(table: Mapping[str, Any], folder: Path = Path()) -> RelayConfig:
         """Build from a parsed TOML document in ``folder``; unknown and missing keys raise ``ConfigError``."""
         known = {"model", "data", "optimizer", "leg"}
-        _require(set(table) == known, "top level", f"the tables {', '.join(sorted(known))}", sorted(table))
+        tables = f"the tables {', '.join(sorted(known))}, and beside them only the key repeats"
+        _require(set(table) - {"repeats"} == known, "top level", tables, sorted(table))
         legs = table["leg"]
         _require(isinstance(legs, list), "leg", "[[leg]] tables", legs)
         return RelayConfig(
@@ -282,6 +290,7 @@ class RelayConfig:
             _build(DataConfig, "[data]", table["data"]),
             _build(OptimizerConfig, "[optimizer]", table["optimizer"]),
             tuple(_build(Leg, "[[leg]]", _with_policy(leg, folder)) for leg in legs),
+            table.get("repeats", 0),
         )
 
 

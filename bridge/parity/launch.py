@@ -26,10 +26,10 @@ class LegError(RuntimeError):
 
 
 def command(job: Job, reference: str | None = None) -> list[str]:
-    """The command line of a leg, or of a reference run in dtype ``reference``."""
+    """The command line of a leg, or of a reference: ``reference`` is its dtype, for a repeat "float32 NUMBER"."""
     file = str(job.folder / "job.json")
     if reference is not None:
-        return [sys.executable, "-m", "bridge.parity.torch_reference", file, reference]
+        return [sys.executable, "-m", "bridge.parity.torch_reference", file, *reference.split()]
     if job.leg.framework == "jax":
         return [sys.executable, "-m", "bridge.parity.jax_leg", file]
     ranks = str(job.leg.ranks)

@@ -1,6 +1,7 @@
 """Run a relay: references, legs and the conversions between them, into one run folder.
 
 <out>/reference-float32, -float64        the uninterrupted runs
+<out>/repeat1, ...                       repeats of the fp32 one
 <out>/start/checkpoint                   the initial state (DCP)
 <out>/leg1-torch/checkpoint              what leg 1 saved (DCP)
 <out>/hop2-orbax                         the same state converted (Orbax), where leg 2 starts
@@ -65,6 +66,7 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         start = runner.initial_checkpoint()
         fp32 = runner.reference("float32", start)
         fp64 = runner.reference("float64", start)
+        repeats = [runner.repeat(number, start) for number in range(1, config.repeats + 1)]
         legs = runner.legs(start)
     report = RelayReport(
         config,
@@ -74,6 +76,7 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         versions(),
         norms_fp32=fp32.norms,
         norms_fp64=fp64.norms,
+        repeats=tuple(repeats),
     )
     report.write(out / "report.json")
     save_picture(report, out / "relay.png")
@@ -153,9 +156,16 @@ class _Runner:
         return job.folder / "checkpoint"
 
     def reference(self, dtype: str, start: Path) -> Measured:
+        return self._uninterrupted(f"reference-{dtype}", f"reference {dtype}", dtype, start)
+
+    def repeat(self, number: int, start: Path) -> tuple[float, ...]:
+        """The losses of a repeat of the fp32 reference."""
+        return self._uninterrupted(f"repeat{number}", f"repeat {number}", f"float32 {number}", start).losses
+
+    def _uninterrupted(self, folder: str, title: str, reference: str, start: Path) -> Measured:
         leg = Leg("torch", 1, "no_shard", steps=self.config.steps)
-        job = self._job(f"reference-{dtype}", leg, start)
-        self._run(f"reference {dtype}", job, dtype, leg.steps)
+        job = self._job(folder, leg, start)
+        self._run(title, job, reference, leg.steps)
         return self._measured(job)
 
     def legs(self, checkpoint: Path) -> list[LegResult]:

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from bridge.parity.config import RelayConfig
+from bridge.parity.losses import BF16_TOLERANCE, FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses
 from bridge.parity.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 from bridge.text import plain_json
 
-FP32_TOLERANCE = 1e-5
-# Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
-BF16_TOLERANCE = 1e-2
 CLOSENESS = 3.0
 # Norms named in a failure, of all that depart in the step.
 NAMED = 3
-# A loss is one fp32 number: distances below one rounding of it say nothing.
-ROUNDING = 2.0**-23
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,8 @@ def relative_differences(losses: list[float], reference: list[float]) -> list[fl
 class RelayReport:
     """Everything a relay measured. Losses are means over the global batch, before the step's update.
 
-    norms_fp32, norms_fp64: of the references' states after each step.
+    norms_fp32, norms_fp64: of the references' states after each step. repeats: losses of repeats of the fp32 reference
+    that differ from it in rounding only.
     """
 
     config: RelayConfig
@@ -78,6 +75,7 @@ class RelayReport:
     versions: dict[str, str]
     norms_fp32: tuple[Norms, ...] = ()
     norms_fp64: tuple[Norms, ...] = ()
+    repeats: tuple[tuple[float, ...], ...] = ()
 
     @property
     def losses(self) -> list[float]:
@@ -97,6 +95,16 @@ class RelayReport:
     def all_fp32(self) -> bool:
         return all(leg.precision == "float32" for leg in self.legs)
 
+    @property
+    def low_from(self) -> int:
+        """The first step of the first bfloat16 leg; the number of steps where there is none."""
+        low = [leg.first_step for leg in self.legs if leg.precision != "float32"]
+        return min(low, default=len(self.losses))
+
+    def curves(self) -> LossCurves:
+        """Are the losses of the relay and of the fp32 reference the same experiment?"""
+        return compare_losses(self.losses, self.reference_fp32, self.repeats, self.low_from)
+
     def failures(self) -> list[str]:
         """The promises of the relay that this run broke; empty when all held.
 
@@ -104,7 +112,8 @@ class RelayReport:
         reference at every step, and its largest distance from float64 over that reference's must lie between
         ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
         fp32 reference did not compute in fp32. From the first bfloat16 leg on the relay must stay within
-        ``BF16_TOLERANCE`` of the fp32 reference. The references must differ from each other, or one of them was not
+        ``BF16_TOLERANCE`` of the fp32 reference. Where the reference was repeated, the losses must stay in the band of
+        the repeats before the first bfloat16 leg. The references must differ from each other, or one of them was not
         computed in its precision. Before the first bfloat16 leg, the norm of each parameter and of each of its moments
         must stay as close to the fp32 reference's as ``norms.tolerances`` says.
         """
@@ -117,12 +126,24 @@ class RelayReport:
         if not any(self.differences("fp32_fp64")):
             found.append("references: expected float64 losses that differ from the fp32 ones, got the same")
         differences = self.differences("relay_fp32")
-        low = [leg.first_step for leg in self.legs if leg.precision != "float32"]
-        split = min(low, default=len(differences))
-        for part, tolerance in ((differences[:split], FP32_TOLERANCE), (differences[split:], BF16_TOLERANCE)):
+        split = self.low_from
+        for start, part, tolerance in (
+            (0, differences[:split], FP32_TOLERANCE),
+            (split, differences[split:], BF16_TOLERANCE),
+        ):
             worst = max(part, default=0.0)
             if worst > tolerance:
-                found.append(f"loss: expected within {tolerance:g} of the fp32 reference, got {worst:.2e}")
+                step = start + next(k for k, difference in enumerate(part) if difference > tolerance)
+                found.append(
+                    f"loss: expected within {tolerance:g} of the fp32 reference, got {worst:.2e}, first beyond at "
+                    f"step {step} ({self._leg_of(step)})"
+                )
+        fp32 = self.curves().fp32
+        if fp32 is not None and (beyond := [one for one in fp32.departures if one.kind == "band"]):
+            found.append(
+                f"loss: expected in the band of the repeats of the fp32 reference, got beyond it from step "
+                f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by {beyond[0].largest:+.1e} of the loss at most"
+            )
         if (departure := self.departure) is not None:
             found.append(self._departed(departure))
         if self.all_fp32:
@@ -161,13 +182,16 @@ class RelayReport:
         return found
 
     def _departed(self, departure: Departure) -> str:
-        number, leg = [(n, leg) for n, leg in enumerate(self.legs, 1) if leg.first_step <= departure.step][-1]
         farthest = "; ".join(map(str, departure.norms[:NAMED]))
         more = f"; {len(departure.norms) - NAMED} more" if len(departure.norms) > NAMED else ""
         return (
-            f"leg {number} ({leg.title}), step {departure.step}: expected the norms of the fp32 reference, got at "
+            f"{self._leg_of(departure.step)}, step {departure.step}: expected the norms of the fp32 reference, got at "
             f"relative distances {farthest}{more}"
         )
+
+    def _leg_of(self, step: int) -> str:
+        number, leg = [(n, leg) for n, leg in enumerate(self.legs, 1) if leg.first_step <= step][-1]
+        return f"leg {number} ({leg.title})"
 
     @property
     def closeness(self) -> float:
@@ -188,8 +212,13 @@ class RelayReport:
         for table in (kept, *kept["legs"]):
             for name in ("norms", "norms_fp32", "norms_fp64"):
                 table.pop(name, None)
+        curves = self.curves()
         return {
             **kept,
+            "curves": {
+                "verdict": curves.verdict,
+                "compared": [report.as_dict() for report in curves.reports],
+            },
             "differences": differences,
             "largest_differences": {name: max(values) for name, values in differences.items()},
             "closeness_to_fp64": self.closeness,
@@ -210,12 +239,14 @@ class RelayReport:
             "last loss",
             "vs fp32",
             "vs fp64",
+            "curve",
             "hop ULP",
             "MB",
             "hop s",
             "leg s",
         )
         to_fp32, to_fp64 = self.differences("relay_fp32"), self.differences("relay_fp64")
+        curves = self.curves()
         rows: list[tuple[str, ...]] = [heading]
         for leg in self.legs:
             own = slice(leg.first_step, leg.first_step + len(leg.losses))
@@ -223,9 +254,12 @@ class RelayReport:
             steps = f"{own.start}-{own.stop - 1}"
             losses = (f"{leg.losses[0]:.5f}", f"{leg.losses[-1]:.5f}")
             differences = (f"{max(to_fp32[own]):.1e}", f"{max(to_fp64[own]):.1e}")
+            curve = curves.verdict_between(own.start, own.stop)
             hop = ("-", "-") if leg.hop is None else (str(leg.hop.max_ulp), f"{leg.hop.seconds:.1f}")
             size = f"{leg.checkpoint_bytes / 1e6:.1f}"
-            rows.append((title, steps, *losses, *differences, hop[0], size, hop[1], f"{leg.seconds:.1f}"))
+            rows.append(
+                (title, steps, *losses, *differences, curve, hop[0], size, hop[1], f"{leg.seconds:.1f}")
+            )
         return rows
 
     def summary(self) -> str:
@@ -233,9 +267,11 @@ class RelayReport:
         hops = [leg.hop for leg in self.legs if leg.hop is not None]
         tensors = f" over {hops[0].tensors} tensors" if hops else ""
         return (
-            "vs fp32, vs fp64: largest relative loss difference from the run that never hopped. "
-            f"hop ULP: largest distance of the converted state{tensors}. MB: the leg's checkpoint.\n"
+            "vs fp32, vs fp64: largest relative loss difference from the run that never hopped. curve: are the leg's "
+            "losses the same experiment as the fp32 run's? hop ULP: largest distance of the converted state"
+            f"{tensors}. MB: the leg's checkpoint.\n"
             f"Distance to float64: relay {max(self.differences('relay_fp64')):.1e}, "
             f"fp32 reference {max(self.differences('fp32_fp64')):.1e}"
-            + (f", ratio {self.closeness:.2f}." if self.all_fp32 else ".")
+            + (f", ratio {self.closeness:.2f}.\n" if self.all_fp32 else ".\n")
+            + self.curves().summary()
         )

@@ -1,10 +1,14 @@
 """The uninterrupted reference: one process, plain torch, no sharding and no hops, in fp32 or float64.
 
+A repeat takes the rows of each global batch in another order. Losses and gradients are means over the rows, so only
+rounding differs.
+
 Without a source it writes the initial checkpoint of the relay instead: fresh weights, zero moments, step 0.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from bridge.parity.corpus import Corpus
@@ -32,7 +36,8 @@ def adamw(model: Decoder, job: Job) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
-def run(job: Job, dtype: torch.dtype) -> None:
+def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
+    """The reference, or the repeat of this number."""
     corpus = Corpus.of_standard_library()
     model, optimizer = build(job)
     if job.source is None:
@@ -46,9 +51,12 @@ def run(job: Job, dtype: torch.dtype) -> None:
     optimizer = adamw(model, job)
     metrics = Metrics(job)
     for step in range(job.leg.steps):
-        batch = torch.from_numpy(
-            corpus.global_batch(seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length)
-        ).long()
+        rows = corpus.global_batch(
+            seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
+        )
+        if repeat:
+            rows = np.random.default_rng([repeat, step]).permutation(rows)
+        batch = torch.from_numpy(rows).long()
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
         loss.backward()
         optimizer.step()
@@ -59,4 +67,4 @@ def run(job: Job, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     import sys
 
-    main(lambda job: run(job, DTYPES[sys.argv[2]]))
+    main(lambda job: run(job, DTYPES[sys.argv[2]], *map(int, sys.argv[3:])))

@@ -73,6 +73,20 @@ def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(
     assert report["failures"] == []
 
 
+def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, out = finished
+    report = json.loads((out / "report.json").read_text())
+    reference, repeats = np.array(report["reference_fp32"]), np.array(report["repeats"])
+    assert repeats.shape == (RelayConfig.load("quick").repeats, len(reference))
+    assert len({tuple(losses) for losses in [reference.tolist(), *repeats.tolist()]}) == 1 + len(repeats)
+    assert np.abs(repeats / reference - 1).max() < 1e-5
+    [compared] = report["curves"]["compared"]
+    assert (compared["same"], compared["noise"]["method"]) == (True, "t")
+    assert "same experiment; band of 3 repeats" in done.stdout.replace("\n", " ")
+
+
 def test_the_last_checkpoint_holds_the_position_and_optimizer_state(
     finished: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:

@@ -241,3 +241,10 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
     bad.write_text("[model\n")
     with pytest.raises(ConfigError, match="not a TOML file"):
         RelayConfig.load(bad)
+
+
+def test_repeats_are_none_or_enough_to_show_a_spread() -> None:
+    assert (RelayConfig.load("default").repeats, RelayConfig.load("quick").repeats) == (0, 3)
+    for wrong in (1, -1, 2.0, True):
+        with pytest.raises(ConfigError, match="repeats: expected"):
+            RelayConfig.of({**quick(), "repeats": wrong})

@@ -99,6 +99,8 @@ def test_a_fault_in_one_leg_is_named(
     assert fault == "rope" or "first moments" not in {far.kind for far in departure.norms}
     said = f"leg {number} ({report.legs[number - 1].title}), step {departure.step}: expected the norms"
     assert any(failure.startswith(said) for failure in report.failures())
+    # The first loss that the fault can reach: of the same step by a wrong model, of the next one by a wrong update.
+    assert report.curves().departures[0].first == departure.step + (fault == "beta2")
 
 
 def test_the_command_fails_and_names_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bridge.parity.config import RelayConfig
@@ -59,7 +60,8 @@ def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
     mixed = report(worst=1e-3)
     legs = (*mixed.legs[:3], replace(mixed.legs[3], precision="bfloat16"))
     assert replace(mixed, legs=legs).failures() == [
-        "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03"
+        "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03, first beyond at step 0 "
+        "(leg 1 (torch x3 fsdp))"
     ]
 
 
@@ -86,6 +88,51 @@ def test_low_precision_losses_may_differ_more_but_not_without_bound_nor_may_the_
     assert report(worst=5e-3, precision="bfloat16").failures() == []
     assert "within 0.01 of the fp32" in report(worst=2e-2, precision="bfloat16").failures()[0]
     assert len(report(worst=1e-3, precision="bfloat16", ulp=4).failures()) == 1
+
+
+def with_repeats(measured: RelayReport, number: int = 4) -> RelayReport:
+    """With losses of repeats of the fp32 reference that are off by some 1e-7 of it."""
+    noise = 1e-7 * np.random.default_rng(0).standard_normal((number, measured.config.steps))
+    repeats = np.array(measured.reference_fp32) * (1 + noise)
+    return replace(measured, repeats=tuple(map(tuple, repeats.tolist())))
+
+
+def departing_in_leg_3(by: float) -> RelayReport:
+    right = report()
+    losses = tuple(loss * (1 + by) for loss in right.legs[2].losses)
+    return replace(right, legs=(*right.legs[:2], replace(right.legs[2], losses=losses), right.legs[3]))
+
+
+def test_losses_in_the_band_of_repeats_are_the_same_experiment() -> None:
+    measured = with_repeats(report())
+    curves = measured.curves()
+    assert measured.failures() == []
+    assert (curves.verdict, curves.verdict_between(4, 6)) == ("same experiment", "same")
+    assert curves.fp32 is not None
+    assert curves.fp32.noise is not None
+    assert 1e-7 < curves.fp32.noise.band < 3e-6
+    assert "same experiment; band of 4 repeats" in measured.summary()
+
+
+def test_losses_beyond_the_band_of_repeats_fail_by_step_and_leg() -> None:
+    # Within the tolerance: only the band shows it.
+    measured = with_repeats(departing_in_leg_3(8e-6))
+    assert departing_in_leg_3(8e-6).curves().verdict == "same experiment"
+    wanted = "got beyond it from step 4 (leg 3 (torch x2 zero2)), by +8.2e-06 of the loss at most"
+    assert any(failure.endswith(wanted) for failure in measured.failures())
+    heading, *rows = measured.table()
+    assert [row[heading.index("curve")] for row in rows] == ["same", "same", "from 4", "same"]
+    assert measured.as_dict()["curves"]["verdict"] == "different from step 4"
+
+
+def test_repeats_of_the_fp32_reference_say_nothing_of_bfloat16_legs() -> None:
+    measured = departing_in_leg_3(5e-3)
+    legs = (*measured.legs[:2], replace(measured.legs[2], precision="bfloat16"), measured.legs[3])
+    mixed = with_repeats(replace(measured, legs=legs))
+    assert mixed.failures() == []
+    assert mixed.curves().verdict == "same experiment"
+    low = tuple(replace(leg, precision="bfloat16") for leg in measured.legs)
+    assert with_repeats(replace(measured, legs=low)).curves().fp32 is None
 
 
 @pytest.mark.parametrize("step", [0, 1])

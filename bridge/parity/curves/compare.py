@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from functools import reduce
 
 import numpy as np
@@ -45,9 +45,29 @@ def compare_runs(
     Raises ``MetricsError`` for files that cannot be read, that lack ``metric`` (and names those that exist) or share no
     step, and for arguments out of range; ``OSError`` for files that cannot be opened.
     """
+    if isinstance(a, str | os.PathLike) or isinstance(b, str | os.PathLike):
+        raise MetricsError(
+            'expected lists of paths, such as compare_runs(["a.jsonl"], ["b.jsonl"]), found one path'
+        )
     _check_arguments(a, b, alpha, window, rtol)
-    names = [os.fspath(path) for path in (*a, *b)]
-    series = [_series(name, metric) for name in names]
+    left, right = (
+        [(os.fspath(path), _series(os.fspath(path), metric)) for path in paths] for paths in (a, b)
+    )
+    return compare_series(left, right, metric, alpha=alpha, window=window, rtol=rtol)
+
+
+def compare_series(
+    a: Sequence[tuple[str, Series]],
+    b: Sequence[tuple[str, Series]],
+    metric: str = "loss",
+    *,
+    alpha: float = 0.05,
+    window: int | None = None,
+    rtol: float = 0.0,
+) -> CurvesReport:
+    """``compare_runs`` for runs in memory, each with the name that it has in the report."""
+    _check_arguments(a, b, alpha, window, rtol)
+    names, series = [name for name, _ in (*a, *b)], [one for _, one in (*a, *b)]
     steps = reduce(np.intersect1d, [one.steps for one in series])
     if not len(steps):
         raise MetricsError(f"expected steps that all runs have, found none: {_ranges(names, series)}")
@@ -151,13 +171,7 @@ def _stretches(flags: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(first), int(stop) - 1
 
 
-def _check_arguments(
-    a: Sequence[PathLike], b: Sequence[PathLike], alpha: float, window: int | None, rtol: float
-) -> None:
-    if isinstance(a, str | os.PathLike) or isinstance(b, str | os.PathLike):
-        raise MetricsError(
-            'expected lists of paths, such as compare_runs(["a.jsonl"], ["b.jsonl"]), found one path'
-        )
+def _check_arguments(a: Sized, b: Sized, alpha: float, window: int | None, rtol: float) -> None:
     if not a or not b:
         raise MetricsError(f"expected one run or more on each side, found {len(a)} and {len(b)}")
     if not 0 < alpha < 1:

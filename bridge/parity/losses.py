@@ -1,0 +1,102 @@
+"""The losses of a relay against the uninterrupted run's: are they the same experiment (``bridge.parity.curves``)?
+
+Seeds, data and initial weights are one, so runs may differ by rounding only. What rounding does to the losses is
+estimated from repeats of the fp32 reference that differ in nothing else. Without repeats each step is held against a
+tolerance, as are steps from the first bfloat16 leg on, which no repeat in fp32 speaks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.parity.curves.compare import compare_series
+from bridge.parity.curves.found import Departure
+from bridge.parity.curves.report import CurvesReport
+from bridge.parity.curves.series import Series
+
+FP32_TOLERANCE = 1e-5
+# Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
+BF16_TOLERANCE = 1e-2
+# A loss is one fp32 number: distances below one rounding of it say nothing.
+ROUNDING = 2.0**-23
+ALPHA = 0.01
+"""Probability that the band of repeats calls a right relay wrong, over all its steps."""
+
+
+@dataclass(frozen=True)
+class LossCurves:
+    """Reports of ``compare_series``, the reference as A and the relay as B; None for a part without steps.
+
+    fp32: the steps before the first bfloat16 leg. low: those from there on. repeats: of the reference, beside itself.
+    """
+
+    fp32: CurvesReport | None
+    low: CurvesReport | None
+    repeats: int
+
+    @property
+    def reports(self) -> list[CurvesReport]:
+        return [one for one in (self.fp32, self.low) if one is not None]
+
+    @property
+    def departures(self) -> list[Departure]:
+        """In order of their steps; none if the relay and the reference are the same experiment."""
+        return [departure for report in self.reports for departure in report.departures]
+
+    @property
+    def verdict(self) -> str:
+        """ "same experiment" or "different from step k"."""
+        return next((report.verdict for report in self.reports if not report.same), "same experiment")
+
+    def verdict_between(self, first: int, stop: int) -> str:
+        """ "same", or "from k": the first step of ``range(first, stop)`` that departs."""
+        found = [max(one.first, first) for one in self.departures if one.first < stop and one.last >= first]
+        return f"from {min(found)}" if found else "same"
+
+    def summary(self) -> str:
+        """The verdict and what it rests on."""
+        lines = [f"Losses of relay and fp32 reference: {self.verdict}; {self._grounds()}."]
+        if self.fp32 is not None and self.fp32.growth is not None:
+            lines.append(self.fp32.growth.summary())
+        return "\n".join(lines)
+
+    def _grounds(self) -> str:
+        noise = None if self.fp32 is None else self.fp32.noise
+        if noise is not None:
+            grounds = [
+                f"band of {self.repeats} repeats that differ in rounding only: {noise.band:.1e} (median), "
+                f"{noise.critical:.1f} standard errors, p = {noise.p:.2g}, false alarms at most {noise.alpha:g}"
+            ]
+        else:
+            grounds = [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, as nothing was repeated"]
+        if self.low is not None:
+            grounds.append(f"tolerance {self.low.rtol:g} from the first bfloat16 leg on")
+        return "; ".join(grounds)
+
+
+def compare_losses(
+    relay: Sequence[float], reference: Sequence[float], repeats: Sequence[Sequence[float]], split: int
+) -> LossCurves:
+    """Compare the losses of the steps 0, 1, ... of a relay whose legs compute in fp32 before the step ``split``."""
+    runs = [
+        ("reference", reference),
+        *((f"repeat {number}", losses) for number, losses in enumerate(repeats, 1)),
+    ]
+    end = len(relay)
+
+    def part(
+        first: int, stop: int, references: list[tuple[str, Sequence[float]]], rtol: float
+    ) -> CurvesReport:
+        steps = np.arange(first, stop)
+        a = [(name, Series(steps, np.asarray(losses[first:stop], float))) for name, losses in references]
+        b = [("relay", Series(steps, np.asarray(relay[first:stop], float)))]
+        return compare_series(a, b, alpha=ALPHA, window=1, rtol=rtol)
+
+    return LossCurves(
+        part(0, split, runs, ROUNDING if repeats else FP32_TOLERANCE) if split else None,
+        part(split, end, runs[:1], BF16_TOLERANCE) if split < end else None,
+        len(repeats),
+    )
