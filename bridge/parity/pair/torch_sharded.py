@@ -226,7 +226,7 @@ class ShardedTorchSide:
         for name, tensor in tensors:
             found[name] = to_numpy(tensor)
             if not is_sharded(tensor):
-                self._ranks.note_unlike(f"the {what} of {name}, which is not sharded", found[name])
+                self._ranks.note_unlike(f"the {what} of {name}, which is not sharded,", found[name])
         return found
 
 

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_impl
 from bridge.parity import capture_torch
+from bridge.parity.pair.torch_side import TorchSide
+from bridge.parity.pair.trace import TraceError
 
 WIDTH, HIDDEN = 6, 8
 ROWS = np.random.default_rng(5).standard_normal((6, WIDTH)).astype(np.float32)
@@ -44,31 +46,33 @@ def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) ** 2).mean()
 
 
-def fsdp2(model: nn.Module) -> None:
-    for module in (model.up, model.down):
-        fully_shard(module, mesh=_mesh())  # type: ignore[arg-type]
-    fully_shard(model, mesh=_mesh())
+def fsdp2(model: nn.Module, dtype: str = "float32") -> None:
+    low = getattr(torch, dtype)
+    policy = MixedPrecisionPolicy(param_dtype=low if dtype == "bfloat16" else None)
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=_mesh(), mp_policy=policy)  # type: ignore[arg-type]
 
 
-def ours(model: nn.Module) -> None:
-    for module in (model.up, model.down):
-        torch_impl.fully_shard(module, mesh=_mesh(), strategy="optim_grads_params")  # type: ignore[type-var]
-    torch_impl.fully_shard(model, mesh=_mesh(), strategy="optim_grads_params")
+def ours(model: nn.Module, dtype: str = "float32") -> None:
+    low = getattr(torch, dtype)
+    policy = torch_impl.MixedPrecisionPolicy(param_dtype=low if dtype == "bfloat16" else None)
+    for module in (model.up, model.down, model):
+        torch_impl.fully_shard(module, mesh=_mesh(), strategy="optim_grads_params", mp_policy=policy)  # type: ignore[type-var]
 
 
-def tensor_parallel(model: nn.Module) -> None:
+def tensor_parallel(model: nn.Module, dtype: str = "float32") -> None:
     _parallel(model, Replicate())
 
 
-def without_reduction(model: nn.Module) -> None:
+def without_reduction(model: nn.Module, dtype: str = "float32") -> None:
     """The second matrix's products stay sums of a part."""
     _parallel(model, Partial())
 
 
-def unreduced_gradients(model: nn.Module) -> None:
-    """Sums over a rank's own rows go on as if they were of all rows."""
-    fsdp2(model)
-    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+def unreduced_gradients(model: nn.Module, dtype: str = "float32") -> None:
+    """The norm's gradients stay those of a rank's own rows."""
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=_mesh(), ignored_params=set(model.norm.parameters()))  # type: ignore[arg-type, union-attr]
 
 
 def _parallel(model: nn.Module, output: Placement) -> None:
@@ -83,7 +87,7 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-WAYS: dict[str, Callable[[nn.Module], None]] = {
+WAYS: dict[str, Callable[[nn.Module, str], None]] = {
     one.__name__: one for one in (fsdp2, ours, tensor_parallel, without_reduction, unreduced_gradients)
 }
 
@@ -91,12 +95,13 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 def capture(way: str, path: str, options: dict[str, Any] | None = None) -> tuple[int, bool]:
     """Capture; how often the model's buffer counts a call, and whether its weights are as before."""
     options = dict(options or {})
-    model = Net()
+    eps = options.pop("eps", 1e-5)
+    model = Net(eps)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    WAYS[way](model)
+    WAYS[way](model, options.get("dtype", "float32"))
     if options.pop("reference", False):
-        options["reference"] = Net().double()
-        WAYS[way](options["reference"])
+        options["reference"] = Net(eps).double()
+        WAYS[way](options["reference"], "float64")
     if options.get("loss") == "square":
         options["loss"] = square_loss
     capture_torch(model, rows_of(way), path, **options)
@@ -109,3 +114,71 @@ def rows_of(way: str) -> np.ndarray:
         return ROWS
     number = len(ROWS) // dist.get_world_size()
     return ROWS[dist.get_rank() * number :][:number]
+
+
+def refused(what: str, path: str) -> str:
+    """The error that this rank raised, or nothing."""
+    model = Net()
+    fsdp2(model)
+    rank = dist.get_rank()
+    rows = ROWS[3 * rank : 3 * rank + 3]
+    options: dict[str, Any] = {"loss": square_loss, "steps": 0}
+    if what == "rows" and rank == 1:
+        rows = rows[:2]
+    if what == "replicas":
+        rows = ROWS[:3] if rank < 2 else ROWS[3:]
+    if what == "plain reference":
+        options["reference"] = Net().double()
+    if what == "float32 reference":
+        options["reference"] = Net()
+        fsdp2(options["reference"])
+    if what == "gradients":
+        square_loss(model, torch.from_numpy(rows)).backward()
+    if what == "loss":
+        options["loss"] = "cross"
+    if what == "dtype":
+        options["dtype"] = "float64"
+    if what in ("samples", "unused samples", "five rows"):
+        rows = np.concatenate([rows, rows + 1, rows + 2])[:5]
+        options["samples"] = {"samples": {6: 6}, "unused samples": {5: 2}, "five rows": {10: 2}}[what]
+    try:
+        capture_torch(model, rows, path, **options)
+    except (ValueError, TraceError) as error:
+        return str(error)
+    return ""
+
+
+def failing(where: str, path: str) -> None:
+    """Rank 1 fails in the run."""
+    model = Net()
+    model.down.register_forward_pre_hook(_fail_on_last_rank) if where == "forward" else None
+    fsdp2(model)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found = square_loss(model, batch)
+        if where == "loss" and dist.get_rank() == 1:
+            raise RuntimeError("no loss")
+        return found
+
+    if where == "other calls":
+        model = Net()
+        parallelize_module(model, _mesh(), {"down": ColwiseParallel(output_layouts=Replicate())})
+        if dist.get_rank() == 1:
+            model.forward = lambda x: model.down(nn.functional.gelu(model.norm(x @ model.up.weight.T)))  # type: ignore[method-assign]
+    capture_torch(model, rows_of("fsdp2"), path, loss=loss, steps=0)
+
+
+def _fail_on_last_rank(module: nn.Module, args: Any) -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("out of memory")
+
+
+def compared_directly() -> str:
+    """What a side of a sharded model says."""
+    model = Net()
+    fsdp2(model)
+    try:
+        TorchSide(model).record(ROWS)
+    except ValueError as error:
+        return str(error)
+    return ""
