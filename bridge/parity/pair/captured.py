@@ -46,8 +46,8 @@ def capture_torch(
             such as ``{8: 2, 512: 16}``. Give the same to both captures. Default: everything is kept.
         reference: of a sharded model, the same model in float64, sharded alike.
 
-    A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all ranks
-    of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
+    A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
+    ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
     if _is_sharded(model):
         from bridge.parity.pair.torch_sharded import capture_sharded
@@ -158,8 +158,8 @@ def _notes(torch: TraceSide, jax: TraceSide) -> Iterator[str]:
         )
     if not torch.has_float64:
         yield (
-            f"torch ran in {torch.dtype} only: differences below its rounding do not show, and what rounding explains is "
-            "taken from the JAX side"
+            f"torch ran in {torch.dtype} only: differences below its rounding do not show, and what rounding explains "
+            "is taken from the JAX side"
         )
     yield from (*torch.notes, *jax.notes)
 

@@ -55,9 +55,9 @@ class Sampling:
             taken = sorted(kept.keys() & set(leaf.shape))
             if taken:
                 raise ValueError(
-                    f"samples: {name} {list(leaf.shape)} has an axis of {taken[0]}, too, so features would be taken for "
-                    f"{'rows or tokens' if taken[0] in samples else 'rows times tokens'}; capture with a batch of other "
-                    "sizes"
+                    f"samples: {name} {list(leaf.shape)} has an axis of {taken[0]}, too, so features would be taken "
+                    f"for {'rows or tokens' if taken[0] in samples else 'rows times tokens'}; capture with a batch of "
+                    "other sizes"
                 )
         return cls(kept)
 
@@ -84,7 +84,8 @@ def statistics(array: np.ndarray) -> dict[str, object]:
         finite = values[np.isfinite(values)]
         found["nonfinite"] = values.size - finite.size
         if finite.size:
-            norm = float(np.linalg.norm(finite))
-            found |= {"norm": norm, "mean": float(finite.mean()), "rms": norm / math.sqrt(finite.size)}
+            with np.errstate(over="ignore"):
+                norm, mean = float(np.linalg.norm(finite)), float(finite.mean())
+            found |= {"norm": norm, "mean": mean, "rms": norm / math.sqrt(finite.size)}
             found |= {"least": float(finite.min()), "largest": float(finite.max())}
     return found

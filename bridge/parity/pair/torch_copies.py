@@ -23,7 +23,7 @@ def check_unsharded(model: nn.Module) -> None:
         if is_sharded(parameter):
             raise ValueError(
                 f"{name} is sharded (a DTensor): call bridge.parity.capture_torch with the model on all ranks, under "
-                "torchrun, capture_jax with the JAX model, and compare the two traces; or build the model without sharding"
+                "torchrun, and capture_jax with the JAX model, and compare the traces; or build it without sharding"
             )
 
 

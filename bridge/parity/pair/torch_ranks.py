@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ T = TypeVar("T")
 _LIKE = 64.0
 """Replicas' values may be so many epsilons apart, relatively: kernels that add in any order."""
 _SHOWN = 8
-ONCE, MEAN = "once", "mean"
-Way = int | str
-"""How leaves of ranks become one: concatenated along an axis, equal ones taken once, or their mean."""
+Way = int | Literal["mean"]
+"""How leaves of ranks become one: concatenated along an axis, or their mean, which equal ones are themselves."""
 
 
 @dataclass
@@ -62,8 +61,8 @@ class Ranks:
             for rank, one in enumerate(found):
                 if one[place] != found[0][place]:
                     raise ValueError(
-                        f"batch of rank {rank}: expected as many {what} as rank 0 has, {found[0][place]}, got {one[place]}; "
-                        "the mean of the ranks' losses is the loss of all rows only if they have as many"
+                        f"batch of rank {rank}: expected as many {what} as rank 0 has, {found[0][place]}, got "
+                        f"{one[place]}; only then the mean of the ranks' losses is the loss of all rows"
                     )
         prints = [one[3] for one in found]
         owner = tuple(prints.index(one) for one in prints)
@@ -71,8 +70,8 @@ class Ranks:
         counts = {one: owner.count(one) for one in holders}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"batches: expected each to be given to as many ranks as the others, got {list(counts.values())} ranks: "
-                f"first on ranks {list(holders)}; give data-parallel ranks different rows"
+                f"batches: expected each to be given to as many ranks as the others, got {list(counts.values())} "
+                f"ranks, the first of which are {list(holders)}; give data-parallel ranks different rows"
             )
         return cls(group, dist.get_rank(), dist.get_world_size(), found[0][2], holders, owner)
 
@@ -130,8 +129,8 @@ class Ranks:
                 )
                 names = [repr(one[place][0]) if place < len(one) else "none" for one in (made[0], theirs)]
                 raise ValueError(
-                    f"rank {rank}: expected the calls of rank 0, got another one in place {place}: {names[0]} on rank 0, "
-                    f"{names[1]} on rank {rank}"
+                    f"rank {rank}: expected the calls of rank 0, got another one in place {place}: {names[0]} on rank "
+                    f"0, {names[1]} on rank {rank}"
                 )
         for call in calls:
             yield self._whole_call(call)
@@ -143,43 +142,34 @@ class Ranks:
         where = f"{call.path or '(model)'}" + (f"#{call.number}" if call.number else "")
         inputs, _ = self._merged(f"an input of {where}", [one[0] for one in found])
         outputs, ways = self._merged(f"the output of {where}", [one[1] for one in found])
-        gradients = {}
+        gradients: dict[str, np.ndarray] = {}
         for name, way in ways.items():
-            parts = [found[one][2].get(name) for one in self.holders]
-            if all(part is not None for part in parts):
-                # Of the mean loss: a rank's loss is one of as many.
-                number = len(parts)
-                if isinstance(way, int):
-                    gradients[name] = (np.concatenate(parts, way) / number).astype(parts[0].dtype)  # type: ignore[arg-type, union-attr]
-                else:
-                    gradients[name] = (sum(parts) / number).astype(parts[0].dtype)  # type: ignore[arg-type, operator, union-attr]
+            parts = [found[one][2][name] for one in self.holders if name in found[one][2]]
+            if len(parts) == len(self.holders):
+                # A rank's loss is one of as many, of which the loss is the mean.
+                joined = _joined(parts, way)
+                gradients[name] = (
+                    (joined / len(parts)).astype(joined.dtype) if isinstance(way, int) else joined
+                )
         return inputs, outputs, gradients
 
-    def _merged(
-        self, where: str, leaves: Sequence[Mapping[str, np.ndarray]]
-    ) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
+    def _merged(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
         found: dict[str, np.ndarray] = {}
         ways: dict[str, Way] = {}
         for name in leaves[0]:
-            arrays = [one.get(name) for one in leaves]
+            arrays = [one[name] for one in leaves if name in one]
             what = f"{where}{f', {name},' if name else ''}"
-            if any(one is None for one in arrays):
+            if len(arrays) < self.size:
                 self.unlike.append(f"{what} is not on all ranks: left out")
                 continue
             for rank, owner in enumerate(self.owner):
-                self._compare(what, arrays[owner], arrays[rank], owner, rank)  # type: ignore[arg-type]
+                self._compare(what, arrays[owner], arrays[rank], owner, rank)
             parts = [arrays[one] for one in self.holders]
-            way = _way(parts, self.rows)  # type: ignore[arg-type]
+            way = _way(parts, self.rows)
             if way is None:
                 self.unlike.append(f"{what} does not fit together over the ranks: left out")
-                continue
-            ways[name] = way
-            if isinstance(way, int):
-                found[name] = np.concatenate(parts, way)  # type: ignore[arg-type]
-            elif way == ONCE:
-                found[name] = parts[0]  # type: ignore[assignment]
             else:
-                found[name] = np.asarray(sum(parts) / len(parts))  # type: ignore[arg-type, operator]
+                ways[name], found[name] = way, _joined(parts, way)
         return found, ways
 
     def _compare(self, what: str, one: np.ndarray, other: np.ndarray, first: int, second: int) -> None:
@@ -225,20 +215,30 @@ def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
     """How the holders' leaves become one; None if they do not fit."""
     first = parts[0]
     if len(parts) == 1:
-        return ONCE
+        return "mean"
     shapes = {one.shape for one in parts}
     equal = len(shapes) == 1 and all(one.tobytes() == first.tobytes() for one in parts)
     # With one row a leading axis may as well be that of a table which all rows share.
     if len(shapes) == 1 and first.ndim and first.shape[0] == rows and not (equal and rows == 1):
         return 0
     if equal:
-        return ONCE
+        return "mean"
     if not first.ndim:
-        return MEAN if first.dtype.kind not in "iub" else None
+        return "mean" if first.dtype.kind not in "iub" else None
     axes = [axis for axis, size in enumerate(first.shape) if size == rows]
     if len(shapes) == 1 and len(axes) == 1:
         return axes[0]
     return 0 if len({one.shape[1:] for one in parts}) == 1 else None
+
+
+def _joined(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
+    first = parts[0]
+    if isinstance(way, int):
+        return np.concatenate(parts, way)
+    if all(one.tobytes() == first.tobytes() for one in parts):
+        return first
+    wide = np.result_type(first.dtype, np.float64)
+    return np.asarray(np.mean([one.astype(wide) for one in parts], 0)).astype(first.dtype)
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:

@@ -53,8 +53,9 @@ def capture_sharded(
     """Run a sharded model on all ranks of the default process group; rank 0 writes one trace, whole.
 
     The trace is that of one process with all rows: activations of all ranks, concatenated in the order of ranks,
-    parameters and gradients whole, the mean loss. ``batch``: this rank's own rows, as many on all ranks, as in training;
-    ranks of one tensor-parallel group give the same ones. ``loss``: a mean over rows, as data parallelism needs it.
+    parameters and gradients whole, the mean loss. ``batch``: this rank's own rows, as many on all ranks, as in
+    training; ranks of one tensor-parallel group give the same ones. ``loss``: a mean over rows, as data parallelism
+    needs it.
 
     The model runs in its own precision, which ``dtype`` names, and must not have gradients yet; weights and buffers are
     as before afterwards. ``reference``: the model in float64, sharded alike; it gets the model's weights. With it a
@@ -138,9 +139,7 @@ class ShardedTorchSide:
         if reference is not None:
             self._models["float64"] = reference
             with torch.no_grad():
-                for one, its in zip(reference.parameters(), model.parameters(), strict=True):
-                    one.copy_(its)
-                for one, its in zip(reference.buffers(), model.buffers(), strict=True):
+                for one, its in zip(_tensors(reference), _tensors(model), strict=True):
                     one.copy_(its)
 
     @property
@@ -230,6 +229,11 @@ class ShardedTorchSide:
         return found
 
 
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
 @dataclass
 class _Saved:
     tensor: torch.Tensor
@@ -239,7 +243,7 @@ class _Saved:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards parameters and buffers have the values of before, and no gradients."""
-    kept = [_Saved(one, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
+    kept = [_Saved(one, one.detach().clone()) for one in _tensors(model)]
     try:
         yield
     finally:

@@ -136,8 +136,8 @@ class Taken:
         for size in map(int, list(self.header["samples"])[:2]):
             if size not in shapes:
                 raise ValueError(
-                    f"samples: expected the size of an axis that a module's array has, got {size}; of tokens [B, T + 1] "
-                    "the model may get T"
+                    f"samples: expected the size of an axis that a module's array has, got {size}; of tokens [B, T "
+                    "+ 1] the model may get T"
                 )
         header = {**self.header, "batch": list(batch), "notes": list(notes)}
         arrays = {**self.arrays, **{f"batch:{name}": array for name, array in batch.items()}}

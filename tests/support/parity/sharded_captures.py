@@ -31,6 +31,7 @@ class Net(nn.Module):
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN, eps=eps)
         self.down = nn.Linear(HIDDEN, WIDTH)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -105,7 +106,9 @@ def capture(way: str, path: str, options: dict[str, Any] | None = None) -> tuple
     if options.get("loss") == "square":
         options["loss"] = square_loss
     capture_torch(model, rows_of(way), path, **options)
-    after = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in model.state_dict().items()}
+    after = {
+        name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in model.state_dict().items()
+    }
     return int(model.calls), all(torch.equal(before[name], one) for name, one in after.items())
 
 
