@@ -24,6 +24,7 @@ from tests.support.parity.sharded_captures import (
     capture,
     compared_directly,
     failing,
+    model_of,
     refused,
     square_loss,
 )
@@ -69,16 +70,33 @@ def equal_traces(found: TraceSide, expected: TraceSide, dtypes: tuple[str, ...])
 
 
 @pytest.mark.parametrize("loss", ["square", None])
-@pytest.mark.parametrize("way", ["fsdp2", "ours", "tensor_parallel"])
+@pytest.mark.parametrize("way", ["fsdp2", "ours", "tensor_parallel", "sharded_tensors", "two_axes"])
 def test_a_sharded_model_is_captured_as_one_process_would(
     tmp_path: Path, ranks: RankGroup, way: str, loss: str | None
 ) -> None:
-    done = ranks.run(2, capture, way, str(tmp_path / "mine"), {"loss": loss, "reference": True, "steps": 2})
-    assert done == [(0, True), (0, True)]
-    capture_torch(Net(), ROWS, tmp_path / "plain", loss=square_loss if loss else None, steps=2)
+    world = 4 if way == "two_axes" else 2
+    done = ranks.run(
+        world, capture, way, str(tmp_path / "mine"), {"loss": loss, "reference": True, "steps": 2}
+    )
+    assert done == [(0, True)] * world
+    capture_torch(model_of(way), ROWS, tmp_path / "plain", loss=square_loss if loss else None, steps=2)
     found, expected = TraceSide.read(tmp_path / "mine"), TraceSide.read(tmp_path / "plain")
     equal_traces(found, expected, ("float64", "float32"))
     assert len(found.notes) == 1, found.notes
+
+
+def test_parts_that_ranks_give_each_other_outside_of_dtensors_are_noted(
+    tmp_path: Path, ranks: RankGroup
+) -> None:
+    options = {"loss": "square", "reference": True, "steps": 0}
+    ranks.run(2, capture, "local_shards", str(tmp_path / "mine"), options)
+    found = TraceSide.read(tmp_path / "mine")
+    words = "the output of up differs between ranks 0 and 1, which have the same rows"
+    assert any(words in one for one in found.notes)
+    capture_torch(model_of("local_shards"), ROWS, tmp_path / "plain", loss=square_loss, steps=0)
+    mine, plain = (one.record(None, "float64") for one in (found, TraceSide.read(tmp_path / "plain")))
+    near(mine.gradients, plain.gradients, epsilon("float64"), "gradients")
+    near(mine.calls[0].outputs, plain.calls[0].outputs, epsilon("float64"), "outputs")
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,29 @@ def unreduced_gradients(model: nn.Module, dtype: str = "float32") -> None:
         fully_shard(module, mesh=_mesh(), ignored_params=set(model.norm.parameters()))  # type: ignore[arg-type, union-attr]
 
 
+def local_shards(model: nn.Module, dtype: str = "float32") -> None:
+    """Each rank has its own features between the two matrices."""
+    parallelize_module(model, _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def sharded_tensors(model: nn.Module, dtype: str = "float32") -> None:
+    """As ``local_shards``, with DTensors between the two."""
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    parallelize_module(model, _mesh(), plan)
+
+
+def two_axes(model: nn.Module, dtype: str = "float32") -> None:
+    """Tensor parallel within pairs of ranks, FSDP2 over them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "up": ColwiseParallel(output_layouts=Replicate()),
+        "down": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh["dp"])  # type: ignore[arg-type]
+
+
 def _parallel(model: nn.Module, output: Placement) -> None:
     plan = {
         "up": ColwiseParallel(output_layouts=Replicate()),
@@ -89,19 +112,34 @@ def _mesh() -> Any:
 
 
 WAYS: dict[str, Callable[[nn.Module, str], None]] = {
-    one.__name__: one for one in (fsdp2, ours, tensor_parallel, without_reduction, unreduced_gradients)
+    one.__name__: one
+    for one in (
+        *(fsdp2, ours, two_axes, tensor_parallel, local_shards, sharded_tensors),
+        *(without_reduction, unreduced_gradients),
+    )
 }
+
+
+_WITHOUT_NORM = ("local_shards", "sharded_tensors")
+
+
+def model_of(way: str, eps: float = 1e-5) -> Net:
+    """The model that is sharded in this way: a norm needs all features."""
+    model = Net(eps)
+    if way in _WITHOUT_NORM:
+        model.norm = nn.Identity()  # type: ignore[assignment]
+    return model
 
 
 def capture(way: str, path: str, options: dict[str, Any] | None = None) -> tuple[int, bool]:
     """Capture; how often the model's buffer counts a call, and whether its weights are as before."""
     options = dict(options or {})
     eps = options.pop("eps", 1e-5)
-    model = Net(eps)
+    model = model_of(way, eps)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     WAYS[way](model, options.get("dtype", "float32"))
     if options.pop("reference", False):
-        options["reference"] = Net(eps).double()
+        options["reference"] = model_of(way, eps).double()
         WAYS[way](options["reference"], "float64")
     if options.get("loss") == "square":
         options["loss"] = square_loss
@@ -113,10 +151,13 @@ def capture(way: str, path: str, options: dict[str, Any] | None = None) -> tuple
 
 
 def rows_of(way: str) -> np.ndarray:
-    if way in ("tensor_parallel", "without_reduction"):
+    if way in ("tensor_parallel", "without_reduction", *_WITHOUT_NORM):
         return ROWS
-    number = len(ROWS) // dist.get_world_size()
-    return ROWS[dist.get_rank() * number :][:number]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if way == "two_axes":
+        world, rank = world // 2, rank // 2
+    number = len(ROWS) // world
+    return ROWS[rank * number :][:number]
 
 
 def refused(what: str, path: str) -> str:
