@@ -49,7 +49,9 @@ def capture_torch(
     A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
     ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
-    if _is_sharded(model):
+    from bridge.parity.pair.torch_copies import has_shards
+
+    if has_shards(model):
         from bridge.parity.pair.torch_sharded import capture_sharded
 
         capture_sharded(
@@ -93,14 +95,6 @@ def capture_jax(
 
     side = JaxSide(model, loss, optimizer=optimizer)
     write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)
-
-
-def _is_sharded(model: Any) -> bool:
-    from torch import nn
-
-    from bridge.parity.pair.torch_leaves import is_sharded
-
-    return isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
 
 
 def compare_traces(

@@ -17,6 +17,11 @@ from bridge.parity.pair.torch_leaves import cast, deep_copy, is_sharded
 SEED = 0
 
 
+def has_shards(model: object) -> bool:
+    """Whether it is a module of whose parameters this process has parts only."""
+    return isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
+
+
 def check_unsharded(model: nn.Module) -> None:
     """ValueError names a parameter of which this process has a part only."""
     for name, parameter in model.named_parameters():
