@@ -47,7 +47,8 @@ def by_engine(engine: str) -> JaxMLP:
     state = jax_impl.init_state(plan, weights, optimizer)
     step = jax_impl.make_train_step(plan, lambda model, batch: jnp.mean(model(batch) ** 2), optimizer)
     state, _ = step(state, ROWS)
-    model: JaxMLP = plan.merge(jax_impl.unshard(plan, state))
+    model = plan.merge(jax_impl.unshard(plan, state))
+    assert isinstance(model, JaxMLP)
     return model
 
 
