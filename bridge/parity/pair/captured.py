@@ -8,7 +8,8 @@ compare_traces("torch.trace", "jax.trace", mapping="llama")         # where neit
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,47 @@ def capture_torch(
     dtype: str = "float32",
     steps: int = 3,
     optimizer: Any = None,
+    samples: Mapping[int, int] | None = None,
+    reference: Any = None,
 ) -> None:
     """Write the trace of a torch model to the new directory ``path``. Arguments as in ``parity``.
 
     Without a loss the model's outputs are multiplied by numbers that depend on their order and shapes, so outputs that
     are ordered or laid out differently on the JAX side need a loss of one's own.
+
+    Args:
+        samples: keep only some rows and tokens of activations and their gradients: how many, by the size of the axis,
+            such as ``{8: 2, 512: 16}``. Give the same to both captures. Default: everything is kept.
+        reference: of a sharded model, the same model in float64, sharded alike.
+
+    A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
+    ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
+    from bridge.parity.pair.torch_copies import has_shards
+
+    if has_shards(model):
+        from bridge.parity.pair.torch_sharded import capture_sharded
+
+        capture_sharded(
+            model,
+            batch,
+            path,
+            loss=loss,
+            dtype=dtype,
+            steps=steps,
+            optimizer=optimizer,
+            samples=samples,
+            reference=reference,
+        )
+        return
+    if reference is not None:
+        raise ValueError(
+            "reference: expected none for a model that is not sharded, which is copied in float64"
+        )
     from bridge.parity.pair.torch_side import TorchSide
 
-    write_trace(TorchSide(model, loss, optimizer=optimizer), batch, path, dtype=dtype, steps=steps)
+    side = TorchSide(model, loss, optimizer=optimizer)
+    write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)
 
 
 def capture_jax(
@@ -52,11 +85,16 @@ def capture_jax(
     dtype: str = "float32",
     steps: int = 3,
     optimizer: Any = None,
+    samples: Mapping[int, int] | None = None,
 ) -> None:
-    """Write the trace of a JAX model to the new directory ``path``; see ``capture_torch``."""
+    """Write the trace of a JAX model to the new directory ``path``; see ``capture_torch``.
+
+    Arrays may be sharded over the devices of this process.
+    """
     from bridge.parity.pair.jax_side import JaxSide
 
-    write_trace(JaxSide(model, loss, optimizer=optimizer), batch, path, dtype=dtype, steps=steps)
+    side = JaxSide(model, loss, optimizer=optimizer)
+    write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)
 
 
 def compare_traces(
@@ -85,13 +123,39 @@ def compare_traces(
             f"{torch.path}, {jax.path}: expected traces of one compute dtype and as many steps, got {torch.dtype} and "
             f"{jax.dtype}, {torch.steps} and {jax.steps}"
         )
+    if torch.samples != jax.samples:
+        raise TraceError(
+            f"{torch.path}, {jax.path}: expected traces with the same samples, got {_sizes(torch)} and {_sizes(jax)}; "
+            "capture both with the same `samples`"
+        )
+    if not jax.has_float64:
+        raise TraceError(f"{jax.path}: expected a run in float64, got none")
     _check_batches(torch, jax)
     table = mapping_table(mapping, axes)
     assert table is not None
     relation = WeightMap.of(table, torch.weights(), jax.weights())
-    return compare_sides(
+    report = compare_sides(
         torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
     )
+    return replace(report, notes=tuple(_notes(torch, jax)))
+
+
+def _sizes(side: TraceSide) -> str:
+    return ", ".join(f"{len(kept)} of {size}" for size, kept in side.samples.items()) or "none"
+
+
+def _notes(torch: TraceSide, jax: TraceSide) -> Iterator[str]:
+    if torch.samples:
+        yield (
+            f"compared from samples of activations ({_sizes(torch)} positions of an axis): a difference in the others "
+            "shows only in the loss and the gradients of parameters, which are whole"
+        )
+    if not torch.has_float64:
+        yield (
+            f"torch ran in {torch.dtype} only: differences below its rounding do not show, and what rounding explains "
+            "is taken from the JAX side"
+        )
+    yield from (*torch.notes, *jax.notes)
 
 
 def _check_batches(torch: TraceSide, jax: TraceSide) -> None:

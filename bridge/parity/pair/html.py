@@ -95,6 +95,7 @@ def _heading(report: ParityReport) -> str:
         + (f" Versions: {text(versions)}." if versions else "")
         + (f" Losses: {text(losses)}." if losses else "")
         + "</p>"
+        + "".join(f'<p class="soft">{text(note)}</p>' for note in report.notes)
     )
 
 

@@ -35,7 +35,8 @@ class ParityReport:
     ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called
     and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one. ``dtype``: the compute dtype
     under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of the self-test. ``order``:
-    why rows in another order say nothing of rounding, "" where they do.
+    why rows in another order say nothing of rounding, "" where they do. ``notes``: on what all rows are of, such as
+    samples.
     """
 
     rows: tuple[Row, ...]
@@ -49,6 +50,7 @@ class ParityReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     order: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -129,6 +131,7 @@ class ParityReport:
 
     def remarks(self) -> Iterator[str]:
         """What was not compared, and what this batch could not have shown: a line each, none where all is well."""
+        yield from self.notes
         for what, names in (
             ("torch modules without a partner", self.torch_only),
             ("JAX modules without a partner", self.jax_only),

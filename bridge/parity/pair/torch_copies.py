@@ -12,19 +12,14 @@ from torch import nn
 
 from bridge.parity.pair.recording import COMPUTE_DTYPES
 from bridge.parity.pair.torch_float64 import all_float64
-from bridge.parity.pair.torch_leaves import cast, deep_copy
+from bridge.parity.pair.torch_leaves import cast, deep_copy, is_sharded
 
 SEED = 0
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(parameter, "full_tensor")
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded; a collective then."""
-    return getattr(parameter, "full_tensor", lambda: parameter)()
+def has_shards(model: object) -> bool:
+    """Whether it is a module of whose parameters this process has parts only."""
+    return isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
 
 
 def check_unsharded(model: nn.Module) -> None:
@@ -32,8 +27,8 @@ def check_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
-                f"{name} is sharded (a DTensor): build the model again without sharding, and load the whole weights, "
-                "which weights() of the sharded side returns"
+                f"{name} is sharded (a DTensor): call bridge.parity.capture_torch with the model on all ranks, under "
+                "torchrun, and capture_jax with the JAX model, and compare the traces; or build it without sharding"
             )
 
 

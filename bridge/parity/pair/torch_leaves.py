@@ -129,10 +129,20 @@ def has_objects(tree: Any) -> bool:
     return found
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded; a collective then."""
+    return getattr(tensor, "full_tensor", lambda: tensor)()
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy, in the tensor's own dtype."""
+    """A copy, in the tensor's own dtype. Of a DTensor all: a collective."""
     with torch.no_grad():
-        tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+        tensor = whole(tensor.detach()).resolve_conj().resolve_neg().cpu()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
         return tensor.numpy().copy()

@@ -27,7 +27,6 @@ from bridge.parity.pair.torch_copies import (
     device_of,
     running,
     second_copy,
-    whole,
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
 from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
@@ -280,7 +279,7 @@ class TorchSide:
 
 
 def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
-    return {name: to_numpy(whole(one)) for name, one in parameters}
+    return {name: to_numpy(one) for name, one in parameters}
 
 
 def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.parity.pair.distance import epsilon
 from bridge.parity.pair.recording import (
     Call,
     Leaves,
@@ -32,11 +33,13 @@ from bridge.parity.pair.recording import (
     Training,
     check_choices,
 )
+from bridge.parity.pair.samples import Sampling, statistics
 from bridge.text import plain_json
 
-_FORMAT = "twinshard trace 1"
+_FORMAT = "twinshard trace 2"
 _HEADER, _READABLE = "twinshard.trace", "trace.json"
 _GROUPS = ("inputs", "outputs", "gradients")
+_ROUNDINGS = 2.0
 
 
 class TraceError(Exception):
@@ -48,51 +51,108 @@ class NotRecorded(Exception):
 
 
 def write_trace(
-    side: Side, batch: Any, path: str | os.PathLike[str], *, dtype: str = "float32", steps: int = 3
+    side: Side,
+    batch: Any,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    steps: int = 3,
+    samples: Mapping[int, int] | None = None,
 ) -> None:
     """Run a side on ``batch`` and write everything that a comparison needs to the new directory ``path``.
 
-    ``steps``: of training, 0 for none. Raises ``TraceError`` where ``path`` exists, ``ValueError`` for a dtype that is
-    none of those that can be tested.
+    ``steps``: of training, 0 for none. ``samples``: see ``Sampling``. Raises ``TraceError`` where ``path`` exists,
+    ``ValueError`` for a dtype that is none of those that can be tested, and as ``Sampling.of``.
     """
     check_choices(dtype, steps)
-    folder = Path(path)
-    if folder.exists():
-        raise TraceError(f"{folder}: expected no file or directory, found one")
-    arrays: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in side.weights().items()}
-    given = dict(_batch_leaves(batch))
-    arrays.update({f"batch:{name}": array for name, array in given.items()})
-    runs = {}
-    for one in ("float64", dtype):
-        runs[one] = _kept(side.record(batch, one), f"{one}:", arrays)
-    trained = {}
-    for one in ("float64", dtype) if steps else ():
-        found = side.train([batch] * steps, one)
-        trained[one] = list(found.losses)
-        for when, weights in (("first", found.first), ("last", found.last)):
-            arrays.update({f"{one}:{when}:{name}": array for name, array in weights.items()})
-    header: dict[str, Any] = {
-        "format": _FORMAT,
-        "framework": side.framework,
-        "separator": side.separator,
-        "dtype": dtype,
-        "steps": steps,
-        "weights": list(side.weights()),
-        "batch": list(given),
-        "runs": runs,
-        "trained": trained,
-    }
-    with create_checkpoint(folder, "safetensors") as writer:
-        for name, array in arrays.items():
-            info = writer.add_tensor(name, array.shape, array.dtype)
-            assert info.name == name
-        writer.add_object(_HEADER, header)
-        for name, array in arrays.items():
-            for box in writer.chunks(name):
-                writer.write(name, box, np.ascontiguousarray(array[box.slices()]))
-    header["statistics"] = {name: _statistics(array) for name, array in arrays.items()}
-    text = json.dumps(plain_json(header), indent=1, allow_nan=False) + "\n"
-    (folder / _READABLE).write_text(text, encoding="utf-8")
+    check_new(path)
+    taken = Taken.of(side, batch, ("float64", dtype), steps, samples)
+    taken.write(path, dict(batch_leaves(batch)))
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Raise ``TraceError`` for a path where something is."""
+    if Path(path).exists():
+        raise TraceError(f"{path}: expected no file or directory, found one")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a trace will hold. ``statistics``: of the arrays before samples were taken of them."""
+
+    header: Mapping[str, Any]
+    arrays: Leaves
+    statistics: Mapping[str, Mapping[str, object]]
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls,
+        side: Side,
+        batch: Any,
+        dtypes: Sequence[str],
+        steps: int = 3,
+        samples: Mapping[int, int] | None = None,
+    ) -> Taken:
+        """Run a side in ``dtypes``, of which the last is the compute dtype."""
+        weights = side.weights()
+        sampling = Sampling.of(samples, weights)
+        found: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
+        numbers: dict[str, Mapping[str, object]] = {}
+        runs, trained = {}, {}
+        for one in dtypes:
+            whole: dict[str, np.ndarray] = {}
+            runs[one] = _kept(side.record(batch, one), f"{one}:", whole)
+            numbers.update((name, statistics(array)) for name, array in whole.items())
+            found.update(
+                (name, array if name.startswith(f"{one}:gradient:") else sampling.cut(array))
+                for name, array in whole.items()
+            )
+        for one in dtypes if steps else ():
+            training = side.train([batch] * steps, one)
+            trained[one] = list(training.losses)
+            for when, leaves in (("first", training.first), ("last", training.last)):
+                found.update({f"{one}:{when}:{name}": array for name, array in leaves.items()})
+        numbers.update((name, statistics(array)) for name, array in found.items() if name not in numbers)
+        header: dict[str, Any] = {
+            "format": _FORMAT,
+            "framework": side.framework,
+            "separator": side.separator,
+            "dtype": dtypes[-1],
+            "steps": steps,
+            "weights": list(weights),
+            "runs": runs,
+            "trained": trained,
+            "samples": {str(size): list(kept) for size, kept in sampling.kept.items()},
+        }
+        return cls(header, found, numbers, sampling)
+
+    def write(self, path: str | os.PathLike[str], batch: Leaves, notes: Sequence[str] = ()) -> None:
+        """Write the trace with the arrays of its batch, and with what a report of it must say.
+
+        ``ValueError`` for a size of samples that no array has.
+        """
+        shapes = {size for one in self.statistics.values() for size in one["shape"]}  # type: ignore[attr-defined]
+        for size in map(int, list(self.header["samples"])[:2]):
+            if size not in shapes:
+                raise ValueError(
+                    f"samples: expected the size of an axis that a module's array has, got {size}; of tokens [B, T "
+                    "+ 1] the model may get T"
+                )
+        header = {**self.header, "batch": list(batch), "notes": list(notes)}
+        arrays = {**self.arrays, **{f"batch:{name}": array for name, array in batch.items()}}
+        folder = Path(path)
+        with create_checkpoint(folder, "safetensors") as writer:
+            for name, array in arrays.items():
+                info = writer.add_tensor(name, array.shape, array.dtype)
+                assert info.name == name
+            writer.add_object(_HEADER, header)
+            for name, array in arrays.items():
+                for box in writer.chunks(name):
+                    writer.write(name, box, np.ascontiguousarray(array[box.slices()]))
+        numbers = {**self.statistics, **{f"batch:{name}": statistics(one) for name, one in batch.items()}}
+        text = json.dumps(plain_json({**header, "statistics": numbers}), indent=1, allow_nan=False) + "\n"
+        (folder / _READABLE).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -135,6 +195,27 @@ class TraceSide:
             arrays,
         )
 
+    @property
+    def has_float64(self) -> bool:
+        """Whether there is a run in float64.
+
+        If not, the run in the compute dtype stands for it, and how much that one rounded is not known: the floor is
+        then the other side's, or ``_ROUNDINGS`` of the compute dtype's epsilon, which the values given for the compute
+        dtype are off.
+        """
+        return "float64" in self.header["runs"]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report of this trace must say."""
+        return tuple(self.header["notes"])
+
+    @property
+    def samples(self) -> Mapping[str, Sequence[int]]:
+        """Positions that were kept of axes, by the size of the axis; see ``Sampling``."""
+        found: Mapping[str, Sequence[int]] = self.header["samples"]
+        return found
+
     def batch(self) -> dict[str, np.ndarray]:
         """The arrays of the batch, by their places in it."""
         return {name: self.arrays[f"batch:{name}"] for name in self.header["batch"]}
@@ -146,23 +227,19 @@ class TraceSide:
         raise NotRecorded(f"{self.path}: the weights of a trace cannot be changed")
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """The recorded run; the batch is that of the trace."""
-        if dtype not in self.header["runs"]:
-            raise NotRecorded(
-                f"{self.path}: expected a run in {dtype}, got {', '.join(self.header['runs'])}; compare traces of one "
-                "compute dtype"
-            )
-        run, prefix = self.header["runs"][dtype], f"{dtype}:"
+        """The recorded run; the batch is that of the trace. See ``has_float64``."""
+        recorded = self._recorded(dtype, "runs")
+        run, prefix = self.header["runs"][recorded], f"{recorded}:"
         calls = []
         for index, call in enumerate(run["calls"]):
             inputs, outputs, by_output = (
-                {leaf: self.arrays[f"{prefix}{index}:{group}:{leaf}"] for leaf in call[group]}
+                self._leaves({leaf: f"{prefix}{index}:{group}:{leaf}" for leaf in call[group]}, dtype)
                 for group in _GROUPS
             )
             calls.append(
                 Call(call["path"], call["number"], call["kind"], inputs, outputs, by_output, call["parent"])
             )
-        gradients = {name: self.arrays[f"{prefix}gradient:{name}"] for name in run["gradients"]}
+        gradients = self._leaves({name: f"{prefix}gradient:{name}" for name in run["gradients"]}, dtype)
         loss = run["loss"]
         return Recording(dtype, calls, None if loss is None else float(loss), gradients)
 
@@ -185,14 +262,32 @@ class TraceSide:
         """Nothing is kept for reruns."""
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
-        """The recorded training."""
-        if dtype not in self.header["trained"]:
-            raise NotRecorded(f"{self.path}: expected a training in {dtype}, the trace has none")
+        """The recorded training. See ``has_float64``."""
+        recorded = self._recorded(dtype, "trained")
         first, last = (
-            {name: self.arrays[f"{dtype}:{when}:{name}"] for name in self.header["weights"]}
+            self._leaves({name: f"{recorded}:{when}:{name}" for name in self.header["weights"]}, dtype)
             for when in ("first", "last")
         )
-        return Training(tuple(map(float, self.header["trained"][dtype])), first, last)
+        return Training(tuple(map(float, self.header["trained"][recorded])), first, last)
+
+    def _recorded(self, dtype: str, what: str) -> str:
+        """The dtype of the recorded run that is the one in ``dtype``, or stands for it."""
+        if dtype in self.header[what] or (dtype == "float64" and not self.has_float64):
+            return dtype if dtype in self.header[what] else self.dtype
+        found = ", ".join(self.header[what]) or "none"
+        raise NotRecorded(
+            f"{self.path}: expected a run in {dtype}, got {found}; compare traces of one compute dtype"
+        )
+
+    def _leaves(self, keys: Mapping[str, str], dtype: str) -> dict[str, np.ndarray]:
+        leaves = {leaf: self.arrays[key] for leaf, key in keys.items()}
+        if self.has_float64 or dtype == "float64":
+            return leaves
+        factor = 1 + _ROUNDINGS * epsilon(self.dtype)
+        return {
+            leaf: array if array.dtype.kind in "iub" else array.astype(np.float64) * factor
+            for leaf, array in leaves.items()
+        }
 
 
 def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -213,26 +308,14 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
     return {"loss": run.loss, "calls": calls, "gradients": list(run.gradients)}
 
 
-def _batch_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
+def batch_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Arrays and numbers of a batch; what is neither is left out."""
     if isinstance(batch, Mapping | list | tuple):
         items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for key, value in items:
-            yield from _batch_leaves(value, f"{place}.{key}" if place else str(key))
+            yield from batch_leaves(value, f"{place}.{key}" if place else str(key))
     elif batch is not None and not isinstance(batch, str):
         yield place, np.asarray(batch)
-
-
-def _statistics(array: np.ndarray) -> dict[str, Any]:
-    """For a reader without the arrays: shape, mean, root mean square, least and largest value."""
-    found: dict[str, Any] = {"shape": list(array.shape), "dtype": array.dtype.name}
-    if array.size:
-        with np.errstate(all="ignore"):
-            values = array.astype(np.float64)
-            found["mean"] = float(values.mean())
-            found["rms"] = float(np.sqrt(np.mean(values * values)))
-            found["least"], found["largest"] = float(values.min()), float(values.max())
-    return found
 
 
 def is_trace(path: str | os.PathLike[str]) -> bool:

@@ -1,0 +1,278 @@
+"""What ranks have, put together on rank 0 as one process with all rows would have it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bridge.parity.pair.distance import distance, epsilon
+from bridge.parity.pair.probe import probe_values
+from bridge.parity.pair.recording import Call, Leaves
+from bridge.parity.pair.torch_leaves import leaves_of, whole
+from bridge.parity.pair.torch_losses import Loss, called
+from bridge.parity.pair.trace import TraceError, batch_leaves
+
+T = TypeVar("T")
+_LIKE = 64.0
+"""Replicas' values may be so many epsilons apart, relatively: kernels that add in any order."""
+_SHOWN = 8
+Way = int | Literal["mean"]
+"""How leaves of ranks become one: concatenated along an axis, or their mean, which equal ones are themselves."""
+
+
+@dataclass
+class Ranks:
+    """The ranks of the default process group, and which rows they have.
+
+    ``group``: of all ranks, for objects. ``rows``: of each batch. ``holders``: the first rank of each distinct batch.
+    ``owner``: by rank, the holder with the same batch. ``notes``: what was found unlike on replicas.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    rows: int
+    holders: tuple[int, ...]
+    owner: tuple[int, ...]
+    unlike: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, batch: Any) -> Ranks:
+        """A collective. ``ValueError`` on all ranks for batches that one process could not have had as one."""
+        if not dist.is_initialized():
+            raise ValueError(
+                "a sharded model: expected a process group on all ranks, found none; run under torchrun"
+            )
+        group = dist.new_group(backend="gloo")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, _described(batch), group)
+        for rank, (problem, _, _, _) in enumerate(found):
+            if problem:
+                raise ValueError(f"batch of rank {rank}: {problem}")
+        for what, place in (("arrays", 1), ("rows", 2)):
+            for rank, one in enumerate(found):
+                if one[place] != found[0][place]:
+                    raise ValueError(
+                        f"batch of rank {rank}: expected as many {what} as rank 0 has, {found[0][place]}, got "
+                        f"{one[place]}; only then the mean of the ranks' losses is the loss of all rows"
+                    )
+        prints = [one[3] for one in found]
+        owner = tuple(prints.index(one) for one in prints)
+        holders = tuple(sorted(set(owner)))
+        counts = {one: owner.count(one) for one in holders}
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"batches: expected each to be given to as many ranks as the others, got {list(counts.values())} "
+                f"ranks, the first of which are {list(holders)}; give data-parallel ranks different rows"
+            )
+        return cls(group, dist.get_rank(), dist.get_world_size(), found[0][2], holders, owner)
+
+    @property
+    def notes(self) -> list[str]:
+        more = [f"and {len(self.unlike) - _SHOWN} more of these"] if len(self.unlike) > _SHOWN else []
+        return [*self.unlike[:_SHOWN], *more]
+
+    def together(self, action: Callable[[], None]) -> None:
+        """Run what does not communicate; where it fails on one rank, all raise."""
+        error: Exception | None = None
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, None if error is None else str(error), self.group)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise TraceError(f"rank {rank}: {text}")
+
+    def mean(self, value: float) -> float:
+        """Over the different batches; noted if replicas differ."""
+        found = self._all(value)
+        for rank, owner in enumerate(self.owner):
+            self._compare("the loss", np.asarray(found[owner]), np.asarray(found[rank]), owner, rank)
+        return math.fsum(found[one] for one in self.holders) / len(self.holders)
+
+    def note_unlike(self, what: str, array: np.ndarray) -> None:
+        """Note on rank 0 if the ranks have an array otherwise than rank 0."""
+        for rank, one in enumerate(self._gathered(array)):
+            self._compare(what, array, one, 0, rank)
+
+    def whole_batch(self, batch: Any) -> dict[str, np.ndarray]:
+        """All rows; on rank 0, elsewhere nothing."""
+        found = self._gathered(dict(batch_leaves(batch)))
+        return {
+            name: np.concatenate([found[one][name] for one in self.holders]) if leaf.ndim else leaf
+            for name, leaf in (found[0].items() if found else ())
+        }
+
+    def whole_calls(self, calls: Sequence[Call]) -> Iterator[tuple[Leaves, Leaves, Leaves]]:
+        """Inputs, outputs and gradients of each call; on rank 0, elsewhere nothing.
+
+        ``ValueError`` on all ranks if they called other modules.
+        """
+        made = self._all([(one.path, one.number) for one in calls])
+        for rank, theirs in enumerate(made):
+            if theirs != made[0]:
+                place = next(
+                    (n for n, pair in enumerate(zip(theirs, made[0], strict=False)) if pair[0] != pair[1]),
+                    min(len(theirs), len(made[0])),
+                )
+                names = [repr(one[place][0]) if place < len(one) else "none" for one in (made[0], theirs)]
+                raise ValueError(
+                    f"rank {rank}: expected the calls of rank 0, got another one in place {place}: {names[0]} on rank "
+                    f"0, {names[1]} on rank {rank}"
+                )
+        for call in calls:
+            yield self._whole_call(call)
+
+    def _whole_call(self, call: Call) -> tuple[Leaves, Leaves, Leaves]:
+        found = self._gathered((call.inputs, call.outputs, call.gradients))
+        if not found:
+            return {}, {}, {}
+        where = f"{call.path or '(model)'}" + (f"#{call.number}" if call.number else "")
+        inputs, _ = self._merged(f"an input of {where}", [one[0] for one in found])
+        outputs, ways = self._merged(f"the output of {where}", [one[1] for one in found])
+        gradients: dict[str, np.ndarray] = {}
+        for name, way in ways.items():
+            parts = [found[one][2][name] for one in self.holders if name in found[one][2]]
+            if len(parts) == len(self.holders):
+                # A rank's loss is one of as many, of which the loss is the mean.
+                joined = _joined(parts, way)
+                gradients[name] = (
+                    (joined / len(parts)).astype(joined.dtype) if isinstance(way, int) else joined
+                )
+        return inputs, outputs, gradients
+
+    def _merged(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
+        found: dict[str, np.ndarray] = {}
+        ways: dict[str, Way] = {}
+        for name in leaves[0]:
+            arrays = [one[name] for one in leaves if name in one]
+            what = f"{where}{f', {name},' if name else ''}"
+            if len(arrays) < self.size:
+                self.unlike.append(f"{what} is not on all ranks: left out")
+                continue
+            for rank, owner in enumerate(self.owner):
+                self._compare(what, arrays[owner], arrays[rank], owner, rank)
+            parts = [arrays[one] for one in self.holders]
+            way = _way(parts, self.rows)
+            if way is None:
+                self.unlike.append(f"{what} does not fit together over the ranks: left out")
+            else:
+                ways[name], found[name] = way, _joined(parts, way)
+        return found, ways
+
+    def _compare(self, what: str, one: np.ndarray, other: np.ndarray, first: int, second: int) -> None:
+        """Note where two replicas differ."""
+        if first != second and not _alike(one, other):
+            same_rows = self.owner[first] == self.owner[second]
+            self.unlike.append(
+                f"{what} differs between ranks {first} and {second}"
+                + (", which have the same rows" if same_rows else "")
+                + ": a part of it, or a reduction that is missing"
+            )
+
+    def _all(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+    def _gathered(self, value: T) -> list[T]:
+        """On rank 0 all ranks' values, elsewhere nothing."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, found, 0, self.group)
+        return found or []
+
+
+def _described(batch: Any) -> tuple[str, Any, int, str]:
+    """A problem or nothing; names; rows; a fingerprint."""
+    try:
+        leaves = dict(batch_leaves(batch))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", None, 0, ""
+    rows = {name: leaf.shape[0] for name, leaf in leaves.items() if leaf.ndim}
+    if not rows:
+        return "expected arrays with a first axis of rows, got none", None, 0, ""
+    if len(set(rows.values())) > 1 or 0 in rows.values():
+        return f"expected as many rows in all arrays, and one at least, got {rows}", None, 0, ""
+    digest = hashlib.sha256()
+    for name, leaf in leaves.items():
+        digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + np.ascontiguousarray(leaf).tobytes())
+    return "", sorted(leaves), next(iter(rows.values())), digest.hexdigest()
+
+
+def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
+    """How the holders' leaves become one; None if they do not fit."""
+    first = parts[0]
+    if len(parts) == 1:
+        return "mean"
+    shapes = {one.shape for one in parts}
+    equal = len(shapes) == 1 and all(one.tobytes() == first.tobytes() for one in parts)
+    # With one row a leading axis may as well be that of a table which all rows share.
+    if len(shapes) == 1 and first.ndim and first.shape[0] == rows and not (equal and rows == 1):
+        return 0
+    if equal:
+        return "mean"
+    if not first.ndim:
+        return "mean" if first.dtype.kind not in "iub" else None
+    axes = [axis for axis, size in enumerate(first.shape) if size == rows]
+    if len(shapes) == 1 and len(axes) == 1:
+        return axes[0]
+    return 0 if len({one.shape[1:] for one in parts}) == 1 else None
+
+
+def _joined(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
+    first = parts[0]
+    if isinstance(way, int):
+        return np.concatenate(parts, way)
+    if all(one.tobytes() == first.tobytes() for one in parts):
+        return first
+    wide = np.result_type(first.dtype, np.float64)
+    return np.asarray(np.mean([one.astype(wide) for one in parts], 0)).astype(first.dtype)
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.tobytes() == other.tobytes():
+        return True
+    if one.dtype.kind in "iub" or one.dtype.kind == "c":
+        return False
+    return distance(one, other).relative <= _LIKE * epsilon(one.dtype.name)
+
+
+def probe_of_all(ranks: Ranks) -> Loss:
+    """``probe_loss`` of all rows: each rank's outputs times the numbers of its own rows."""
+
+    def probe(model: nn.Module, batch: Any) -> torch.Tensor:
+        index, number = ranks.holders.index(ranks.owner[ranks.rank]), len(ranks.holders)
+        terms: list[torch.Tensor] = []
+        for place, found in leaves_of(called(model, batch)).items():
+            leaf = whole(found)
+            if not (leaf.is_floating_point() and leaf.numel()):
+                continue
+            if leaf.ndim == 0 or leaf.shape[0] != ranks.rows:
+                raise ValueError(
+                    f"loss: expected outputs with a first axis of {ranks.rows} rows, got {place or 'one'} of "
+                    f"{list(leaf.shape)}; give a loss"
+                )
+            wide = torch.promote_types(leaf.dtype, torch.float32)
+            numbers = probe_values(str(len(terms)), (number * ranks.rows, *leaf.shape[1:]))
+            own = numbers[index * ranks.rows : (index + 1) * ranks.rows]
+            factors = torch.from_numpy(own * (number / math.sqrt(numbers.size)))
+            terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
+        if not terms:
+            raise ValueError("the model's output has no floating-point array: give a loss")
+        return torch.stack([term.to(terms[0]) for term in terms]).sum()
+
+    return probe

@@ -1,0 +1,265 @@
+"""A sharded PyTorch model as one side of a trace: it runs as it is, on all ranks, and rank 0 gets what it did, whole.
+
+    rank 0   rows 0, 1 -> [ model, its shards ] -> activations of rows 0, 1 --+
+                             | collectives                                     +-> as if one process had run all rows
+    rank 1   rows 2, 3 -> [ model, its shards ] -> activations of rows 2, 3 --+
+
+Ranks that were given the same rows are replicas (tensor parallelism): one of them counts, and the others must hold the
+same values. DTensors, also those that modules give each other, are made whole by their own collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.parity.pair.recording import (
+    Call,
+    Leaves,
+    Recording,
+    Replacements,
+    Rerun,
+    Training,
+    check_choices,
+)
+from bridge.parity.pair.torch_calls import Recorder
+from bridge.parity.pair.torch_copies import device_of, running
+from bridge.parity.pair.torch_leaves import is_sharded, to_numpy
+from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
+from bridge.parity.pair.torch_ranks import Ranks, probe_of_all
+from bridge.parity.pair.torch_side import OptimizerFactory, default_optimizer
+from bridge.parity.pair.trace import NotRecorded, Taken, check_new
+
+
+def capture_sharded(
+    model: nn.Module,
+    batch: Any,
+    path: str | os.PathLike[str],
+    *,
+    loss: str | Loss | None = None,
+    dtype: str = "float32",
+    steps: int = 3,
+    optimizer: OptimizerFactory | None = None,
+    samples: Mapping[int, int] | None = None,
+    reference: nn.Module | None = None,
+) -> None:
+    """Run a sharded model on all ranks of the default process group; rank 0 writes one trace, whole.
+
+    The trace is that of one process with all rows: activations of all ranks, concatenated in the order of ranks,
+    parameters and gradients whole, the mean loss. ``batch``: this rank's own rows, as many on all ranks, as in
+    training; ranks of one tensor-parallel group give the same ones. ``loss``: a mean over rows, as data parallelism
+    needs it.
+
+    The model runs in its own precision, which ``dtype`` names, and must not have gradients yet; weights and buffers are
+    as before afterwards. ``reference``: the model in float64, sharded alike; it gets the model's weights. With it a
+    comparison sees what one of plain models sees. Without, it sees differences above the rounding of ``dtype``.
+
+    All ranks raise ``ValueError`` or ``TraceError`` for what can be seen before the run. An error in the run is raised
+    where it happens; the other ranks fail when that process ends. No trace is written then.
+    """
+    ranks = Ranks.of(batch)
+
+    def checked() -> None:
+        check_choices(dtype, steps)
+        if ranks.rank == 0:
+            check_new(path)
+        _check(model, loss, reference)
+
+    ranks.together(checked)
+    side = ShardedTorchSide(model, loss, ranks, dtype=dtype, optimizer=optimizer, reference=reference)
+    dtypes = (dtype,) if reference is None else ("float64", dtype)
+    taken = Taken.of(side, batch, dtypes, steps, samples)
+    whole = ranks.whole_batch(batch)
+
+    def written() -> None:
+        if ranks.rank == 0:
+            taken.write(path, whole, side.notes)
+
+    ranks.together(written)
+
+
+def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | None) -> None:
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
+    for what, one in (("model", model), ("reference", reference)):
+        for name, parameter in () if one is None else one.named_parameters():
+            if parameter.grad is not None:
+                raise ValueError(f"{what}: {name} has a gradient: call zero_grad() before the capture")
+    if reference is None:
+        return
+    own, its = dict(model.named_parameters()), dict(reference.named_parameters())
+    if own.keys() != its.keys():
+        odd = sorted(own.keys() ^ its.keys())[0]
+        raise ValueError(f"reference: expected the parameters of the model, got only one of both: {odd}")
+    for name, parameter in its.items():
+        if parameter.shape != own[name].shape or is_sharded(parameter) != is_sharded(own[name]):
+            raise ValueError(
+                f"reference: expected {name} {list(own[name].shape)} sharded as in the model, got "
+                f"{list(parameter.shape)}{'' if is_sharded(parameter) else ', not sharded'}"
+            )
+        if parameter.dtype != torch.float64:
+            raise ValueError(
+                f"reference: expected float64, got {name} in {str(parameter.dtype)[6:]}; call double() before sharding"
+            )
+
+
+class ShardedTorchSide:
+    """See ``capture_sharded`` and ``Side``. All methods are collectives; rank 0's results are whole.
+
+    ``notes``: what did not fit together on the ranks.
+    """
+
+    framework = "torch"
+    separator = "."
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Loss | None,
+        ranks: Ranks,
+        *,
+        dtype: str,
+        optimizer: OptimizerFactory | None = None,
+        reference: nn.Module | None = None,
+    ) -> None:
+        self._models = {dtype: model}
+        self._ranks = ranks
+        self._optimizer = optimizer or default_optimizer
+        if loss is None or loss == "probe":
+            loss = probe_of_all(ranks)
+        self._loss: Loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self._dtype = dtype
+        if reference is not None:
+            self._models["float64"] = reference
+            with torch.no_grad():
+                for one, its in zip(_tensors(reference), _tensors(model), strict=True):
+                    one.copy_(its)
+
+    @property
+    def notes(self) -> list[str]:
+        ranks = self._ranks
+        what = f"torch ran sharded on {ranks.size} ranks, with {len(ranks.holders)} different batches"
+        return [what, *ranks.notes]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return self._whole("weight", self._models[self._dtype].named_parameters())
+
+    def load(self, weights: Leaves) -> None:
+        raise NotRecorded("the weights of a sharded model cannot be changed")
+
+    def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
+        model = self._models[dtype]
+        paths = {module: path for path, module in model.named_modules()}
+        kinds = {path: _kind(module) for module, path in paths.items()}
+        recorder = Recorder(paths)
+        with _unchanged(model), running(model, dtype):
+            inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
+            with recorder.on():
+                loss = self._scalar(model, inputs)
+            if backward:
+                loss.backward()
+            gradients = self._whole(
+                "gradient",
+                ((name, _gradient(one)) for name, one in model.named_parameters() if one.requires_grad),
+            )
+        calls = [noted.call() for noted in recorder.calls]
+        merged = [
+            Call(one.path, one.number, kinds[one.path], *groups, one.parent)
+            for one, groups in zip(calls, self._ranks.whole_calls(calls), strict=True)
+        ]
+        return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients)
+
+    def rerun(
+        self,
+        dtype: str,
+        path: str,
+        number: int,
+        inputs: Leaves,
+        *,
+        cotangents: Leaves | None = None,
+        replaced: Replacements | None = None,
+    ) -> Rerun:
+        raise NotRecorded("a module of a sharded model cannot run alone")
+
+    def forget(self) -> None:
+        """Nothing is kept for reruns."""
+
+    def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
+        model = self._models[dtype]
+        losses: list[float] = []
+        first: Leaves = {}
+        with _unchanged(model), running(model, dtype):
+            optimizer = self._optimizer(model.parameters())
+            for batch in batches:
+                loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
+                losses.append(self._ranks.mean(float(loss.detach())))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                first = first or self._whole("weight", model.named_parameters())
+            last = self._whole("weight", model.named_parameters())
+        return Training(tuple(losses), first, last)
+
+    def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            loss = self._loss(model, batch)
+        except Exception as error:
+            raise ValueError(
+                f"rank {self._ranks.rank}: {type(model).__name__} or its loss refused the batch "
+                f"({described(batch)}): {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError(f"expected the loss to be a floating-point scalar, got {loss!r:.80}")
+        return loss.reshape(())
+
+    def _whole(self, what: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+        """Sharded tensors by their own collectives; others, which all ranks should have alike, are rank 0's."""
+        found = {}
+        for name, tensor in tensors:
+            found[name] = to_numpy(tensor)
+            if not is_sharded(tensor):
+                self._ranks.note_unlike(f"the {what} of {name}, which is not sharded,", found[name])
+        return found
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@dataclass
+class _Saved:
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards parameters and buffers have the values of before, and no gradients."""
+    kept = [_Saved(one, one.detach().clone()) for one in _tensors(model)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one in kept:
+                one.tensor.copy_(one.values)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _kind(module: nn.Module) -> str:
+    """The class as it was before sharding, which puts a class of its own in its place."""
+    bases = type(module).__bases__
+    sharded = len(bases) == 2 and bases[0].__name__ == "FSDPModule"
+    return (bases[1] if sharded else type(module)).__name__
