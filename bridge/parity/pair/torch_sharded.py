@@ -176,6 +176,9 @@ class ShardedTorchSide:
         ]
         return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients)
 
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        raise NotRecorded("a sharded model runs with each rank's rows in one order")
+
     def rerun(
         self,
         dtype: str,
