@@ -42,6 +42,8 @@ _EARLY, _EARLIEST = 8, 3
 """Queries of the first row by which most formulas are refuted; the fewer ones are inside of any window."""
 _SLACK = 4.0
 """How much larger than the average the error of a few queries may be."""
+_SOLVED = 2e-5
+"""How far a number that is solved for may be from a round one that is meant; constants in float32 move it."""
 _WORK, _LEAST = 3e9, 4e5
 """Multiplications that one side's search may take, and what a small formula counts as."""
 _LARGEST_SCORES = 1 << 24
@@ -49,17 +51,22 @@ _LARGEST_SCORES = 1 << 24
 
 
 def attention_cause(
-    torch: AttentionInputs, jax: AttentionInputs, floor: float, stored: tuple[str, str] = ("", "")
+    torch: AttentionInputs,
+    jax: AttentionInputs,
+    floor: float,
+    stored: tuple[str, str] = ("", ""),
+    *,
+    starts: tuple[bool, ...] = (True, False),
 ) -> str:
     """Why two attentions mix the same values otherwise; empty where no two formulas explain it.
 
     ``floor``: relative to the norm of what is mixed. ``stored``: further words for either side, of how its query, key
-    and value were found.
+    and value were found. ``starts``: whether the first formula is a usual one (true, cheap) or nearly so (false).
     """
     sides = _Search(torch, floor), _Search(jax, floor)
     if any(side.scores > _LARGEST_SCORES for side in sides):
         return ""
-    for usual in (True, False):
+    for usual in starts:
         for first in (0, 1):
             known = next(sides[first].common() if usual else sides[first].less_common(), None)
             if known is None:
@@ -96,6 +103,8 @@ class _Search:
             start = Attention(kind, angles, self._size**-0.5, mask)
             yield from self._varied(start)
             yield from self._solved(start)
+            for cap in (50.0, 30.0):
+                yield from self._solve(replace(start, cap=cap), "scale", -4.0, 4.0)
 
     def nearest(self, known: Attention) -> Attention | None:
         """A formula that fits and differs from ``known`` in few fields, none if possible."""
@@ -143,8 +152,9 @@ class _Search:
                             yield from self._whole(replace(once, **{other: last}))
 
     def _solved(self, known: Attention) -> Iterator[Attention]:
-        """With the number that fits, where one does: the scale of the scores, or the base of the rotary."""
+        """With the number that fits, where one does: the scale of the scores, their cap, or the rotary base."""
         yield from self._solve(known, "scale", -4.0, 4.0)
+        yield from self._solve(known, "cap", -1.0, 3.0)
         if known.rotary != "none":
             yield from self._solve(known, "angles", 0.3, 9.0)
 
@@ -155,8 +165,9 @@ class _Search:
         power = minimum(lambda power: self._error(at(power)), low, high)
         if power is None or not self._error(at(power)) <= _SLACK * self._floor:
             return
-        rounded = (float(f"{10.0**power:.{digits}g}") for digits in range(1, 8))
-        for value in (*rounded, 10.0**power):
+        solved = 10.0**power
+        rounded = (float(f"{solved:.{digits}g}") for digits in range(1, 8))
+        for value in (*(one for one in rounded if abs(one / solved - 1) < _SOLVED), solved):
             yield from self._whole(replace(known, **{name: value}))
 
     def _whole(self, formula: Attention) -> Iterator[Attention]:
@@ -245,7 +256,7 @@ def _words(formula: Attention, inputs: AttentionInputs) -> dict[str, str]:
         "causal": "causal mask",
         "next": "causal mask that lets the next token through",
         "strict": "causal mask that hides a token from itself",
-    }.get(formula.mask, f"mask {formula.mask}")
+    }.get(formula.mask, f"{formula.mask} as mask or added to the scores")
     kinds = {"none": "no rotary embedding", "half": "rotary embedding of halves"}
     turned = {"both": "queries and keys", "queries": "queries alone", "keys": "keys alone"}
     later = {

@@ -25,6 +25,8 @@ _LARGEST = 1 << 22
 """Elements above which nothing is tried: the catalogue costs hundreds of passes."""
 
 
+_NEAR = 1e-6
+"""The floor of what modules inside are given, relative: constants in float32 leave less."""
 _ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
 _SIZES = (64, 128, 96, 32, 80, 256, 16, 8)
 """Of an attention's heads, where no array says it."""
@@ -117,7 +119,7 @@ def _activation(inner: Children, given: Mapping[int, Leaves]) -> str:
                 if twin.to_jax(one.torch.outputs[leaf]).size == theirs.size
             ]
             for first, second in _sources(before):
-                floor = 1e-6 * float(np.linalg.norm(theirs))
+                floor = _NEAR * float(np.linalg.norm(theirs))
                 cause = _both(list(activated(first, second)), theirs, ours, floor)
                 if cause:
                     return cause
@@ -147,16 +149,17 @@ def _attention(pair: CallPair, inner: Children, found: Leaves, given: Mapping[in
         masks = {f"{owner} {name}": one for owner, side in sides for name, one in _masks(side)}
         ways = _FUSED if len(torch.projected) == 1 else ("",)
         fused = sorted(itertools.product(ways, ways), key=lambda both: both[0] != both[1])
-        for size, both in itertools.product(_sizes(pair, torch, jax, known), fused):
-            inputs = [
+        sizes = _sizes(pair, torch, jax, known)
+        # The usual formulas refute a wrong size cheaply.
+        for usual, size, both in itertools.product((True, False), sizes, fused):
+            ours, theirs = (
                 _inputs(side, size, way, known, masks) for side, way in zip((torch, jax), both, strict=True)
-            ]
-            if inputs[0] is None or inputs[1] is None:
-                continue
-            stored = _FUSED.get(both[0], ""), _FUSED.get(both[1], "")
-            cause = attention_cause(inputs[0], inputs[1], 1e-6, stored)
-            if cause:
-                return cause
+            )
+            if ours is not None and theirs is not None:
+                stored = _FUSED.get(both[0], ""), _FUSED.get(both[1], "")
+                cause = attention_cause(ours, theirs, _NEAR, stored, starts=(usual,))
+                if cause:
+                    return cause
     return ""
 
 
@@ -175,9 +178,12 @@ def _mixings(
     for name, other, _ in inner.pairs[last].inputs[:1]:
         if other in given.get(last, {}):
             mixed = inner.pairs[last].torch.inputs[name], given[last][other]
-            yield from _sides(pair, inner.pairs[:last], *mixed, length)
+            if all(_same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs[:last])):
+                yield from _sides(pair, inner.pairs[:last], *mixed, length)
     for name, other, _ in pair.outputs[:1]:
-        if other in found:
+        if other in found and all(
+            _same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs)
+        ):
             yield from _sides(pair, inner.pairs, pair.torch.outputs[name], found[other], length)
 
 
@@ -201,6 +207,15 @@ def _sides(
             _Mixing(ours, torch, pair.torch.inputs, length),
             _Mixing(theirs, jax, pair.jax.inputs, length),
         )
+
+
+def _same_inputs(child: CallPair, given: Leaves | None) -> bool:
+    """Whether JAX gives a module what torch does: else its fault lies before what it makes of the outputs."""
+    return given is not None and all(
+        _fits(way.to_jax(child.torch.inputs[name]), given[other], _NEAR * float(np.linalg.norm(given[other])))
+        for name, other, way in child.inputs[:1]
+        if other in given
+    )
 
 
 def _fingerprint(x: np.ndarray) -> tuple[int, float]:
@@ -227,9 +242,10 @@ def _inputs(
 ) -> AttentionInputs | None:
     """With heads of this size; None where the arrays have none of it."""
     rows = [_rows(one, side.length) for one in (*side.projected, side.mixed)]
-    if any(one is None or one.shape[0] != rows[0].shape[0] or one.shape[2] % size for one in rows):
+    known = [one.astype(np.float64) for one in rows if one is not None]
+    if len(known) < len(rows) or any(len(one) != len(known[0]) or one.shape[2] % size for one in known):
         return None
-    *parts, mixed = (one.astype(np.float64) for one in rows)
+    *parts, mixed = known
     heads = mixed.shape[2] // size
     if way:
         (whole,) = parts

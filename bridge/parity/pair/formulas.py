@@ -183,7 +183,8 @@ def attention(
         return None
     if queries is not None and formula.softmax != "queries" and formula.joined != "positions":
         q = q[:, :queries]
-        if formula.mask in MASKS and formula.mask != "none" and formula.softmax == "keys":
+        # A query that sees nothing takes the mean of all.
+        if formula.mask in ("causal", "next") and formula.softmax == "keys":
             k, v = k[:, : queries + 1], v[:, : queries + 1]
     turned_q, turned_k = (
         _turned(formula, inputs, rows, x, role) for x, role in ((q, "queries"), (k, "keys"))
@@ -243,8 +244,7 @@ def _turned(
         turns = int(size * formula.share) // 2
         if not turns:
             return None
-        angles = np.arange(length)[:, None] + later
-        angles = angles * formula.angles ** (-np.arange(turns) / turns)
+        angles = (np.arange(length)[:, None] + later) * formula.angles ** (-np.arange(turns) / turns)
         cos, sin = np.cos(angles)[None], np.sin(angles)[None]
     turns = cos.shape[2]
     cos, sin = cos[:, :, None], sin[:, :, None] * formula.direction
