@@ -236,7 +236,7 @@ def _turned(
         if formula.angles not in inputs.tables:
             return None
         cos, sin = inputs.tables[formula.angles]
-        if cos.shape[1] < length or 2 * cos.shape[2] > size:
+        if cos.shape[1] < length or 2 * cos.shape[2] > size or len(cos) not in (1, len(inputs.query)):
             return None
         cos, sin = (np.roll(one, -later, 1)[rows if len(one) > 1 else slice(None)] for one in (cos, sin))
         cos, sin = cos[:, :length], sin[:, :length]
