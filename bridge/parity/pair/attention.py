@@ -44,7 +44,7 @@ _SLACK = 4.0
 """How much larger than the average the error of a few queries may be."""
 _SOLVED = 2e-5
 """How far a number that is solved for may be from a round one that is meant; constants in float32 move it."""
-_WORK, _LEAST = 3e9, 4e5
+_WORK, _LEAST = 1.5e9, 4e5
 """Multiplications that one side's search may take, and what a small formula counts as."""
 _LARGEST_SCORES = 1 << 24
 """Scores of one row of the batch above which nothing is tried."""
@@ -186,7 +186,8 @@ class _Search:
         self._left -= max(_LEAST, queries * keys * self.inputs.mixed.shape[-1])
         if self._left <= 0:
             return math.inf
-        found = attention(formula, self.inputs, slice(0, 1), queries)
+        with np.errstate(all="ignore"):
+            found = attention(formula, self.inputs, slice(0, 1), queries)
         mixed = self.inputs.mixed[:1, :queries]
         return math.inf if found is None or found.shape != mixed.shape else _relative(found, mixed)
 
@@ -307,20 +308,20 @@ def _scale(scale: float, size: int) -> str:
     return f"scores times {known or format(scale, '.6g')}"
 
 
-def minimum(error: Callable[[float], float], low: float, high: float, points: int = 120) -> float | None:
+def minimum(error: Callable[[float], float], low: float, high: float, points: int = 60) -> float | None:
     """Where ``error`` is least: the best points of a grid, refined by golden sections. None where all is infinite."""
     grid = np.linspace(low, high, points)
     values = [error(x) for x in grid]
     step = float(grid[1] - grid[0])
     best: tuple[float, float] | None = None
-    for place in np.argsort(values)[:3]:
+    for place in np.argsort(values)[:2]:
         if not math.isfinite(values[place]):
             continue
         left, right = grid[place] - step, grid[place] + step
         golden = (math.sqrt(5) - 1) / 2
         inner = [right - golden * (right - left), left + golden * (right - left)]
         at = [error(x) for x in inner]
-        for _ in range(60):
+        for _ in range(40):
             if at[0] <= at[1]:
                 right, inner, at = inner[1], [0.0, inner[0]], [0.0, at[0]]
                 inner[0] = right - golden * (right - left)

@@ -264,7 +264,8 @@ def _mask(
 ) -> np.ndarray | None:
     if formula.mask in inputs.masks:
         given = inputs.masks[formula.mask]
-        return given[rows if len(given) > 1 else slice(None), :, :queries]
+        fits = len(given) in (1, len(inputs.query)) and given.shape[1] in (1, inputs.query.shape[2])
+        return given[rows if len(given) > 1 else slice(None), :, :queries] if fits else None
     if formula.mask not in MASKS:
         return None
     distance = np.arange(queries)[:, None] - np.arange(keys)
