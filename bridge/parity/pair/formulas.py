@@ -264,8 +264,10 @@ def _mask(
 ) -> np.ndarray | None:
     if formula.mask in inputs.masks:
         given = inputs.masks[formula.mask]
-        fits = len(given) in (1, len(inputs.query)) and given.shape[1] in (1, inputs.query.shape[2])
-        return given[rows if len(given) > 1 else slice(None), :, :queries] if fits else None
+        if len(given) not in (1, len(inputs.query)) or given.shape[1] not in (1, inputs.query.shape[2]):
+            return None
+        given = given[rows if len(given) > 1 else slice(None), :, :queries]
+        return given if given.shape[2] in (1, queries) and given.shape[3] == keys else None
     if formula.mask not in MASKS:
         return None
     distance = np.arange(queries)[:, None] - np.arange(keys)

@@ -324,3 +324,10 @@ def test_what_differs_before_the_last_norm_is_not_blamed_on_what_follows() -> No
 def test_nothing_is_named_in_a_module_that_is_no_attention() -> None:
     ours, theirs = (X @ RNG.standard_normal((12, H * D)) for _ in range(2))
     assert module(ours, theirs, heads=True) == ""
+
+
+def test_a_mask_of_another_size_is_no_mask() -> None:
+    masks = {f"torch's {shape}": np.zeros(shape) for shape in ((1, 1, 2, T), (1, 3, T, T), (5, 1, T, T))}
+    ours, theirs = (inputs(one, masks=masks) for one in (RIGHT, mixed(scale=1.0)))
+    assert attention_cause(ours, theirs, FLOOR) == "torch: scores times 1 / sqrt(8); JAX: scores not scaled"
+    assert attention_cause(ours, inputs(UNKNOWN["all of it"](RIGHT), masks=masks), FLOOR) == ""
