@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -123,3 +124,174 @@ def rearranged(x: np.ndarray, heads: int | None = None) -> Iterator[tuple[str, n
 
 def _divisors(size: int) -> list[int]:
     return [n for n in (2, 3, 4, 6, 8, 12, 16, 32) if n < size and size % n == 0]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A formula of attention; each field can be right on one side and another one on the other.
+
+    ``rotary``: "none", "half" (element j turns with j + n / 2) or "interleaved" (2 j with 2 j + 1). ``angles``: its
+    base, or the name of a table. ``share``: of a head's elements that turn, with a base. ``later``: positions that keys
+    are ahead. ``turned``: "both", "queries" or "keys". ``direction``: 1 or -1. ``scale``, ``cap``: of scores. ``mask``:
+    "none", "causal", "next" (sees one token more), "strict" (not the token itself), or the name of a mask. ``window``:
+    tokens that a causal query sees, 0 for all. ``softmax``: over "keys", "queries" or "heads". ``groups``: which query
+    heads share a key head: "repeated" are neighbours, "tiled" every n-th one, "by key head" those in another order of
+    outputs. ``split``, ``joined``: heads of features, "heads" before elements or the other way round; of ``joined``,
+    also "positions" (heads before positions). ``roles``: which projections the query, the key and the value are.
+    """
+
+    rotary: str
+    angles: float | str
+    scale: float
+    mask: str
+    window: int = 0
+    cap: float = math.inf
+    share: float = 1.0
+    later: int = 0
+    turned: str = "both"
+    direction: int = 1
+    softmax: str = "keys"
+    groups: str = "repeated"
+    split: str = "heads"
+    joined: str = "heads"
+    roles: str = "qkv"
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one side mixes: float64 ``query [B, T, H, d]``, ``key`` and ``value [B, S, K, d]``, K a divisor of H.
+
+    ``mixed [B, T, H * d]``: what it makes of them. ``tables``: cosines and sines ``[B or 1, T, n]``, by name, of which
+    each turns two elements. ``masks``: ``[B or 1, H or 1, T, S]``, true for what is seen, or added to the scores.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    mixed: np.ndarray
+    tables: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    masks: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def attention(
+    formula: Attention, inputs: AttentionInputs, rows: slice = slice(None), queries: int | None = None
+) -> np.ndarray | None:
+    """``[B, T, H * d]`` for these rows and the first queries; None where the formula does not go with the inputs."""
+    parts = {"q": inputs.query, "k": inputs.key, "v": inputs.value}
+    q, k, v = (_split(parts[role][rows], formula.split) for role in formula.roles)
+    if k.shape != v.shape or q.shape[2] % k.shape[2]:
+        return None
+    if queries is not None and formula.softmax != "queries" and formula.joined != "positions":
+        q = q[:, :queries]
+        # A query that sees nothing takes the mean of all.
+        if formula.mask in ("causal", "next") and formula.softmax == "keys":
+            k, v = k[:, : queries + 1], v[:, : queries + 1]
+    turned_q, turned_k = (
+        _turned(formula, inputs, rows, x, role) for x, role in ((q, "queries"), (k, "keys"))
+    )
+    if turned_q is None or turned_k is None:
+        return None
+    takes, shares = _groups(formula.groups, q.shape[2], k.shape[2])
+    q, k, v = turned_q[:, :, takes], turned_k[:, :, shares], v[:, :, shares]
+    scores = np.einsum("bthd,bshd->bhts", q, k, optimize=True) * formula.scale
+    if math.isfinite(formula.cap):
+        scores = formula.cap * np.tanh(scores / formula.cap)
+    seen = _mask(formula, inputs, rows, *scores.shape[2:])
+    if seen is None:
+        return None
+    scores = np.where(seen, scores, -1e30) if seen.dtype == bool else scores + seen
+    axis = {"heads": 1, "queries": 2, "keys": 3}[formula.softmax]
+    weights = np.exp(scores - scores.max(axis, keepdims=True))
+    weights /= weights.sum(axis, keepdims=True)
+    mixed = np.einsum("bhts,bshd->bthd", weights, v, optimize=True)
+    axes = {"heads": (0, 1, 2, 3), "elements": (0, 1, 3, 2), "positions": (0, 2, 1, 3)}[formula.joined]
+    return mixed.transpose(axes).reshape(*mixed.shape[:2], -1)[:, :queries]
+
+
+def _split(x: np.ndarray, order: str) -> np.ndarray:
+    if order == "heads":
+        return x
+    rows, length, heads, size = x.shape
+    return x.reshape(rows, length, size, heads).swapaxes(2, 3)
+
+
+def _groups(kind: str, heads: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
+    """By output head: which query head it is of, and which key head."""
+    every = np.arange(heads)
+    if kind == "tiled":
+        return every, every % shared
+    if kind == "by key head":
+        return every.reshape(-1, shared).T.reshape(-1), every // (heads // shared)
+    return every, every // (heads // shared)
+
+
+def _turned(
+    formula: Attention, inputs: AttentionInputs, rows: slice, x: np.ndarray, role: str
+) -> np.ndarray | None:
+    if formula.rotary == "none" or formula.turned not in ("both", role):
+        return x
+    length, size = x.shape[1], x.shape[3]
+    later = formula.later if role == "keys" else 0
+    if isinstance(formula.angles, str):
+        if formula.angles not in inputs.tables:
+            return None
+        cos, sin = inputs.tables[formula.angles]
+        if cos.shape[1] < length or 2 * cos.shape[2] > size or len(cos) not in (1, len(inputs.query)):
+            return None
+        cos, sin = (np.roll(one, -later, 1)[rows if len(one) > 1 else slice(None)] for one in (cos, sin))
+        cos, sin = cos[:, :length], sin[:, :length]
+    else:
+        turns = int(size * formula.share) // 2
+        if not turns:
+            return None
+        angles = (np.arange(length)[:, None] + later) * formula.angles ** (-np.arange(turns) / turns)
+        cos, sin = np.cos(angles)[None], np.sin(angles)[None]
+    turns = cos.shape[2]
+    cos, sin = cos[:, :, None], sin[:, :, None] * formula.direction
+    first, second = (
+        (slice(0, turns), slice(turns, 2 * turns))
+        if formula.rotary == "half"
+        else (slice(0, 2 * turns, 2), slice(1, 2 * turns, 2))
+    )
+    found = x.copy()
+    found[..., first] = x[..., first] * cos - x[..., second] * sin
+    found[..., second] = x[..., second] * cos + x[..., first] * sin
+    return found
+
+
+def _mask(
+    formula: Attention, inputs: AttentionInputs, rows: slice, queries: int, keys: int
+) -> np.ndarray | None:
+    if formula.mask in inputs.masks:
+        given = inputs.masks[formula.mask]
+        if len(given) not in (1, len(inputs.query)) or given.shape[1] not in (1, inputs.query.shape[2]):
+            return None
+        given = given[rows if len(given) > 1 else slice(None), :, :queries]
+        return given if given.shape[2] in (1, queries) and given.shape[3] == keys else None
+    if formula.mask not in MASKS:
+        return None
+    distance = np.arange(queries)[:, None] - np.arange(keys)
+    seen = distance >= MASKS[formula.mask]
+    return seen & (distance < formula.window) if formula.window else seen
+
+
+MASKS = {"none": -math.inf, "causal": 0, "next": -1, "strict": 1}
+"""Least distance from a query back to a key that it sees."""
+
+
+def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
+    """The base of tables ``[T, n]`` that begin at any position; None where they have no single one."""
+    if min(cos.shape) < 2:
+        return None
+    angles = np.arctan2(sin, cos)
+    steps = (angles[1] - angles[0]) % (2 * math.pi)
+    turns = cos.shape[1]
+    if not steps[-1] > 0 or abs(steps[0] - 1) > 1e-4:
+        return None
+    base = float(steps[-1] ** (-turns / (turns - 1)))
+    expected = base ** (-np.arange(turns) / turns)
+    if not math.isfinite(base) or float(np.max(np.abs(steps / expected - 1))) > 1e-4:
+        return None
+    return next(
+        rounded for digits in range(1, 9) if abs((rounded := float(f"{base:.{digits}g}")) / base - 1) < 1e-4
+    )

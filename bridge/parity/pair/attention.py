@@ -1,0 +1,335 @@
+"""Known causes inside of an attention: both sides' mixed values are tried against formulas of attention.
+
+    query, key, value  -->  rotary -> scores -> scale, cap -> mask -> softmax -> values of the heads, joined
+    (inner modules' outputs)                                                     (what the output projection is given)
+
+A formula that fits one side to the floor is found first, from the usual ones. The other side's then is a formula that
+differs from it in one field, or two. What is named are those fields: "torch: rotary base 10000; JAX: rotary base
+500000". Most formulas are refuted by the first queries of the first row of the batch, which costs little; what is left
+must fit everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from bridge.parity.pair.distance import FACTOR
+from bridge.parity.pair.formulas import MASKS, Attention, AttentionInputs, attention, base_of
+
+_BASES = (1e4, 5e5, 1e6, 1e5, 1e7, 5e6, 1.6e5, 1e3, 1e2)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "rotary": ("none", "half", "interleaved"),
+    "cap": (math.inf, 50.0, 30.0, 20.0, 10.0),
+    "share": (1.0, 0.25, 0.4, 0.5, 0.75),
+    "later": (0, 1, -1),
+    "turned": ("both", "queries", "keys"),
+    "direction": (1, -1),
+    "softmax": ("keys", "queries", "heads"),
+    "groups": ("repeated", "tiled", "by key head"),
+    "split": ("heads", "elements"),
+    "joined": ("heads", "elements", "positions"),
+    "roles": ("qkv", "kqv", "qvk", "vkq", "kvq", "vqk"),
+}
+_OF_ROTARY = ("angles", "share", "later", "turned", "direction")
+_FIELDS = tuple(one.name for one in fields(Attention))
+_EARLY, _EARLIEST = 8, 3
+"""Queries of the first row by which most formulas are refuted; the fewer ones are inside of any window."""
+_SLACK = 4.0
+"""How much larger than the average the error of a few queries may be."""
+_SOLVED = 2e-5
+"""How far a number that is solved for may be from a round one that is meant; constants in float32 move it."""
+_WORK, _LEAST = 1.5e9, 4e5
+"""Multiplications that one side's search may take, and what a small formula counts as."""
+_LARGEST_SCORES = 1 << 24
+"""Scores of one row of the batch above which nothing is tried."""
+
+
+def attention_cause(
+    torch: AttentionInputs,
+    jax: AttentionInputs,
+    floor: float,
+    stored: tuple[str, str] = ("", ""),
+    *,
+    starts: tuple[bool, ...] = (True, False),
+) -> str:
+    """Why two attentions mix the same values otherwise; empty where no two formulas explain it.
+
+    ``floor``: relative to the norm of what is mixed. ``stored``: further words for either side, of how its query, key
+    and value were found. ``starts``: whether the first formula is a usual one (true, cheap) or nearly so (false).
+    """
+    sides = _Search(torch, floor), _Search(jax, floor)
+    if any(side.scores > _LARGEST_SCORES for side in sides):
+        return ""
+    for usual in starts:
+        for first in (0, 1):
+            known = next(sides[first].common() if usual else sides[first].less_common(), None)
+            if known is None:
+                continue
+            changed = sides[1 - first].nearest(known)
+            if changed is None:
+                return ""
+            found = (known, changed) if first == 0 else (changed, known)
+            return _named(found, (torch, jax), stored)
+    return ""
+
+
+class _Search:
+    """One side's formulas. Their work is counted, and none is tried when all of it is done."""
+
+    def __init__(self, inputs: AttentionInputs, floor: float) -> None:
+        self.inputs = inputs
+        self._floor = FACTOR * floor
+        self._left = _WORK
+        _, queries, heads, self._size = inputs.query.shape
+        self.scores = heads * queries * inputs.key.shape[1]
+
+    def common(self) -> Iterator[Attention]:
+        """Usual formulas that fit."""
+        root = self._size**-0.5
+        masks = ("causal", "none", *self.inputs.masks)
+        for cap, scale in itertools.product((math.inf, 50.0, 30.0), (root, 1.0)):
+            for mask, (kind, angles) in itertools.product(masks, self._rotaries()):
+                yield from self._whole(Attention(kind, angles, scale, mask, cap=cap))
+
+    def less_common(self) -> Iterator[Attention]:
+        """Formulas that fit and differ from a usual one in one field."""
+        for mask, (kind, angles) in itertools.product(("causal", "none"), self._rotaries()):
+            start = Attention(kind, angles, self._size**-0.5, mask)
+            yield from self._varied(start)
+            yield from self._solved(start)
+            for cap in (50.0, 30.0):
+                yield from self._solve(replace(start, cap=cap), "scale", -4.0, 4.0)
+
+    def nearest(self, known: Attention) -> Attention | None:
+        """A formula that fits and differs from ``known`` in few fields, none if possible."""
+        return next(
+            itertools.chain(
+                self._whole(known), self._varied(known), self._solved(known), self._varied_twice(known)
+            ),
+            None,
+        )
+
+    def _rotaries(self) -> Iterator[tuple[str, float | str]]:
+        for angles in self.inputs.tables:
+            yield from (("half", angles), ("interleaved", angles))
+        yield from (("none", _BASES[0]), ("half", 1e4), ("half", 5e5), ("half", 1e6), ("interleaved", 1e4))
+
+    def _options(self, known: Attention) -> dict[str, tuple[Any, ...]]:
+        """Values for each field that has others than ``known``'s, those left out."""
+        root, width = math.sqrt(self._size), self.inputs.mixed.shape[-1]
+        scales = (1 / root, 1.0, 1 / self._size, width**-0.5, root, known.scale / root, known.scale * root)
+        window = known.window
+        every = _CHOICES | {
+            "angles": (*self.inputs.tables, *_BASES),
+            "scale": scales,
+            "mask": (*MASKS, *self.inputs.masks),
+            "window": (0, window - 1, window + 1) if window > 1 else (),
+        }
+        return {
+            name: tuple(value for value in every[name] if value != getattr(known, name))
+            for name in _FIELDS
+            if known.rotary != "none" or name not in _OF_ROTARY
+        }
+
+    def _varied(self, known: Attention) -> Iterator[Attention]:
+        for name, values in self._options(known).items():
+            for value in values:
+                yield from self._whole(replace(known, **{name: value}))
+
+    def _varied_twice(self, known: Attention) -> Iterator[Attention]:
+        for name, values in self._options(known).items():
+            for value in values:
+                once = replace(known, **{name: value})
+                for other, further in self._options(once).items():
+                    if _FIELDS.index(other) > _FIELDS.index(name):
+                        for last in further:
+                            yield from self._whole(replace(once, **{other: last}))
+
+    def _solved(self, known: Attention) -> Iterator[Attention]:
+        """With the number that fits, where one does: the scale of the scores, their cap, or the rotary base."""
+        yield from self._solve(known, "scale", -4.0, 4.0)
+        yield from self._solve(known, "cap", -1.0, 3.0)
+        if known.rotary != "none":
+            yield from self._solve(known, "angles", 0.3, 9.0)
+
+    def _solve(self, known: Attention, name: str, low: float, high: float) -> Iterator[Attention]:
+        def at(power: float) -> Attention:
+            return replace(known, **{name: 10.0**power})
+
+        power = minimum(lambda power: self._error(at(power)), low, high)
+        if power is None or not self._error(at(power)) <= _SLACK * self._floor:
+            return
+        solved = 10.0**power
+        rounded = (float(f"{solved:.{digits}g}") for digits in range(1, 8))
+        for value in (*(one for one in rounded if abs(one / solved - 1) < _SOLVED), solved):
+            yield from self._whole(replace(known, **{name: value}))
+
+    def _whole(self, formula: Attention) -> Iterator[Attention]:
+        """The formula if it fits everything, with the window that it needs."""
+        if not self._error(formula) <= _SLACK * self._floor:
+            return
+        if self._fits(formula):
+            yield formula
+        elif _opens(formula):
+            yield from self._windowed(formula)
+
+    def _error(self, formula: Attention) -> float:
+        """Of the first queries of the first row, over their norm."""
+        queries = min(_EARLIEST if _opens(formula) else _EARLY, self.inputs.mixed.shape[1])
+        keys = self.inputs.key.shape[1] if formula.mask == "none" else queries
+        self._left -= max(_LEAST, queries * keys * self.inputs.mixed.shape[-1])
+        if self._left <= 0:
+            return math.inf
+        with np.errstate(all="ignore"):
+            found = attention(formula, self.inputs, slice(0, 1), queries)
+        mixed = self.inputs.mixed[:1, :queries]
+        return math.inf if found is None or found.shape != mixed.shape else _relative(found, mixed)
+
+    def _fits(self, formula: Attention) -> bool:
+        square = norm = 0.0
+        for row in range(len(self.inputs.mixed)):
+            found = attention(formula, self.inputs, slice(row, row + 1))
+            mixed = self.inputs.mixed[row : row + 1]
+            if found is None or found.shape != mixed.shape:
+                return False
+            square += float(np.sum((found - mixed) ** 2))
+            norm += float(np.sum(mixed**2))
+        return math.sqrt(square) <= self._floor * math.sqrt(norm)
+
+    def _windowed(self, formula: Attention) -> Iterator[Attention]:
+        """With a window of as many tokens as queries fit without one."""
+        found = attention(formula, self.inputs, slice(0, 1))
+        if found is None:
+            return
+        rows = zip(found[0], self.inputs.mixed[0], strict=True)
+        wrong = [_relative(*row) > _SLACK * self._floor for row in rows]
+        windowed = replace(formula, window=wrong.index(True) if True in wrong else 0)
+        if windowed.window and self._fits(windowed):
+            yield windowed
+
+
+def _opens(formula: Attention) -> bool:
+    """Whether a window may be missing."""
+    return formula.mask == "causal" and not formula.window
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    norm = float(np.linalg.norm(expected))
+    error = float(np.linalg.norm(found - expected))
+    return error / norm if norm > 0 else (math.inf if error else 0.0)
+
+
+def _named(
+    found: tuple[Attention, Attention],
+    inputs: tuple[AttentionInputs, AttentionInputs],
+    stored: tuple[str, str],
+) -> str:
+    """What the two formulas do not have in common."""
+    every = [
+        {**_words(formula, one), "stored": extra}
+        for formula, one, extra in zip(found, inputs, stored, strict=True)
+    ]
+    turning = all(formula.rotary != "none" for formula in found)
+    names = [
+        name for name in every[0] if every[0][name] != every[1][name] and (turning or name not in _OF_ROTARY)
+    ]
+    texts = [", ".join(one[name] for name in names if one[name]) for one in every]
+    return f"torch: {texts[0]}; JAX: {texts[1]}" if names else ""
+
+
+def _words(formula: Attention, inputs: AttentionInputs) -> dict[str, str]:
+    """By field; empty for what the formula does not have."""
+    angles, share = formula.angles, formula.share
+    base: float | None
+    if isinstance(angles, str):
+        cos, sin = inputs.tables[angles]
+        base, share = base_of(cos[0], sin[0]), 2 * cos.shape[-1] / inputs.query.shape[-1]
+    else:
+        base = angles
+    mask = {
+        "none": "no mask",
+        "causal": "causal mask",
+        "next": "causal mask that lets the next token through",
+        "strict": "causal mask that hides a token from itself",
+    }.get(formula.mask, f"{formula.mask} as mask or added to the scores")
+    kinds = {"none": "no rotary embedding", "half": "rotary embedding of halves"}
+    turned = {"both": "queries and keys", "queries": "queries alone", "keys": "keys alone"}
+    later = {
+        0: "keys at the queries' positions",
+        1: "keys one position later",
+        -1: "keys one position earlier",
+    }
+    groups = {
+        "repeated": "key heads repeated (neighbouring query heads share one)",
+        "tiled": "key heads tiled (query heads share one in turn)",
+        "by key head": "key heads tiled, outputs ordered by key head",
+    }
+    orders = {"heads": "heads before elements", "elements": "elements before heads"}
+    roles = {"q": "query", "k": "key", "v": "value"}
+    return {
+        "rotary": kinds.get(formula.rotary, "rotary embedding of neighbours (interleaved)"),
+        "angles": f"rotary angles of {angles}" if base is None else f"rotary base {base:.8g}",
+        "share": f"rotary embedding of {share:g} of each head",
+        "later": later[formula.later],
+        "turned": f"rotary embedding of {turned[formula.turned]}",
+        "direction": f"rotary embedding {'forwards' if formula.direction > 0 else 'backwards'}",
+        "scale": _scale(formula.scale, inputs.query.shape[-1]),
+        "mask": mask,
+        "window": f"window of {formula.window} tokens" if formula.window else "no window",
+        "cap": f"scores capped at {formula.cap:g}" if math.isfinite(formula.cap) else "scores not capped",
+        "softmax": f"softmax over {formula.softmax}",
+        "groups": groups[formula.groups],
+        "split": f"features split into {orders[formula.split]}",
+        "joined": f"outputs joined with {orders.get(formula.joined, 'heads before positions')}",
+        "roles": "projections used as " + ", ".join(roles[one] for one in formula.roles),
+    }
+
+
+def _scale(scale: float, size: int) -> str:
+    """A scale of scores in words: what a known one is, beside its value."""
+    if abs(scale - 1) < 1e-6:
+        return "scores not scaled"
+    known = ""
+    if abs(scale * math.sqrt(size) - 1) < 1e-6:
+        known = f"1 / sqrt({size})"
+    elif abs(scale / math.sqrt(size) - 1) < 1e-6:
+        known = f"sqrt({size})"
+    else:
+        for power, text in ((1, "1 / {}"), (2, "1 / sqrt({})")):
+            whole = scale**-power
+            if not known and 1.5 < whole < 1e6 and abs(whole - round(whole)) < 1e-5 * whole:
+                known = text.format(round(whole))
+    return f"scores times {known or format(scale, '.6g')}"
+
+
+def minimum(error: Callable[[float], float], low: float, high: float, points: int = 60) -> float | None:
+    """Where ``error`` is least: the best points of a grid, refined by golden sections. None where all is infinite."""
+    grid = np.linspace(low, high, points)
+    values = [error(x) for x in grid]
+    step = float(grid[1] - grid[0])
+    best: tuple[float, float] | None = None
+    for place in np.argsort(values)[:2]:
+        if not math.isfinite(values[place]):
+            continue
+        left, right = grid[place] - step, grid[place] + step
+        golden = (math.sqrt(5) - 1) / 2
+        inner = [right - golden * (right - left), left + golden * (right - left)]
+        at = [error(x) for x in inner]
+        for _ in range(40):
+            if at[0] <= at[1]:
+                right, inner, at = inner[1], [0.0, inner[0]], [0.0, at[0]]
+                inner[0] = right - golden * (right - left)
+                at[0] = error(inner[0])
+            else:
+                left, inner, at = inner[0], [inner[1], 0.0], [at[1], 0.0]
+                inner[1] = left + golden * (right - left)
+                at[1] = error(inner[1])
+        if best is None or min(at) < best[0]:
+            best = min(at), inner[0] if at[0] <= at[1] else inner[1]
+    return None if best is None else best[1]
