@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from bridge.parity.pair.jax_leaves import (
     watched,
 )
 from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.store import Store
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -105,13 +106,22 @@ class Entry:
     arguments: Arguments
     again: Again | None
     outputs: Leaves | None = None
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Recorder:
-    """Notes calls. ``token``: see ``watched``; None without a backward. ``replaced``: outputs to return instead."""
+    """Notes calls. ``token``: see ``watched``; None without a backward. ``replaced``: outputs to return instead.
 
-    def __init__(self, token: jax.Array | None = None, replaced: Replacements | None = None) -> None:
+    ``store``: where arrays go; None: they stay in memory.
+    """
+
+    def __init__(
+        self,
+        token: jax.Array | None = None,
+        replaced: Replacements | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.token = token
         self.replaced = replaced or {}
         self.entries: list[Entry] = []
@@ -133,7 +143,7 @@ class Recorder:
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
-            inputs = to_numpy(argument_tree(arguments))
+            inputs = self._leaves(to_numpy(argument_tree(arguments)))
             again = keep()
             kept = map_arguments(lambda _, array: reveal(array), arguments, Frozen.of)
         except Hidden:
@@ -141,7 +151,7 @@ class Recorder:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again)
+        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves())
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -149,7 +159,7 @@ class Recorder:
         finally:
             self._open.pop()
         try:
-            entry.outputs = to_numpy(output)
+            entry.outputs = self._leaves(to_numpy(output))
         except Hidden:
             return output
         return self._passed_on(entry, output)
@@ -195,7 +205,7 @@ class Recorder:
                 kind=entry.kind,
                 inputs=entry.inputs,
                 outputs=entry.outputs or {},
-                gradients=dict(entry.gradients),
+                gradients=entry.gradients,
                 parent=parent(n),
             )
             for n in kept

@@ -44,6 +44,7 @@ from bridge.parity.pair.recording import (
     Rerun,
     Training,
 )
+from bridge.parity.pair.store import Store
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -120,9 +121,10 @@ class JaxSide:
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
             recorders: list[Recorder] = []
+            store = Store()
 
             def run(parameters: Mapping[str, Any], token: Any) -> Any:
-                recorders.append(Recorder(token))
+                recorders.append(Recorder(token, store=store))
                 return self._scalar(instance, parameters, inputs, recorders[-1])[0]
 
             if backward:
@@ -136,7 +138,7 @@ class JaxSide:
                 for entry in recorder.entries
                 if entry.outputs is not None and entry.again is not None
             }
-            found = {path: np.asarray(array) for path, array in gradients.items()}
+            found = _stored(gradients, store)
             return Recording(dtype, recorder.calls(), float(value), found)
 
     def rerun(
@@ -192,12 +194,13 @@ class JaxSide:
             parameters, state = instance.parameters, instance.state
             moments = self._optimizer.init(parameters)
             losses: list[float] = []
-            first: dict[str, np.ndarray] = {}
+            store = Store()
+            first: Leaves = {}
             for batch in batches:
                 parameters, state, moments, value = step(parameters, state, moments, as_batch(batch, dtype))
                 losses.append(float(value))
-                first = first or {path: np.asarray(array) for path, array in parameters.items()}
-            last = {path: np.asarray(array) for path, array in parameters.items()}
+                first = first or _stored(parameters, store)
+            last = _stored(parameters, store)
             return Training(tuple(losses), first, last)
 
     def _scalar(
@@ -226,6 +229,13 @@ class JaxSide:
             found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
             raise ValueError(f"loss: expected a floating scalar, got {found}")
         return value, state
+
+
+def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:
+    found = store.leaves()
+    for path, array in arrays.items():
+        found[path] = np.asarray(array)
+    return found
 
 
 def _backward(

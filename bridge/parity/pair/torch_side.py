@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.pair.store import Store
 from bridge.parity.pair.torch_calls import (
     Noted,
     Recorder,
@@ -135,18 +137,17 @@ class TorchSide:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         model, _ = second_copy(kept, kept)
         paths = {module: path for path, module in model.named_modules()}
-        recorder = Recorder(paths, keep=counterparts(model, kept))
+        store = Store()
+        recorder = Recorder(paths, keep=counterparts(model, kept), store=store)
         with running(kept, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(kept))
             with recorder.on():
                 loss = self._scalar(model, inputs)
             if not recorder.calls:
                 raise ValueError("the loss called no module of the model that it was given as first argument")
-            gradients: dict[str, np.ndarray] = {}
+            gradients: Leaves = {}
             if backward:
-                if loss.requires_grad:
-                    loss.backward()
-                gradients = _gradients(model.named_parameters())
+                gradients = _stored_gradients(loss, model, store)
         self._runs[dtype] = _Run(kept, recorder.calls)
         return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
 
@@ -238,6 +239,7 @@ class TorchSide:
         model = copy_in(self._model, dtype)
         losses: list[float] = []
         first: Leaves = {}
+        store = Store()
         with running(model, dtype):
             optimizer = self._optimizer(model.parameters())
             for batch in batches:
@@ -246,8 +248,8 @@ class TorchSide:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                first = first or _values(model.named_parameters())
-            last = _values(model.named_parameters())
+                first = first or _stored(model, store)
+            last = _stored(model, store)
         return Training(tuple(losses), first, last)
 
     def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -270,11 +272,50 @@ def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndar
     return {name: to_numpy(whole(one)) for name, one in parameters}
 
 
+def _stored(model: nn.Module, store: Store) -> Leaves:
+    found = store.leaves()
+    for name, parameter in model.named_parameters():
+        found[name] = to_numpy(parameter)
+    return found
+
+
 def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
     reached = {place: one for place, one in outputs.items() if place in cotangents and one.requires_grad}
     if reached:
         given = [to_torch(cotangents[place], one.device).to(one.dtype) for place, one in reached.items()]
         torch.autograd.backward(list(reached.values()), given)
+
+
+def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Leaves:
+    """Backward. Each parameter's gradient leaves the memory when it is made."""
+    made = store.leaves()
+
+    def store_as(name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        if name in made:
+            # A backward within the backward, of a checkpoint, accumulates as autograd does.
+            gradient = to_torch(made[name], gradient.device) + gradient
+        made[name] = to_numpy(gradient)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(store_as, name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        if loss.requires_grad:
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in wanted.items():
+        if name not in made:
+            made.update(_gradients([(name, parameter)]))
+    return made.only(wanted)
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
