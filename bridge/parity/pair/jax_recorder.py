@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from bridge.parity.pair.jax_leaves import (
     Frozen,
     Hidden,
     is_floating,
+    is_leaf,
     leaves,
     map_leaves,
     reveal,
@@ -21,7 +23,7 @@ from bridge.parity.pair.jax_leaves import (
     watched,
 )
 from bridge.parity.pair.recording import Call, Leaves, Replacements
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import Store, Stored
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -43,13 +45,44 @@ def map_arguments(
     )
 
 
+def shelved(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
+    """A pytree with ``Stored`` in place of its large arrays; see ``Again.shelve``."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not is_leaf(x) or x.weak_type:
+            return x
+        if id(x) not in known:
+            found = store.keep(np.asarray(x))
+            # The array itself too, so that no other one gets its id.
+            known[id(x)] = x, found if isinstance(found, Stored) else x
+        return known[id(x)][1]
+
+    return jax.tree.map(leaf, tree)
+
+
 class Again(Protocol):
     """A module as it was when it was called: its own weights and state, without anything of a gradient.
 
-    ``parameters``: by full path.
+    ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
     """
 
     parameters: Mapping[str, Any]
+    tree: Any
+
+    def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
+        """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
+        self.tree, self.parameters = (
+            shelved(one, store, known) for one in (self.tree, dict(self.parameters))
+        )
+
+    def loaded(self) -> Self:
+        """The same with its weights mapped."""
+        twin = copy.copy(self)
+        twin.tree, twin.parameters = (
+            jax.tree.map(lambda x: jnp.asarray(x.array()) if isinstance(x, Stored) else x, one)
+            for one in (self.tree, self.parameters)
+        )
+        return twin
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""

@@ -139,6 +139,10 @@ class JaxSide:
                 if entry.outputs is not None and entry.again is not None
             }
             found = _stored(gradients, store)
+            known: dict[int, tuple[Any, Any]] = {}
+            for entry in self._entries[dtype].values():
+                assert entry.again is not None
+                entry.again.shelve(store, known)
             return Recording(dtype, recorder.calls(), float(value), found)
 
     def rerun(
@@ -161,12 +165,13 @@ class JaxSide:
             raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
         _known(path, "input", inputs, entry.inputs)
         with settings(dtype, self._python):
+            again = entry.again.loaded()
             given = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = entry.again(entry.again.parameters, _thawed(given), recorder)
+                output = again(again.parameters, _thawed(given), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
-            return _backward(path, entry.again, given, cotangents, replaced)
+            return _backward(path, again, given, cotangents, replaced)
 
     def forget(self) -> None:
         """Free the calls, with their modules, that ``rerun`` needs."""

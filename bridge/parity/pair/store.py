@@ -111,6 +111,11 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def private(self, name: str) -> np.ndarray:
+        """An array that may be changed in place, which is seen nowhere else."""
+        one = self._kept[name]
+        return one.array(writable=True) if isinstance(one, Stored) else one.copy()
+
     @property
     def resident(self) -> int:
         """Bytes that are in memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import LEAST, Store, StoredLeaves
 from bridge.parity.pair.torch_calls import (
     Noted,
     Recorder,
@@ -32,7 +33,7 @@ from bridge.parity.pair.torch_copies import (
     whole,
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
-from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
+from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
 from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -45,10 +46,35 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 @dataclass
 class _Run:
-    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls."""
+    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls.
+
+    ``weights``: parameters that are on disk until they are used.
+    """
 
     model: nn.Module
     calls: Sequence[Noted]
+    weights: StoredLeaves
+
+    def shelve(self) -> None:
+        """Write the parameters to disk, and keep their shapes only."""
+        for name, parameter in self.model.named_parameters():
+            plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+            if plain and parameter.is_contiguous() and parameter.nbytes >= LEAST:
+                self.weights[name] = to_numpy(parameter)
+                parameter.data = _only_shape(parameter)
+
+    @contextmanager
+    def loaded(self) -> Iterator[nn.Module]:
+        """The model with its parameters mapped; changes in place stay private."""
+        parameters = dict(self.model.named_parameters())
+        try:
+            for name in self.weights:
+                parameters[name].data = shared(self.weights.private(name))
+            yield self.model
+        finally:
+            for name in self.weights:
+                parameters[name].data = _only_shape(parameters[name])
+                parameters[name].grad = None
 
 
 class TorchSide:
@@ -124,7 +150,10 @@ class TorchSide:
                 parameter.copy_(to_torch(np.asarray(weights[name])))
             for run in self._runs.values():
                 for name, copied in run.model.named_parameters():
-                    copied.copy_(own[name])
+                    if name in run.weights:
+                        run.weights[name] = to_numpy(own[name].to(copied.dtype))
+                    else:
+                        copied.copy_(own[name])
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         """Run the model and its loss on a batch of NumPy arrays (floats are cast to ``dtype``, integers to int64).
@@ -148,7 +177,8 @@ class TorchSide:
             gradients: Leaves = {}
             if backward:
                 gradients = _stored_gradients(loss, model, store)
-        self._runs[dtype] = _Run(kept, recorder.calls)
+        self._runs[dtype] = _Run(kept, recorder.calls, store.leaves())
+        self._runs[dtype].shelve()
         return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
 
     def rerun(
@@ -179,12 +209,25 @@ class TorchSide:
         if run is None or index is None:
             raise KeyError(f"{where}: no such call was recorded in {dtype}")
         noted = run.calls[index]
-        assert noted.given is not None
         check_leaves(inputs, noted.inputs, f"the input of {where}")
         check_leaves(cotangents or {}, noted.outputs, f"the output of {where}")
-        model, memo = second_copy(run.model.get_submodule(path), run.model)
-        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-        paths = {memo[id(module)]: one for one, module in run.model.named_modules() if id(module) in memo}
+        with run.loaded() as whole_model:
+            return self._again(whole_model, dtype, noted, inputs, cotangents, replaced)
+
+    def _again(
+        self,
+        whole_model: nn.Module,
+        dtype: str,
+        noted: Noted,
+        inputs: Leaves,
+        cotangents: Leaves | None,
+        replaced: Replacements | None,
+    ) -> Rerun:
+        path, where = noted.path, f"{noted.path!r}, call {noted.number}"
+        assert noted.given is not None
+        model, memo = second_copy(whole_model.get_submodule(path), whole_model)
+        names = {id(parameter): name for name, parameter in whole_model.named_parameters()}
+        paths = {memo[id(module)]: one for one, module in whole_model.named_modules() if id(module) in memo}
         recorder = Recorder(paths, replaced=replaced)
         given = {place: inputs.get(place, array) for place, array in noted.inputs.items()}
         leaves: dict[str, torch.Tensor] = {}
@@ -198,7 +241,7 @@ class TorchSide:
             return tensor
 
         device, on, low = noted.given.autocast
-        with running(run.model, dtype):
+        with running(whole_model, dtype):
             set_random_state(noted.given.random)
             args, kwargs = filled(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
             zeros = {
@@ -266,6 +309,10 @@ class TorchSide:
             )
             raise ValueError(f"expected the loss to be a floating-point scalar, got {found}")
         return loss.reshape(())
+
+
+def _only_shape(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.data.new_empty(1).expand(parameter.shape)
 
 
 def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
