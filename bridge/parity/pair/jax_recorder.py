@@ -111,9 +111,14 @@ class Adapter(Protocol):
 
 
 class Instance(Protocol):
-    """A copy of a model for one run. ``parameters``: by path. ``state``: a pytree of everything else that changes."""
+    """A copy of a model for one run.
+
+    ``parameters``: by path. ``tree``: those and what has no gradient, as the model has them. ``state``: a pytree of
+    everything else that changes.
+    """
 
     parameters: dict[str, Any]
+    tree: Any
     state: Any
 
     def run(

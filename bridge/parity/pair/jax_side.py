@@ -11,7 +11,8 @@ Its calls are those of its layers, ``layers/0/mlp``, and ``Rerun.gradients`` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import optax
 from flax import nnx
 
 from bridge.parity.pair.jax_float64 import settings
-from bridge.parity.pair.jax_function import FunctionModel
+from bridge.parity.pair.jax_function import FunctionModel, merged
 from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
 from bridge.parity.pair.jax_linen import LinenModel, is_linen
 from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss
@@ -187,7 +188,8 @@ class JaxSide:
         with settings(_checked(dtype), self._python, eager=False):
             instance = self._model.instance(dtype)
 
-            @jax.jit
+            # A step's results take the memory of what it was given: one copy of weights and moments, not two.
+            @partial(jax.jit, donate_argnums=(0, 2))
             def step(parameters: Any, state: Any, moments: Any, batch: Any) -> Any:
                 def loss(parameters: Any) -> Any:
                     return self._scalar(instance, parameters, batch, None, state)
@@ -196,8 +198,11 @@ class JaxSide:
                 updates, moments = self._optimizer.update(gradients, moments, parameters)
                 return optax.apply_updates(parameters, updates), state, moments, value
 
-            parameters, state = instance.parameters, instance.state
-            moments = self._optimizer.init(parameters)
+            # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
+            parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
+            instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
+            instance.parameters, state = {}, instance.state
+            moments = _unshared(self._optimizer.init(parameters), parameters.values())
             losses: list[float] = []
             store = Store()
             first: Leaves = {}
@@ -234,6 +239,24 @@ class JaxSide:
             found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
             raise ValueError(f"loss: expected a floating scalar, got {found}")
         return value, state
+
+
+def _unshared(tree: Any, others: Iterable[Any]) -> Any:
+    """A pytree without an array that it has twice or that is among ``others``: copies stand for those.
+
+    An optimizer's state may hold the weights themselves.
+    """
+    known = {id(one) for one in others}
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        if id(x) in known:
+            x = x.copy()
+        known.add(id(x))
+        return x
+
+    return jax.tree.map(own, tree)
 
 
 def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:

@@ -116,6 +116,13 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
         one = self._kept[name]
         return one.array(writable=True) if isinstance(one, Stored) else one.copy()
 
+    def stored(self, name: str) -> Stored:
+        """Where an array is. ``KeyError`` for one that is in memory."""
+        one = self._kept[name]
+        if not isinstance(one, Stored):
+            raise KeyError(f"{name}: expected an array in a file, got one of {one.nbytes} bytes in memory")
+        return one
+
     @property
     def resident(self) -> int:
         """Bytes that are in memory."""
