@@ -23,7 +23,7 @@ from bridge.parity.pair.jax_leaves import (
     watched,
 )
 from bridge.parity.pair.recording import Call, Leaves, Replacements
-from bridge.parity.pair.store import Store, Stored
+from bridge.parity.pair.store import Store, Stored, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -78,10 +78,12 @@ class Again(Protocol):
     def loaded(self) -> Self:
         """The same with its weights mapped."""
         twin = copy.copy(self)
-        twin.tree, twin.parameters = (
-            jax.tree.map(lambda x: jnp.asarray(x.array()) if isinstance(x, Stored) else x, one)
-            for one in (self.tree, self.parameters)
-        )
+        leaves, structure = jax.tree.flatten((self.tree, self.parameters))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
+        arrays = mapped_together([leaves[place] for place in places])
+        for place, array in zip(places, arrays, strict=True):
+            leaves[place] = jnp.asarray(array)
+        twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
         return twin
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -31,14 +31,23 @@ class Stored:
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def array(self, *, writable: bool = False) -> np.ndarray:
-        """A map of it. ``writable``: changes stay in memory, private to this map."""
+    def array(self) -> np.ndarray:
+        """A read-only map of it."""
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        size = self.offset - start + int(np.prod(self.shape)) * self.dtype.itemsize
+        return self._within(mmap.mmap(self.file.fileno(), size, access=mmap.ACCESS_READ, offset=start), start)
+
+    def _within(self, mapped: mmap.mmap, start: int) -> np.ndarray:
         size = int(np.prod(self.shape)) * self.dtype.itemsize
-        access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-        mapped = mmap.mmap(self.file.fileno(), self.offset - start + size, access=access, offset=start)
-        flat = np.frombuffer(mapped, np.uint8, size, self.offset - start)
-        return flat.view(self.dtype).reshape(self.shape)
+        return np.frombuffer(mapped, np.uint8, size, self.offset - start).view(self.dtype).reshape(self.shape)
+
+
+def mapped_together(many: Sequence[Stored]) -> list[np.ndarray]:
+    """Arrays of one file by one map, which takes one file descriptor. Changes in place are seen nowhere else."""
+    if not many:
+        return []
+    mapped = mmap.mmap(many[0].file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return [one._within(mapped, 0) for one in many]
 
 
 class Store:
@@ -110,11 +119,6 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def private(self, name: str) -> np.ndarray:
-        """An array that may be changed in place, which is seen nowhere else."""
-        one = self._kept[name]
-        return one.array(writable=True) if isinstance(one, Stored) else one.copy()
 
     def stored(self, name: str) -> Stored:
         """Where an array is. ``KeyError`` for one that is in memory."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
-from bridge.parity.pair.store import LEAST, Store, StoredLeaves
+from bridge.parity.pair.store import LEAST, Store, StoredLeaves, mapped_together
 from bridge.parity.pair.torch_calls import (
     Noted,
     Recorder,
@@ -68,8 +68,10 @@ class _Run:
         """The model with its parameters mapped; changes in place stay private."""
         parameters = dict(self.model.named_parameters())
         try:
-            for name in self.weights:
-                parameters[name].data = shared(self.weights.private(name))
+            names = list(self.weights)
+            arrays = mapped_together([self.weights.stored(name) for name in names])
+            for name, array in zip(names, arrays, strict=True):
+                parameters[name].data = shared(array)
             yield self.model
         finally:
             for name in self.weights:
