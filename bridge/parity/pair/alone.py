@@ -52,12 +52,10 @@ class Alone:
         return replace(self, inner=inner)
 
 
-def run_alone(
-    runs: Runs, pair: CallPair, inner: Children, parameters: Leaves, own: Sequence[CallPair] = ()
-) -> Alone:
+def run_alone(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPair] = ()) -> Alone:
     """Run the JAX module on torch's inputs, with torch's outputs of the modules inside, and compare.
 
-    ``parameters``: all of torch's. ``own``: modules inside that give their own outputs, on both sides.
+    ``own``: modules inside that give their own outputs, on both sides.
     """
     torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
     jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
@@ -96,8 +94,8 @@ def run_alone(
             note = f"{note}{'; ' if note else ''}torch's inputs {names} have no twin: they may be the cause"
         prefix = f"{path}." if path else ""
         parts = {
-            name.removeprefix(prefix): value
-            for name, value in parameters.items()
+            name.removeprefix(prefix): runs.parameters[name]
+            for name in runs.parameters
             if name.startswith(prefix) and "." not in name.removeprefix(prefix)
         }
         calls = (

@@ -28,13 +28,14 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
     for name, found in runs.jax_high.gradients.items():
         if name not in high:
             continue
+        twin = high[name]
         floor = max(
-            noise(low.get(name), high[name], runs.dtype),
+            noise(low.get(name), twin, runs.dtype),
             noise(runs.jax_low.gradients.get(name), found, runs.dtype),
             least.get(name, 0.0),
         )
         names = ", ".join(weights.sources.get(name, ()))
-        yield row_of("gradients", (names, name), high[name], found, floor, dtype=runs.dtype)
+        yield row_of("gradients", (names, name), twin, found, floor, dtype=runs.dtype)
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from bridge.parity.pair.recording import Leaves, Side
 from bridge.parity.pair.report import ParityReport, by_stage
 from bridge.parity.pair.rows import Row, Stage, row_of
 from bridge.parity.pair.runs import CallPair, Runs
+from bridge.parity.pair.store import Store
 from bridge.parity.pair.weight_map import WeightMap
 
 Progress = Callable[[str], None]
@@ -100,8 +101,9 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
     for name, found in jax.items():
         if name not in translated:
             continue
-        high, low = translated[name].astype(np.float64), found.astype(np.float64)
-        coarse = max(epsilon(one.dtype.name) for one in (translated[name], found))
+        twin = translated[name]
+        high, low = twin.astype(np.float64), found.astype(np.float64)
+        coarse = max(epsilon(one.dtype.name) for one in (twin, found))
         floor = max(0.25 * coarse * float(np.linalg.norm(low)), np.finfo(np.float64).tiny)
         names = ", ".join(weights.sources.get(name, ()))
         row = row_of("weights", (names, name), high, low, floor)
@@ -123,33 +125,33 @@ def update_rows(
 ) -> Iterator[Row]:
     """What the first step of the optimizers changes, and the losses and weights after all steps."""
     batches = [batch] * steps
-    start = {name: leaf.astype(np.float64) for name, leaf in weights.to_jax(torch.weights()).items()}
-    begin = {name: leaf.astype(np.float64) for name, leaf in jax.weights().items()}
+    start, begin = weights.to_jax(Store().leaves(torch.weights())), jax.weights()
     losses: dict[tuple[str, str], tuple[float, ...]] = {}
-    changes: dict[tuple[str, str], list[dict[str, np.ndarray]]] = {}
-    for one in ("float64", dtype):
-        # What rounding does is known well enough in float32, which saves a model's size of memory or two.
-        kept = np.float64 if one == "float64" else np.float32
-        for side, run in (("torch", torch.train(batches, one)), ("jax", jax.train(batches, one))):
+    ends: dict[tuple[str, str], list[Leaves]] = {}
+    for side, model in (("torch", torch), ("jax", jax)):
+        for one in ("float64", dtype):
+            run = model.train(batches, one)
             losses[side, one] = run.losses
-            ends = [run.first, run.last] if steps > 1 else [run.first]
-            values = [weights.to_jax(leaves) for leaves in ends] if side == "torch" else ends
-            origin = start if side == "torch" else begin
-            changes[side, one] = [
-                {name: (leaf - origin[name]).astype(kept) for name, leaf in leaves.items() if name in origin}
-                for leaves in values
-            ]
+            reached = [run.first, run.last] if steps > 1 else [run.first]
+            ends[side, one] = [weights.to_jax(leaves) for leaves in reached] if side == "torch" else reached
     stages: tuple[Stage, ...] = ("update", "steps")
     for place, stage in enumerate(stages[: 1 if steps < 2 else 2]):
-        high, low = (changes["torch", one][place] for one in ("float64", dtype))
-        found, found_low = (changes["jax", one][place] for one in ("float64", dtype))
-        for name, change in found.items():
-            if name in high:
+        for name in ends["jax", "float64"][place]:
+            if name in start and name in begin:
+                before = {"torch": start[name].astype(np.float64), "jax": begin[name].astype(np.float64)}
+                high, low, change, change_low = (
+                    # What rounding does is known well enough in float32.
+                    (ends[side, one][place][name] - before[side]).astype(
+                        np.float64 if one == "float64" else np.float32
+                    )
+                    for side in ("torch", "jax")
+                    for one in ("float64", dtype)
+                )
                 # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
-                least = noise(None, begin[name], dtype)
-                floor = max(noise(low[name], high[name], dtype), noise(found_low[name], change, dtype), least)
+                least = noise(None, before["jax"], dtype)
+                floor = max(noise(low, high, dtype), noise(change_low, change, dtype), least)
                 names = ", ".join(weights.sources.get(name, ()))
-                yield row_of(stage, (names, name), high[name], change, floor, dtype=dtype)
+                yield row_of(stage, (names, name), high, change, floor, dtype=dtype)
     yield from _training_losses(losses, dtype)
 
 

@@ -71,22 +71,27 @@ def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
         raise ValueError(f"expected arrays of one shape, got {a.shape} and {b.shape}")
     exact = a.dtype.kind in "iub" or b.dtype.kind in "iub"
     x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
+    # In place, because a whole table of embeddings is compared at once.
     with np.errstate(all="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         both = np.isfinite(x) & np.isfinite(y)
-        difference = np.where(same, 0.0, np.abs(x - y))
-    difference = np.where(same | both, difference, np.inf)
-    if exact:
-        difference = np.where(same, 0.0, np.inf)
-    x, y = np.where(both, x, 0.0), np.where(both, y, 0.0)
+        difference = x - y
+        np.abs(difference, out=difference)
+    difference[~same if exact else ~(same | both)] = np.inf
+    difference[same] = 0.0
+    x[~both] = 0.0
+    y[~both] = 0.0
     # Squares of finite numbers may overflow.
-    scale = max(float(np.max(np.abs(x), initial=0.0)), float(np.max(np.abs(y), initial=0.0))) or 1.0
-    x, y = x / scale, y / scale
+    largest = [max(float(one.max(initial=0.0)), -float(one.min(initial=0.0))) for one in (x, y)]
+    scale = max(largest) or 1.0
+    x /= scale
+    y /= scale
     norms = float(np.linalg.norm(x)), float(np.linalg.norm(y))
     worst = int(difference.argmax()) if difference.size else 0
     values = (float(a.reshape(-1)[worst]), float(b.reshape(-1)[worst])) if difference.size else (0.0, 0.0)
+    difference /= scale
     return Distance(
-        float(np.linalg.norm(difference / scale)) * scale,
+        float(np.linalg.norm(difference)) * scale,
         max(norms) * scale,
         float(np.clip(x @ y / (norms[0] * norms[1]), -1, 1)) if min(norms) > 0 else math.nan,
         0 if exact else _ulp(a, b, dtype),
@@ -107,7 +112,7 @@ def noise(low: np.ndarray | None, high: np.ndarray, dtype: str) -> float:
     ``low``: the same array, computed in ``dtype``; None where that is not known.
     """
     with np.errstate(all="ignore"):
-        values = np.nan_to_num(high.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        values = np.nan_to_num(high.astype(np.float64), copy=False, nan=0.0, posinf=0.0, neginf=0.0)
     least = _LEAST_PART * epsilon(dtype) * float(np.linalg.norm(values))
     if low is None or low.shape != high.shape:
         return least

@@ -41,13 +41,12 @@ class Forward:
 
 def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
     """A row for each output leaf of each pair of calls."""
-    parameters = runs.torch.weights()
     place = {id(pair): number for number, pair in enumerate(pairs)}
     found: dict[int, Alone] = {}
     shifted: dict[int, str] = {}
     for pair in ended(runs, pairs):
         inner = children_of(pair, pairs, runs)
-        alone = run_alone(runs, pair, inner, parameters)
+        alone = run_alone(runs, pair, inner)
         for one, torch_number in zip(inner.pairs, inner.torch, strict=True):
             # OPT adds the offset of its positions inside of the table's module, or before.
             number = place[id(one)]
@@ -65,7 +64,7 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
                 continue
             # With its own inner module instead of torch's: Gemma's embedding is scaled inside or after. What a fault
             # of the inner module spoils would be a new place.
-            whole = run_alone(runs, pair, inner, parameters, own=[*own, one])
+            whole = run_alone(runs, pair, inner, own=[*own, one])
             if whole.places < alone.places:
                 alone = whole
                 own.append(one)

@@ -18,7 +18,7 @@ class ArrayReader:
     def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
         self.format = "orbax" if separator == "/" else "dcp"
         self.path: Path | str = where
-        self._arrays = dict(arrays)
+        self._arrays = arrays
         self.tensors = {
             name: TensorInfo(
                 name,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from bridge.parity.pair.jax_leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
-from bridge.parity.pair.jax_recorder import Arguments, Recorder
+from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
 from bridge.parity.pair.tap import listening
 
 
@@ -64,16 +64,17 @@ class FunctionInstance:
         )
 
 
-class FunctionAgain:
+class FunctionAgain(Again):
     """The whole function once more."""
 
     def __init__(self, instance: FunctionInstance, parameters: Mapping[str, Any]) -> None:
-        self.instance = instance
+        self.function, self.tree = instance.function, instance.tree
         self.parameters = parameters
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         args, kwargs = arguments
-        return self.instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
+        instance = FunctionInstance(self.function, self.tree)
+        return instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
 
 
 def floating_of(tree: Any) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from bridge.parity.pair.jax_leaves import (
     Frozen,
     Hidden,
     is_floating,
+    is_leaf,
     leaves,
     map_leaves,
     reveal,
@@ -21,6 +23,7 @@ from bridge.parity.pair.jax_leaves import (
     watched,
 )
 from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.store import Store, Stored, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -42,13 +45,46 @@ def map_arguments(
     )
 
 
+def shelved(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
+    """A pytree with ``Stored`` in place of its large arrays; see ``Again.shelve``."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not is_leaf(x) or x.weak_type:
+            return x
+        if id(x) not in known:
+            found = store.keep(np.asarray(x))
+            # The array itself too, so that no other one gets its id.
+            known[id(x)] = x, found if isinstance(found, Stored) else x
+        return known[id(x)][1]
+
+    return jax.tree.map(leaf, tree)
+
+
 class Again(Protocol):
     """A module as it was when it was called: its own weights and state, without anything of a gradient.
 
-    ``parameters``: by full path.
+    ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
     """
 
     parameters: Mapping[str, Any]
+    tree: Any
+
+    def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
+        """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
+        self.tree, self.parameters = (
+            shelved(one, store, known) for one in (self.tree, dict(self.parameters))
+        )
+
+    def loaded(self) -> Self:
+        """The same with its weights mapped."""
+        twin = copy.copy(self)
+        leaves, structure = jax.tree.flatten((self.tree, self.parameters))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
+        arrays = mapped_together([leaves[place] for place in places])
+        for place, array in zip(places, arrays, strict=True):
+            leaves[place] = jnp.asarray(array)
+        twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
+        return twin
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""
@@ -77,9 +113,14 @@ class Adapter(Protocol):
 
 
 class Instance(Protocol):
-    """A copy of a model for one run. ``parameters``: by path. ``state``: a pytree of everything else that changes."""
+    """A copy of a model for one run.
+
+    ``parameters``: by path. ``tree``: those and what has no gradient, as the model has them. ``state``: a pytree of
+    everything else that changes.
+    """
 
     parameters: dict[str, Any]
+    tree: Any
     state: Any
 
     def run(
@@ -105,13 +146,22 @@ class Entry:
     arguments: Arguments
     again: Again | None
     outputs: Leaves | None = None
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Recorder:
-    """Notes calls. ``token``: see ``watched``; None without a backward. ``replaced``: outputs to return instead."""
+    """Notes calls. ``token``: see ``watched``; None without a backward. ``replaced``: outputs to return instead.
 
-    def __init__(self, token: jax.Array | None = None, replaced: Replacements | None = None) -> None:
+    ``store``: where arrays go; None: they stay in memory.
+    """
+
+    def __init__(
+        self,
+        token: jax.Array | None = None,
+        replaced: Replacements | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.token = token
         self.replaced = replaced or {}
         self.entries: list[Entry] = []
@@ -133,7 +183,7 @@ class Recorder:
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
-            inputs = to_numpy(argument_tree(arguments))
+            inputs = self._leaves(to_numpy(argument_tree(arguments)))
             again = keep()
             kept = map_arguments(lambda _, array: reveal(array), arguments, Frozen.of)
         except Hidden:
@@ -141,7 +191,7 @@ class Recorder:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again)
+        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves())
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -149,7 +199,7 @@ class Recorder:
         finally:
             self._open.pop()
         try:
-            entry.outputs = to_numpy(output)
+            entry.outputs = self._leaves(to_numpy(output))
         except Hidden:
             return output
         return self._passed_on(entry, output)
@@ -195,7 +245,7 @@ class Recorder:
                 kind=entry.kind,
                 inputs=entry.inputs,
                 outputs=entry.outputs or {},
-                gradients=dict(entry.gradients),
+                gradients=entry.gradients,
                 parent=parent(n),
             )
             for n in kept

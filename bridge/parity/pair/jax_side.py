@@ -11,7 +11,8 @@ Its calls are those of its layers, ``layers/0/mlp``, and ``Rerun.gradients`` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import optax
 from flax import nnx
 
 from bridge.parity.pair.jax_float64 import settings
-from bridge.parity.pair.jax_function import FunctionModel
+from bridge.parity.pair.jax_function import FunctionModel, merged
 from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
 from bridge.parity.pair.jax_linen import LinenModel, is_linen
 from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss, in_order
@@ -44,6 +45,7 @@ from bridge.parity.pair.recording import (
     Rerun,
     Training,
 )
+from bridge.parity.pair.store import Store
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -120,9 +122,10 @@ class JaxSide:
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
             recorders: list[Recorder] = []
+            store = Store()
 
             def run(parameters: Mapping[str, Any], token: Any) -> Any:
-                recorders.append(Recorder(token))
+                recorders.append(Recorder(token, store=store))
                 return self._scalar(instance, parameters, inputs, recorders[-1])[0]
 
             if backward:
@@ -136,7 +139,11 @@ class JaxSide:
                 for entry in recorder.entries
                 if entry.outputs is not None and entry.again is not None
             }
-            found = {path: np.asarray(array) for path, array in gradients.items()}
+            found = _stored(gradients, store)
+            known: dict[int, tuple[Any, Any]] = {}
+            for entry in self._entries[dtype].values():
+                assert entry.again is not None
+                entry.again.shelve(store, known)
             return Recording(dtype, recorder.calls(), float(value), found)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
@@ -172,12 +179,13 @@ class JaxSide:
             raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
         _known(path, "input", inputs, entry.inputs)
         with settings(dtype, self._python):
+            again = entry.again.loaded()
             given = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = entry.again(entry.again.parameters, _thawed(given), recorder)
+                output = again(again.parameters, _thawed(given), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
-            return _backward(path, entry.again, given, cotangents, replaced)
+            return _backward(path, again, given, cotangents, replaced)
 
     def forget(self) -> None:
         """Free the calls, with their modules, that ``rerun`` needs."""
@@ -193,7 +201,8 @@ class JaxSide:
         with settings(_checked(dtype), self._python, eager=False):
             instance = self._model.instance(dtype)
 
-            @jax.jit
+            # A step's results take the memory of what it was given: one copy of weights and moments, not two.
+            @partial(jax.jit, donate_argnums=(0, 2))
             def step(parameters: Any, state: Any, moments: Any, batch: Any) -> Any:
                 def loss(parameters: Any) -> Any:
                     return self._scalar(instance, parameters, batch, None, state)
@@ -202,15 +211,19 @@ class JaxSide:
                 updates, moments = self._optimizer.update(gradients, moments, parameters)
                 return optax.apply_updates(parameters, updates), state, moments, value
 
-            parameters, state = instance.parameters, instance.state
-            moments = self._optimizer.init(parameters)
+            # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
+            parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
+            instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
+            instance.parameters, state = {}, instance.state
+            moments = _unshared(self._optimizer.init(parameters), parameters.values())
             losses: list[float] = []
-            first: dict[str, np.ndarray] = {}
+            store = Store()
+            first: Leaves = {}
             for batch in batches:
                 parameters, state, moments, value = step(parameters, state, moments, as_batch(batch, dtype))
                 losses.append(float(value))
-                first = first or {path: np.asarray(array) for path, array in parameters.items()}
-            last = {path: np.asarray(array) for path, array in parameters.items()}
+                first = first or _stored(parameters, store)
+            last = _stored(parameters, store)
             return Training(tuple(losses), first, last)
 
     def _scalar(
@@ -240,6 +253,31 @@ class JaxSide:
             found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
             raise ValueError(f"loss: expected a floating scalar, got {found}")
         return value, state
+
+
+def _unshared(tree: Any, others: Iterable[Any]) -> Any:
+    """A pytree without an array that it has twice or that is among ``others``: copies stand for those.
+
+    An optimizer's state may hold the weights themselves.
+    """
+    known = {id(one) for one in others}
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        if id(x) in known:
+            x = x.copy()
+        known.add(id(x))
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:
+    found = store.leaves()
+    for path, array in arrays.items():
+        found[path] = np.asarray(array)
+    return found
 
 
 def _backward(

@@ -21,6 +21,7 @@ from bridge.parity.pair.probe import matched_probes
 from bridge.parity.pair.recording import Leaves, Side, check_choices
 from bridge.parity.pair.report import ParityReport
 from bridge.parity.pair.sensitivity import planted
+from bridge.parity.pair.store import Store
 from bridge.parity.pair.weight_map import WeightMap
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
@@ -98,7 +99,7 @@ def _weights_for(
     """The weights of the comparison, and the models' own ones again after it."""
     if weights not in ("own", "torch", "jax"):
         raise ValueError(f"weights: expected own, torch or jax, got {weights!r}")
-    ours, theirs = torch.weights(), jax.weights()
+    ours, theirs = Store().leaves(torch.weights()), jax.weights()
     try:
         if weights == "torch":
             jax.load({**theirs, **_cast(relation.to_jax(ours), theirs)})

@@ -15,6 +15,7 @@ from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
 from bridge.parity.pair.rows import ratio_of
+from bridge.parity.pair.store import Store
 from bridge.parity.pair.weight_map import Order, WeightMap
 
 _NEAR = 0.3
@@ -69,12 +70,14 @@ class CallPair:
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
 
-    The batch is recorded when this is made, and both sides keep the calls for reruns. ``ValueError`` where the loss is
+    The batch is recorded when this is made, and both sides keep the calls for reruns. ``parameters``: torch's.
+    ``ValueError`` where the loss is
     not finite on either side.
     """
 
     def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
         self.torch, self.jax, self.dtype = torch, jax, dtype
+        self.parameters: Leaves = Store().leaves(torch.weights())
         self.torch_high = torch.record(batch, "float64", backward=backward)
         self.jax_high = jax.record(batch, "float64", backward=backward)
         losses = self.torch_high.loss, self.jax_high.loss
@@ -88,7 +91,7 @@ class Runs:
 
     def pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         """Partner calls, in the order in which torch's began."""
-        matrices = {name: leaf.shape for name, leaf in self.torch.weights().items() if leaf.ndim == 2}
+        matrices = {name: leaf.shape for name, leaf in self.parameters.items() if leaf.ndim == 2}
         orders: dict[str, tuple[Order, Order]] = {}
         partners = {pair.torch: pair for pair in modules.pairs}
         theirs = {(call.path, call.number): call for call in self.jax_high.calls}

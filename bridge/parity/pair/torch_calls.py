@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.store import Store, StoredLeaves
 from bridge.parity.pair.torch_leaves import (
     Slot,
     arguments,
@@ -47,12 +48,17 @@ class Noted:
     inputs: Leaves
     given: Given | None
     outputs: Leaves = field(default_factory=dict)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
     def call(self, shift: int = 0) -> Call:
         """As a part of the record. ``shift``: calls that are left out before it."""
         parent = None if self.parent is None or self.parent < shift else self.parent - shift
-        gradients = {place: self.gradients[place] for place in self.outputs if place in self.gradients}
+        made = self.gradients
+        gradients = (
+            made.only(self.outputs)
+            if isinstance(made, StoredLeaves)
+            else {place: made[place] for place in self.outputs if place in made}
+        )
         return Call(self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent)
 
 
@@ -100,7 +106,7 @@ class Recorder:
 
     ``keep``: by id, modules of the running model and those that
     stand for them in kept arguments; None: arguments are not kept. ``replaced``: outputs that calls return instead of
-    their own.
+    their own. ``store``: where arrays go; None: they stay in memory.
     """
 
     def __init__(
@@ -109,8 +115,10 @@ class Recorder:
         *,
         keep: dict[int, Any] | None = None,
         replaced: Replacements | None = None,
+        store: Store | None = None,
     ) -> None:
         self.calls: list[Noted] = []
+        self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.replaced = dict(replaced or {})
         self._paths = dict(paths)
         self._counts: Counter[str] = Counter()
@@ -140,12 +148,16 @@ class Recorder:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = self._paths[module]
         leaves = leaves_of(arguments(args, kwargs))
-        inputs = {place: to_numpy(leaf) for place, leaf in leaves.items()}
+        inputs = self._leaves()
+        for place, leaf in leaves.items():
+            inputs[place] = to_numpy(leaf)
         parent = self._open[-1][1] if self._open else None
         given = None if self._keep is None else self._given(args, kwargs, self._keep)
         index = len(self.calls)
         self._open.append((module, index))
-        self.calls.append(Noted(path, self._counts[path], type(module).__name__, parent, inputs, given))
+        noted = Noted(path, self._counts[path], type(module).__name__, parent, inputs, given)
+        noted.outputs, noted.gradients = self._leaves(), self._leaves()
+        self.calls.append(noted)
         self._counts[path] += 1
         for leaf in leaves.values():
             self._seen.setdefault(id(leaf), Seen(leaf, None, index - 1, leaf.grad_fn))
@@ -172,7 +184,7 @@ class Recorder:
         _, index = self._open.pop()
         noted = self.calls[index]
         leaves = leaves_of(output)
-        noted.outputs = {place: to_numpy(leaf) for place, leaf in leaves.items()}
+        noted.outputs = self._leaves({place: to_numpy(leaf) for place, leaf in leaves.items()})
         instead = self.replaced.pop((noted.path, noted.number), {})
         check_leaves(instead, noted.outputs, f"the output of {noted.path!r}, call {noted.number}")
 

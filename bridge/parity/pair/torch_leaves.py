@@ -150,10 +150,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Tensor:
     """A copy, in the array's own dtype."""
-    array = np.array(array, order="C")
+    return shared(np.array(array, order="C")).to(device)
+
+
+def shared(array: np.ndarray) -> torch.Tensor:
+    """A tensor of the same memory."""
     if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

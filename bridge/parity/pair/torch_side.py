@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.pair.store import LEAST, Store, StoredLeaves, mapped_together
 from bridge.parity.pair.torch_calls import (
     Noted,
     Recorder,
@@ -29,7 +32,7 @@ from bridge.parity.pair.torch_copies import (
     second_copy,
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
-from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, to_numpy, to_torch
+from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
 from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described, in_order
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -42,10 +45,37 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 @dataclass
 class _Run:
-    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls."""
+    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls.
+
+    ``weights``: parameters that are on disk until they are used.
+    """
 
     model: nn.Module
     calls: Sequence[Noted]
+    weights: StoredLeaves
+
+    def shelve(self) -> None:
+        """Write the parameters to disk, and keep their shapes only."""
+        for name, parameter in self.model.named_parameters():
+            plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+            if plain and parameter.is_contiguous() and parameter.nbytes >= LEAST:
+                self.weights[name] = to_numpy(parameter)
+                parameter.data = _only_shape(parameter)
+
+    @contextmanager
+    def loaded(self) -> Iterator[nn.Module]:
+        """The model with its parameters mapped; changes in place stay private."""
+        parameters = dict(self.model.named_parameters())
+        try:
+            names = list(self.weights)
+            arrays = mapped_together([self.weights.stored(name) for name in names])
+            for name, array in zip(names, arrays, strict=True):
+                parameters[name].data = shared(array)
+            yield self.model
+        finally:
+            for name in self.weights:
+                parameters[name].data = _only_shape(parameters[name])
+                parameters[name].grad = None
 
 
 class TorchSide:
@@ -121,7 +151,10 @@ class TorchSide:
                 parameter.copy_(to_torch(np.asarray(weights[name])))
             for run in self._runs.values():
                 for name, copied in run.model.named_parameters():
-                    copied.copy_(own[name])
+                    if name in run.weights:
+                        run.weights[name] = to_numpy(own[name].to(copied.dtype))
+                    else:
+                        copied.copy_(own[name])
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         """Run the model and its loss on a batch of NumPy arrays (floats are cast to ``dtype``, integers to int64).
@@ -134,19 +167,19 @@ class TorchSide:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         model, _ = second_copy(kept, kept)
         paths = {module: path for path, module in model.named_modules()}
-        recorder = Recorder(paths, keep=counterparts(model, kept))
+        store = Store()
+        recorder = Recorder(paths, keep=counterparts(model, kept), store=store)
         with running(kept, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(kept))
             with recorder.on():
                 loss = self._scalar(model, inputs)
             if not recorder.calls:
                 raise ValueError("the loss called no module of the model that it was given as first argument")
-            gradients: dict[str, np.ndarray] = {}
+            gradients: Leaves = {}
             if backward:
-                if loss.requires_grad:
-                    loss.backward()
-                gradients = _gradients(model.named_parameters())
-        self._runs[dtype] = _Run(kept, recorder.calls)
+                gradients = _stored_gradients(loss, model, store)
+        self._runs[dtype] = _Run(kept, recorder.calls, store.leaves())
+        self._runs[dtype].shelve()
         return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
@@ -190,12 +223,25 @@ class TorchSide:
         if run is None or index is None:
             raise KeyError(f"{where}: no such call was recorded in {dtype}")
         noted = run.calls[index]
-        assert noted.given is not None
         check_leaves(inputs, noted.inputs, f"the input of {where}")
         check_leaves(cotangents or {}, noted.outputs, f"the output of {where}")
-        model, memo = second_copy(run.model.get_submodule(path), run.model)
-        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-        paths = {memo[id(module)]: one for one, module in run.model.named_modules() if id(module) in memo}
+        with run.loaded() as whole_model:
+            return self._again(whole_model, dtype, noted, inputs, cotangents, replaced)
+
+    def _again(
+        self,
+        whole_model: nn.Module,
+        dtype: str,
+        noted: Noted,
+        inputs: Leaves,
+        cotangents: Leaves | None,
+        replaced: Replacements | None,
+    ) -> Rerun:
+        path, where = noted.path, f"{noted.path!r}, call {noted.number}"
+        assert noted.given is not None
+        model, memo = second_copy(whole_model.get_submodule(path), whole_model)
+        names = {id(parameter): name for name, parameter in whole_model.named_parameters()}
+        paths = {memo[id(module)]: one for one, module in whole_model.named_modules() if id(module) in memo}
         recorder = Recorder(paths, replaced=replaced)
         given = {place: inputs.get(place, array) for place, array in noted.inputs.items()}
         leaves: dict[str, torch.Tensor] = {}
@@ -209,7 +255,7 @@ class TorchSide:
             return tensor
 
         device, on, low = noted.given.autocast
-        with running(run.model, dtype):
+        with running(whole_model, dtype):
             set_random_state(noted.given.random)
             args, kwargs = filled(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
             zeros = {
@@ -250,6 +296,7 @@ class TorchSide:
         model = copy_in(self._model, dtype)
         losses: list[float] = []
         first: Leaves = {}
+        store = Store()
         with running(model, dtype):
             optimizer = self._optimizer(model.parameters())
             for batch in batches:
@@ -258,8 +305,8 @@ class TorchSide:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                first = first or _values(model.named_parameters())
-            last = _values(model.named_parameters())
+                first = first or _stored(model, store)
+            last = _stored(model, store)
         return Training(tuple(losses), first, last)
 
     def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
@@ -278,8 +325,19 @@ class TorchSide:
         return loss.reshape(())
 
 
+def _only_shape(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.data.new_empty(1).expand(parameter.shape)
+
+
 def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
     return {name: to_numpy(one) for name, one in parameters}
+
+
+def _stored(model: nn.Module, store: Store) -> Leaves:
+    found = store.leaves()
+    for name, parameter in model.named_parameters():
+        found[name] = to_numpy(parameter)
+    return found
 
 
 def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
@@ -287,6 +345,38 @@ def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
     if reached:
         given = [to_torch(cotangents[place], one.device).to(one.dtype) for place, one in reached.items()]
         torch.autograd.backward(list(reached.values()), given)
+
+
+def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Leaves:
+    """Backward. Each parameter's gradient leaves the memory when it is made."""
+    made = store.leaves()
+
+    def store_as(name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        if name in made:
+            # A backward within the backward, of a checkpoint, accumulates as autograd does.
+            gradient = to_torch(made[name], gradient.device) + gradient
+        made[name] = to_numpy(gradient)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(store_as, name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        if loss.requires_grad:
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in wanted.items():
+        if name not in made:
+            made.update(_gradients([(name, parameter)]))
+    return made.only(wanted)
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ side has as numbers in names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable
-from bridge.mapping.apply import apply_rule
+from bridge.mapping.apply import View, apply_rule
 from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.found import Found, NameIndex, find
 from bridge.mapping.sizes import known_sizes
@@ -115,24 +115,22 @@ class WeightMap:
             found.setdefault(other, set()).add(name)
         return {name: tuple(sorted(names)) for name, names in found.items()}
 
-    def to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[str, np.ndarray]:
-        """Values of all torch parameters as the JAX parameters would have them, by JAX name.
+    def to_jax(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
+        """Values of all torch parameters as the JAX parameters would have them, by JAX name; made on each access.
 
         ``gradients``: where a rule multiplies a weight, its gradient is divided.
         """
         names = {name: weight for weight, name in self.torch_names.items()}
-        given = {names[name]: array for name, array in leaves.items() if name in names}
+        given = Renamed(leaves, {names[name]: name for name in leaves if name in names})
         found = self._translated(given, self.torch, self.jax.convention.name, gradients)
-        return {self.jax_names[weight]: array for weight, array in found.items() if weight in self.jax_names}
+        return found.renamed(self.jax_names)
 
-    def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> dict[str, np.ndarray]:
-        """Values of all JAX parameters as the torch parameters would have them, by torch name."""
+    def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
+        """Values of all JAX parameters as the torch parameters would have them, by torch name; made on each access."""
         names = {name: weight for weight, name in self.jax_names.items()}
-        given = {names[name]: array for name, array in leaves.items() if name in names}
+        given = Renamed(leaves, {names[name]: name for name in leaves if name in names})
         found = self._translated(given, self.jax, self.torch.convention.name, gradients)
-        return {
-            self.torch_names[weight]: array for weight, array in found.items() if weight in self.torch_names
-        }
+        return found.renamed(self.torch_names)
 
     def parts_to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[Key, np.ndarray]:
         """Values of some torch parameters, as the JAX parameters or the layers of stacks that they make whole."""
@@ -185,9 +183,7 @@ class WeightMap:
             found.append(_order(list(parts.values()), shape[axis]))
         return found[0], found[1]
 
-    def _translated(
-        self, leaves: Leaves, source: Found, target: str, gradients: bool
-    ) -> dict[str, np.ndarray]:
+    def _translated(self, leaves: Leaves, source: Found, target: str, gradients: bool) -> Translated:
         name = source.convention.name
         reader = ArrayReader(leaves, source.convention.separator, f"the {name} parameters")
         axes = known_sizes(reader, self.mapping)
@@ -196,14 +192,55 @@ class WeightMap:
         for weight in leaves:
             for rule in index.rules_of(weight)[:1]:
                 members.setdefault(id(rule), {})[weight] = weight
-        made: dict[str, np.ndarray] = {}
+        made: dict[str, View] = {}
         for rule in self.mapping.rules:
             if id(rule) not in members or not rule.entries(target):
                 continue
             own = {weight: reader.tensors[weight] for weight in members[id(rule)]}
             for weight, view in apply_rule(rule, name, target, own, axes, -1 if gradients else 1, own):
-                made[weight] = view.read(reader, Box.whole(view.shape))
-        return made
+                made[weight] = view
+        return Translated(made, reader)
+
+
+class Renamed(Mapping[str, np.ndarray]):
+    """``leaves`` under other names; ``names``: the old name by the new one."""
+
+    def __init__(self, leaves: Leaves, names: Mapping[str, str]) -> None:
+        self._leaves, self._names = leaves, names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._leaves[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Translated(Mapping[str, np.ndarray]):
+    """Arrays by name, each made from ``reader`` when it is asked for."""
+
+    def __init__(self, views: Mapping[str, View], reader: ArrayReader) -> None:
+        self._views, self._reader = views, reader
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        view = self._views[name]
+        return view.read(self._reader, Box.whole(view.shape))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def renamed(self, names: Mapping[str, str]) -> Translated:
+        """The arrays that ``names`` has, under their names there."""
+        views = {names[name]: view for name, view in self._views.items() if name in names}
+        return Translated(views, self._reader)
 
 
 def _order(parts: Sequence[np.ndarray], size: int) -> Order:

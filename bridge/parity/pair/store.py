@@ -1,0 +1,139 @@
+"""Arrays on disk until they are asked for: what a run records is larger than the memory that a comparison needs.
+
+One temporary file holds the arrays of one run. It has no name from the start, so nothing of it is left behind whatever
+ends the process. Each access maps an array read-only; it takes memory as long as somebody holds it.
+
+The file lies in the folder for temporary files (``TMPDIR``), which must not be in memory itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+LEAST = 2**15
+"""Bytes below which an array stays in memory: a map takes whole pages."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array in a file, which is open as long as this is."""
+
+    file: IO[bytes]
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def array(self) -> np.ndarray:
+        """A read-only map of it."""
+        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        size = self.offset - start + int(np.prod(self.shape)) * self.dtype.itemsize
+        return self._within(mmap.mmap(self.file.fileno(), size, access=mmap.ACCESS_READ, offset=start), start)
+
+    def _within(self, mapped: mmap.mmap, start: int) -> np.ndarray:
+        size = int(np.prod(self.shape)) * self.dtype.itemsize
+        return np.frombuffer(mapped, np.uint8, size, self.offset - start).view(self.dtype).reshape(self.shape)
+
+
+def mapped_together(many: Sequence[Stored]) -> list[np.ndarray]:
+    """Arrays of one file by one map, which takes one file descriptor. Changes in place are seen nowhere else."""
+    if not many:
+        return []
+    mapped = mmap.mmap(many[0].file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return [one._within(mapped, 0) for one in many]
+
+
+class Store:
+    """A file of arrays. Arrays with the same bytes are written once."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._size = 0
+        self._known: dict[bytes, int] = {}
+
+    def keep(self, array: np.ndarray) -> Stored | np.ndarray:
+        """Write an array of any dtype; a small one is returned as it is. ``OSError`` where the disk is full."""
+        if array.nbytes < LEAST or array.nbytes == 0:
+            return array
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="twinshard-parity-", buffering=0)  # noqa: SIM115
+        offset = self._known.get(digest)
+        if offset is None:
+            offset = self._known[digest] = self._size
+            self._write(self._file, data)
+        return Stored(self._file, offset, array.shape, array.dtype)
+
+    def _write(self, file: IO[bytes], rest: memoryview) -> None:
+        try:
+            while rest:
+                done = os.pwrite(file.fileno(), rest, self._size)
+                self._size += done
+                rest = rest[done:]
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{tempfile.gettempdir()}: expected room for {len(rest)} more bytes of a recorded run, got "
+                f"{error.strerror}: set TMPDIR to a folder on a larger disk",
+            ) from error
+        # A whole number of cache lines, as allocators give.
+        self._size += -self._size % 64
+
+    def leaves(self, arrays: Mapping[str, np.ndarray] | None = None) -> StoredLeaves:
+        """A new mapping with these arrays in it."""
+        found = StoredLeaves(self)
+        found.update(arrays or {})
+        return found
+
+
+class StoredLeaves(MutableMapping[str, np.ndarray]):
+    """Arrays by name: written when they are set, mapped read-only when they are asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: dict[str, Stored | np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        one = self._kept[name]
+        return one.array() if isinstance(one, Stored) else one
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        self._kept[name] = self._store.keep(array)
+
+    def __delitem__(self, name: str) -> None:
+        del self._kept[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def stored(self, name: str) -> Stored:
+        """Where an array is. ``KeyError`` for one that is in memory."""
+        one = self._kept[name]
+        if not isinstance(one, Stored):
+            raise KeyError(f"{name}: expected an array in a file, got one of {one.nbytes} bytes in memory")
+        return one
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are in memory."""
+        return sum(one.nbytes for one in self._kept.values() if isinstance(one, np.ndarray))
+
+    def only(self, names: Mapping[str, object]) -> StoredLeaves:
+        """Those among ``names``, in that order, without another copy."""
+        found = StoredLeaves(self._store)
+        found._kept = {name: self._kept[name] for name in names if name in self._kept}
+        return found
