@@ -156,7 +156,7 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, None, loss=loss)[0]
 
             value, gradients = jax.value_and_grad(run)(instance.parameters)
-            found = {path: np.asarray(array) for path, array in gradients.items()}
+            found = _stored(gradients, Store())
         return Recording(dtype, [], float(value), found)
 
     def rerun(

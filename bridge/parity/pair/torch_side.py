@@ -190,9 +190,7 @@ class TorchSide:
         with running(model, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
             loss = self._scalar(model, inputs, in_order(self._loss, rows))
-            if loss.requires_grad:
-                loss.backward()
-            gradients = _gradients(model.named_parameters())
+            gradients = _stored_gradients(loss, model, Store())
         return Recording(dtype, [], float(loss.detach()), gradients)
 
     def rerun(
