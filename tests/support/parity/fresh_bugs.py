@@ -20,6 +20,7 @@ from tests.support.parity.bug_tools import (
     stopped_input,
     torch_weight,
 )
+from tests.support.parity.fresh_nnx_bugs import NNX_BUGS
 from tests.support.parity.ported import changed_leaf, rewritten
 
 _BACKWARD: dict[str, Any] = {"direction": "backward"}
@@ -45,7 +46,11 @@ GRU: tuple[Bug, ...] = (
         _in_gru(*((_ORDER.format(x), _OTHER.format(x)) for x in "xh")),
         "first",
     ),
-    _gru("time not reversed back", _in_gru(('p["backward"], x, True', 'p["backward"], x[:, ::-1], False')), "first"),
+    _gru(
+        "time not reversed back",
+        _in_gru(('p["backward"], x, True', 'p["backward"], x[:, ::-1], False')),
+        "first",
+    ),
     _gru("initial state of ones", _in_gru(("jnp.zeros((len", "jnp.ones((len")), "first"),
     _gru("no bias of the state", _in_gru((' + p["b_state"]', "")), "first"),
     _gru("last position in place of the mean", _in_gru(("x.mean(1) @", "x[:, -1] @")), ""),
@@ -54,12 +59,17 @@ GRU: tuple[Bug, ...] = (
     _gru("no gradient through a layer", stopped_input("torch", "second"), "second", **_BACKWARD),
     _gru("directions in another order", call("torch", "second", _directions_swapped), "second"),
     _gru(
-        "stale kernel", changed_leaf("second/backward/w_state", stale()), "second", "second.weight_hh_l0_reverse"
+        "stale kernel",
+        changed_leaf("second/backward/w_state", stale()),
+        "second",
+        "second.weight_hh_l0_reverse",
     ),
 )
 ROUTED: tuple[Bug, ...] = (
     _routed(
-        "output not weighted", edit("torch", "mixtures.1", ("share[here][:, None] * expert", "expert")), "mixtures.1"
+        "output not weighted",
+        edit("torch", "mixtures.1", ("share[here][:, None] * expert", "expert")),
+        "mixtures.1",
     ),
     _routed(
         "exact GELU",
@@ -67,7 +77,9 @@ ROUTED: tuple[Bug, ...] = (
         "mixtures.0.experts.1",
         also="mixtures.0",
     ),
-    _routed("no factor in the router's loss", edit("jax", "mixtures/0", ("EXPERTS * jnp", "jnp")), "mixtures.0"),
+    _routed(
+        "no factor in the router's loss", edit("jax", "mixtures/0", ("EXPERTS * jnp", "jnp")), "mixtures.0"
+    ),
     _routed("router's losses summed", edit("jax", "", ("(auxiliary).mean()", "(auxiliary).sum()")), ""),
     _routed("worst expert", edit("jax", "mixtures/1", ("jnp.argmax", "jnp.argmin")), "mixtures.1"),
     _routed(
@@ -89,7 +101,12 @@ ROUTED: tuple[Bug, ...] = (
 SCANNED: tuple[Bug, ...] = (
     _scanned(
         "eps",
-        _in_scan(('epsilon=1e-5, use_fast_variance=False, name="attention_norm"', 'epsilon=1e-3, name="attention_norm"')),
+        _in_scan(
+            (
+                'epsilon=1e-5, use_fast_variance=False, name="attention_norm"',
+                'epsilon=1e-3, name="attention_norm"',
+            )
+        ),
         "layers.0.attention_norm",
     ),
     _scanned("GELU", _in_scan(("jax.nn.silu(", "jax.nn.gelu(")), "layers.0.mlp"),
@@ -104,7 +121,11 @@ SCANNED: tuple[Bug, ...] = (
         "layers.0.mlp.up.weight",
     ),
     _scanned("norm left out", edit("torch", "layers.1", ("self.mlp_norm(x)", "x")), "layers.1"),
-    _scanned("no mask", edit("torch", "layers.2.attention", ("is_causal=True", "is_causal=False")), "layers.2.attention"),
+    _scanned(
+        "no mask",
+        edit("torch", "layers.2.attention", ("is_causal=True", "is_causal=False")),
+        "layers.2.attention",
+    ),
     _scanned("a layer skipped", edit("torch", "", ("in self.layers:", "in self.layers[:2]:")), ""),
     _scanned(
         "no gradient along the residual",
@@ -115,9 +136,13 @@ SCANNED: tuple[Bug, ...] = (
 )
 UNET: tuple[Bug, ...] = (
     _unet("SAME at stride 2", _in_unet(("pad = ((self.dilation,) * 2,) * 2", 'pad = "SAME"')), "down1.conv"),
-    _unet("no dilation", _in_unet(("dilation=2, groups=2, name", "dilation=1, groups=2, name")), "middle.conv"),
+    _unet(
+        "no dilation", _in_unet(("dilation=2, groups=2, name", "dilation=1, groups=2, name")), "middle.conv"
+    ),
     _unet("nearest", _in_unet(('"bilinear")\n        x = Unit', '"nearest")\n        x = Unit')), ""),
-    _unet("concatenated in another order", _in_unet(("concatenate([second, x]", "concatenate([x, second]")), ""),
+    _unet(
+        "concatenated in another order", _in_unet(("concatenate([second, x]", "concatenate([x, second]")), ""
+    ),
     _unet("two groups in the norms", _in_unet(("nn.GroupNorm(4, eps", "nn.GroupNorm(2, eps")), "down1.norm"),
     _unet("ReLU", _in_unet(("jax.nn.silu(y)", "jax.nn.relu(y)")), "down1"),
     _unet(
@@ -126,7 +151,11 @@ UNET: tuple[Bug, ...] = (
         "raise1",
     ),
     _unet("align_corners", edit("torch", "", ("align_corners=False", "align_corners=True")), ""),
-    _unet("padding not counted", edit("torch", "", ("stride=2, padding=1)", "stride=2, padding=1, count_include_pad=False)")), ""),
+    _unet(
+        "padding not counted",
+        edit("torch", "", ("stride=2, padding=1)", "stride=2, padding=1, count_include_pad=False)")),
+        "",
+    ),
     _unet("eps", put("torch", "up1.norm", eps=1e-3), "up1.norm"),
     _unet("stale kernel", torch_weight("up2.skip.weight", stale()), "up2.skip", "up2.skip.weight"),
     _unet("gradient doubled", doubled_gradient("torch", "middle"), "middle", **_BACKWARD),
@@ -145,7 +174,9 @@ SEQ2SEQ: tuple[Bug, ...] = (
     _seq2seq("GELU, tanh form", _in_seq(("approximate=False", "approximate=True")), "decoder.0"),
     _seq2seq("norm after", put("torch", "encoder.1", norm_first=False), "encoder.1"),
     _seq2seq("eps", put("torch", "decoder.1.norm2", eps=1e-3), "decoder.1.norm2"),
-    _seq2seq("four heads", put("torch", "decoder.0.self_attn", num_heads=4, head_dim=4), "decoder.0.self_attn"),
+    _seq2seq(
+        "four heads", put("torch", "decoder.0.self_attn", num_heads=4, head_dim=4), "decoder.0.self_attn"
+    ),
     _seq2seq(
         "stale value kernel",
         changed_leaf("decoder_1/multihead_attn/value/kernel", stale()),
@@ -164,4 +195,4 @@ SEQ2SEQ: tuple[Bug, ...] = (
         **_BACKWARD,
     ),
 )
-FRESH_BUGS: tuple[Bug, ...] = GRU + ROUTED + SCANNED + UNET + SEQ2SEQ
+FRESH_BUGS: tuple[Bug, ...] = GRU + ROUTED + SCANNED + UNET + SEQ2SEQ + NNX_BUGS

@@ -11,7 +11,15 @@ from flax import nnx
 
 from bridge.mapping import parse_mapping
 from tests.support.parity.nnx_parts import embedding, layer_norm
-from tests.support.parity.pair_tools import VOCABULARY, Pair, load, randomize, tokens, torch_arrays, translated
+from tests.support.parity.pair_tools import (
+    VOCABULARY,
+    Pair,
+    load,
+    randomize,
+    tokens,
+    torch_arrays,
+    translated,
+)
 
 WIDTH, HIDDEN, EXPERTS, CLASSES = 12, 16, 3, 4
 
@@ -114,7 +122,9 @@ class Routed(nnx.Module):
 def torch_loss(model: Any, ids: Any) -> torch.Tensor:
     """Cross entropy of the first token's class, and a share of the router's loss."""
     out = model(ids)
-    return torch.nn.functional.cross_entropy(out["logits"], ids[:, 0].long() % CLASSES) + 0.1 * out["auxiliary"]
+    return (
+        torch.nn.functional.cross_entropy(out["logits"], ids[:, 0].long() % CLASSES) + 0.1 * out["auxiliary"]
+    )
 
 
 def jax_loss(model: Any, ids: Any) -> jax.Array:

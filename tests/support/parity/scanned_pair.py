@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import torch
 
 from bridge.mapping import parse_mapping
@@ -33,7 +32,9 @@ class TorchAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = torch.nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            self.turned(q), self.turned(k), v, is_causal=True
+        )
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -98,7 +99,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = jax.nn.silu(nn.Dense(HIDDEN, use_bias=False, name="gate")(x))
-        return nn.Dense(WIDTH, use_bias=False, name="down")(gate * nn.Dense(HIDDEN, use_bias=False, name="up")(x))
+        return nn.Dense(WIDTH, use_bias=False, name="down")(
+            gate * nn.Dense(HIDDEN, use_bias=False, name="up")(x)
+        )
 
 
 class Layer(nn.Module):
@@ -106,7 +109,9 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        x = x + Attention(name="attention")(nn.RMSNorm(epsilon=1e-5, use_fast_variance=False, name="attention_norm")(x))
+        x = x + Attention(name="attention")(
+            nn.RMSNorm(epsilon=1e-5, use_fast_variance=False, name="attention_norm")(x)
+        )
         y = nn.RMSNorm(epsilon=1e-5, use_fast_variance=False, name="mlp_norm")(x)
         return x + MLP(name="mlp")(y), None
 

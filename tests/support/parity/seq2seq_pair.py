@@ -1,4 +1,4 @@
-"""An encoder-decoder of ``torch.nn`` transformer layers, and its port to linen with ``MultiHeadDotProductAttention``."""
+"""An encoder-decoder of ``torch.nn`` transformer layers, and its port to linen with flax's attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ class TorchSeq2Seq(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": HIDDEN, "batch_first": True, "dropout": 0.0}
+        sizes = {
+            "d_model": WIDTH,
+            "nhead": HEADS,
+            "dim_feedforward": HIDDEN,
+            "batch_first": True,
+            "dropout": 0.0,
+        }
         self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.encoder = torch.nn.ModuleList(
             torch.nn.TransformerEncoderLayer(**sizes, norm_first=True) for _ in range(LAYERS)
@@ -154,4 +160,6 @@ def seq2seq_pair(name: str, seed: int) -> Pair:
     source = np.maximum(source, 1)
     source[1, 5:], source[2, 3:] = 0, 0
     batch = {"source": source, "target": target}
-    return ported(name, model, PORT, parse_mapping(_rules(), "seq2seq"), batch, axes={"h": HEADS, "q": WIDTH // HEADS})
+    return ported(
+        name, model, PORT, parse_mapping(_rules(), "seq2seq"), batch, axes={"h": HEADS, "q": WIDTH // HEADS}
+    )
