@@ -108,7 +108,7 @@ def phi3_pair(name: str, seed: int) -> Pair:
         max_position_embeddings=64,
         original_max_position_embeddings=64,
         sliding_window=None,
-        pad_token_id=0,
+        pad_token_id=None,
     )
     model = transformers.Phi3ForCausalLM(config).eval()
     randomize(model, seed)
