@@ -7,7 +7,7 @@ import pytest
 from bridge.parity.pair.parity import parity
 from bridge.parity.pair.report import ParityReport
 from tests.support.parity.bugs import BUGS, Bug
-from tests.support.parity.pairs import FURTHER, PAIRS, Pair, build
+from tests.support.parity.pairs import FRESH, FURTHER, PAIRS, Pair, build
 
 SHARE = 0.95
 SEEDS = range(20)
@@ -15,6 +15,8 @@ SEEDS = range(20)
 QUICK = (
     "convnet, jax: stale variance",
     "convnet, jax: ReLU before the norm",
+    "tied, jax: no bias",
+    "tied, torch: kernel not trained by the decoder",
 )
 
 
@@ -73,7 +75,7 @@ def test_right_pairs_are_the_same_over_many_seeds(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", [*FURTHER, *FRESH])
 def test_pairs_of_hand_written_mappings_are_the_same(name: str) -> None:
     for seed in range(3):
         report = compared(build(name, seed), steps=2)
