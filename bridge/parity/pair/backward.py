@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bridge.parity.pair.distance import FACTOR, distance, noise
+from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.recording import Call, Rerun
 from bridge.parity.pair.rows import Row, ratio_of, row_of
 from bridge.parity.pair.runs import CallPair, Runs, in_layout, same_call
@@ -148,14 +148,57 @@ def _key(name: str, weights: WeightMap) -> Key:
     return name, ()
 
 
-def blamed(local: Mapping[int, float], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]) -> set[int]:
-    """Indices of the pairs whose backward introduces a difference: no pair inside of them does, in either direction."""
+def blamed(suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]) -> set[int]:
+    """Those of the suspects inside of which no other pair is suspected, in either direction. All are indices."""
     index = {id(pair.torch): number for number, pair in enumerate(pairs)}
-    suspects = {number for number, ratio in local.items() if ratio > FACTOR}
     explained = set()
     for number in suspects | faulty:
         explained |= {index[id(call)] for call in _around(pairs[number].torch, runs) if id(call) in index}
     return suspects - explained - faulty
+
+
+def suspects_without_running(
+    rows: Sequence[Row], gradients: Sequence[Row], pairs: Sequence[CallPair], local: Mapping[int, float]
+) -> set[int]:
+    """Indices of pairs that could not run alone, such as taps, and in which a difference of gradients begins.
+
+    The gradients of their outputs agree, and those of their parameters or of what they were given do not. Only for
+    models whose forward agrees: a difference of values makes gradients differ anywhere.
+    """
+    differing = {(row.name, row.call) for row in rows if row.counts}
+    agreeing = {(row.name, row.call) for row in rows} - differing
+    givers = [
+        pair for pair in pairs if (pair.modules.torch, pair.number) in differing or _one_sided_gradient(pair)
+    ]
+    wrong = [name for row in gradients if row.counts for name in row.name.split(", ")]
+    found = set()
+    for number, pair in enumerate(pairs):
+        path = pair.modules.torch
+        if not math.isnan(local[number]) or (path, pair.number) not in agreeing:
+            continue
+        own = any(name.startswith(f"{path}." if path else "") for name in wrong)
+        if own or any(_gives(giver.torch, pair.torch) for giver in givers):
+            found.add(number)
+    return found
+
+
+def _one_sided_gradient(pair: CallPair) -> bool:
+    """Whether the loss depends on an output on one side only; such an output has no row."""
+    return any(
+        (name in pair.torch.gradients) != (other in pair.jax.gradients)
+        and bool(np.any(pair.torch.gradients.get(name, pair.jax.gradients.get(other))))
+        for name, other, _ in pair.outputs
+    )
+
+
+def _gives(giver: Call, taker: Call) -> bool:
+    """Whether an output of one call is an input of the other."""
+    return giver is not taker and any(
+        np.array_equal(output, given)
+        for output in giver.outputs.values()
+        for given in taker.inputs.values()
+        if output.dtype.kind == "f" and output.shape == given.shape
+    )
 
 
 def _around(call: Call, runs: Runs) -> Iterator[Call]:

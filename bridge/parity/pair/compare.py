@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.backward import activation_rows, backward_alone, blamed, gradient_rows
+from bridge.parity.pair.backward import (
+    activation_rows,
+    backward_alone,
+    blamed,
+    gradient_rows,
+    suspects_without_running,
+)
 from bridge.parity.pair.causes import weight_cause
 from bridge.parity.pair.distance import FACTOR, epsilon, noise
 from bridge.parity.pair.forward import Forward, compare_forward
@@ -85,7 +91,7 @@ def _one_run(
     backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
     if any(row.counts for row in (*gradients, *backward)):
         say("backward of each module alone")
-        backward = _with_blame(backward, pairs, runs, weights, forward)
+        backward = _with_blame(backward, gradients, pairs, runs, weights, forward)
     rows += (*backward, *gradients)
     return (
         rows,
@@ -176,6 +182,7 @@ def _without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Fo
 
 def _with_blame(
     rows: Sequence[Row],
+    gradients: Sequence[Row],
     pairs: Sequence[CallPair],
     runs: Runs,
     weights: WeightMap,
@@ -192,14 +199,18 @@ def _with_blame(
         number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
         for number, pair in enumerate(pairs)
     }
-    guilty = blamed({number: ratio for number, (ratio, _) in alone.items()}, pairs, runs, faulty)
+    local = {number: ratio for number, (ratio, _) in alone.items()}
+    suspects = {number for number, ratio in local.items() if ratio > FACTOR}
+    if not any(row.counts for row in forward.rows):
+        suspects |= suspects_without_running(rows, gradients, pairs, local)
+    guilty = blamed(suspects, pairs, runs, faulty)
     found = []
     for row in rows:
         number = place[row.name, row.call]
-        local, note = alone[number]
+        ratio, note = alone[number]
         if number in guilty:
-            row = dataclasses.replace(row, verdict="introduced", local=local, note=note)
+            row = dataclasses.replace(row, verdict="introduced", local=ratio, note=note)
         elif row.counts:
-            row = dataclasses.replace(row, verdict="inherited", local=local)
+            row = dataclasses.replace(row, verdict="inherited", local=ratio)
         found.append(row)
     return found
