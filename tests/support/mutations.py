@@ -843,8 +843,8 @@ PARITY = [
     M(
         "the first update is compared as weights",
         "bridge/parity/pair/compare.py",
-        "(leaf - origin[name]).astype(kept)",
-        "leaf.astype(kept)",
+        "(ends[side, one][place][name] - before[side]).astype(",
+        "ends[side, one][place][name].astype(",
         "parity/pair/test_edges.py parity/pair/test_captured.py",
     ),
     M(
