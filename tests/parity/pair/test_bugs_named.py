@@ -59,11 +59,14 @@ def test_small_pairs_bugs_are_named(name: str) -> None:
     assert wrong_name(bug) is None
 
 
+# Some 6 s each on an idle machine, and more than the usual limit together.
+@pytest.mark.timeout(5400)
 @pytest.mark.slow
 def test_nearly_all_planted_bugs_are_named() -> None:
     _judge(BUGS)
 
 
+@pytest.mark.timeout(5400)
 @pytest.mark.slow
 def test_nearly_all_bugs_of_the_fresh_pairs_are_named() -> None:
     _judge(FRESH_BUGS)
