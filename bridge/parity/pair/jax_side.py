@@ -45,7 +45,7 @@ from bridge.parity.pair.recording import (
     Rerun,
     Training,
 )
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import Store, Stored
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -313,7 +313,9 @@ def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments
     """Arguments with some leaves replaced, each in the dtype of the leaf that it replaces."""
 
     def leaf(place: str, array: Any) -> Any:
-        return jnp.asarray(given[place], array.dtype) if place in given else array
+        if place in given:
+            return jnp.asarray(given[place], array.dtype)
+        return jnp.asarray(array.array()) if isinstance(array, Stored) else array
 
     return map_arguments(leaf, arguments, lambda node: node)
 
