@@ -39,6 +39,7 @@ bench: .venv/.installed
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
 	$(BIN)/python -m tests.bench.bench_jax
+	$(BIN)/python -m tests.bench.bench_parity --only gpt2 --steps 2
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

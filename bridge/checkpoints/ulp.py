@@ -154,6 +154,19 @@ def compare(
     return result
 
 
+def largest_ulp(a: np.ndarray, b: np.ndarray) -> int:
+    """The largest distance of two elements of C-contiguous arrays of equal shape and dtype; all NaNs are one."""
+    left, right = _parts(a), _parts(b)
+    largest = 0
+    for start in range(0, left.size, _SLICE):
+        x, y = left[start : start + _SLICE], right[start : start + _SLICE]
+        ulp = _distance(_numbers(x), _numbers(y))
+        if x.dtype.kind not in "biu":
+            ulp[np.isnan(x) & np.isnan(y)] = 0
+        largest = max(largest, int(ulp.max()))
+    return largest
+
+
 def sum_of_squares(values: np.ndarray) -> float:
     """Of all elements that are no NaN, accumulated in float64; infinite for infinite ones."""
     flat = _parts(values)

@@ -1,5 +1,9 @@
 """How long a comparison of two models takes, start-up included, and how much memory, each in a process of its own.
 
+Each stage's line has the seconds at its end, without start-up: passed, and of both cores' work; and the largest memory
+within the stage: anonymous memory, which a machine must have, and all that is resident, of which mapped files can be
+given up. On a machine that others use, compare the work.
+
 "tiny" is the Llama of the tests (3 layers, width 32); "gpt2" has the sizes of the 124 M model, with random weights, in
 transformers and in ``jax_impl.models.CausalLM``. Neither downloads anything.
 
@@ -10,10 +14,13 @@ transformers and in ``jax_impl.models.CausalLM``. Neither downloads anything.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 SIZES = ("tiny", "gpt2")
@@ -38,8 +45,44 @@ def gpt2_pair() -> tuple[Any, Any, Any, Any, dict[str, int]]:
     return torch_model, jax_model, batch, load_mapping("gpt2"), {"d": config.n_embd // config.n_head}
 
 
+class Peaks:
+    """The largest anonymous and resident memory of this process, GB, in all and since ``stage`` was last called."""
+
+    def __init__(self) -> None:
+        self.all = self._now = (0.0, 0.0)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """While this is open, memory is looked at every 50 ms."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.05):
+                self._look()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _look(self) -> None:
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+        )
+        found = tuple(int(status[name].split()[0]) * 1024 / 1e9 for name in ("RssAnon", "VmRSS"))
+        self._now = (max(self._now[0], found[0]), max(self._now[1], found[1]))
+        self.all = (max(self.all[0], found[0]), max(self.all[1], found[1]))
+
+    def stage(self) -> tuple[float, float]:
+        found, self._now = self._now, (0.0, 0.0)
+        return found
+
+
 def compare(size: str, steps: int) -> None:
-    """One comparison, in this process; prints the summary, seconds without start-up and the largest memory."""
+    """One comparison, in this process; prints the summary, and by stage seconds and the largest memory (Linux)."""
     from bridge.parity import parity
 
     if size == "gpt2":
@@ -50,21 +93,38 @@ def compare(size: str, steps: int) -> None:
         pair = build("llama", 0)
         torch_model, jax_model, batch = pair.torch_model, pair.jax_model, pair.batch
         mapping, axes = pair.mapping, dict(pair.axes)
-    begun = time.monotonic()
-    report = parity(
-        torch_model,
-        jax_model,
-        batch,
-        mapping=mapping,
-        axes=axes,
-        loss="next_token",
-        weights="torch",
-        steps=steps,
-        progress=lambda text: print(f"  {time.monotonic() - begun:6.1f} s  {text}", flush=True),
-    )
+    begun, used = time.monotonic(), time.process_time()
+    peaks = Peaks()
+    stages = ["start"]
+
+    def say(text: str) -> None:
+        anonymous, resident = peaks.stage()
+        ended, busy = time.monotonic() - begun, time.process_time() - used
+        print(
+            f"  {ended:6.1f} s  {busy:6.1f} s CPU  {anonymous:5.2f} GB  {resident:5.2f} GB  {stages[-1]}",
+            flush=True,
+        )
+        stages.append(text)
+
+    with peaks.measured():
+        report = parity(
+            torch_model,
+            jax_model,
+            batch,
+            mapping=mapping,
+            axes=axes,
+            loss="next_token",
+            weights="torch",
+            steps=steps,
+            progress=say,
+        )
+        say("")
     print(f"  {report.summary()}")
-    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"  {time.monotonic() - begun:.1f} s without start-up, {gigabytes:.1f} GB at most")
+    anonymous, resident = peaks.all
+    print(
+        f"  {time.monotonic() - begun:.1f} s without start-up; at most {anonymous:.2f} GB anonymous, {resident:.2f} GB "
+        "resident"
+    )
 
 
 def main() -> None:

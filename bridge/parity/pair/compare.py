@@ -18,7 +18,7 @@ from bridge.parity.pair.backward import (
     suspects_without_running,
 )
 from bridge.parity.pair.causes import weight_cause
-from bridge.parity.pair.distance import FACTOR, epsilon, noise
+from bridge.parity.pair.distance import FACTOR, epsilon, noise, norm
 from bridge.parity.pair.forward import Forward, compare_forward
 from bridge.parity.pair.modules import Modules, pair_modules
 from bridge.parity.pair.order import Reordered, reordered
@@ -26,7 +26,7 @@ from bridge.parity.pair.recording import Leaves, Side
 from bridge.parity.pair.report import ParityReport, by_stage
 from bridge.parity.pair.rows import Row, Stage, row_of
 from bridge.parity.pair.runs import CallPair, Runs
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import Store, give_back
 from bridge.parity.pair.weight_map import WeightMap
 
 Progress = Callable[[str], None]
@@ -52,6 +52,7 @@ def compare_sides(
     rows += compared
     for side in (torch, jax):
         side.forget()
+    give_back()
     if steps:
         say(f"{steps} steps of training")
         rows += update_rows(torch, jax, batch, weights, dtype, steps)
@@ -108,12 +109,14 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
         if name not in translated:
             continue
         twin = translated[name]
-        high, low = twin.astype(np.float64), found.astype(np.float64)
         coarse = max(epsilon(one.dtype.name) for one in (twin, found))
-        floor = max(0.25 * coarse * float(np.linalg.norm(low)), np.finfo(np.float64).tiny)
+        floor = max(0.25 * coarse * norm(found), np.finfo(np.float64).tiny)
         names = ", ".join(weights.sources.get(name, ()))
-        row = row_of("weights", (names, name), high, low, floor)
-        yield dataclasses.replace(row, cause=weight_cause(high, low, floor)) if row.counts else row
+        row = row_of("weights", (names, name), twin, found, floor)
+        if row.counts:
+            high, low = twin.astype(np.float64), found.astype(np.float64)
+            row = dataclasses.replace(row, cause=weight_cause(high, low, floor))
+        yield row
 
 
 def loss_rows(runs: Runs, least: float) -> Iterator[Row]:
@@ -137,6 +140,7 @@ def update_rows(
     for side, model in (("torch", torch), ("jax", jax)):
         for one in ("float64", dtype):
             run = model.train(batches, one)
+            give_back()
             losses[side, one] = run.losses
             reached = [run.first, run.last] if steps > 1 else [run.first]
             ends[side, one] = [weights.to_jax(leaves) for leaves in reached] if side == "torch" else reached

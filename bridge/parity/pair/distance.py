@@ -18,17 +18,20 @@ array that float32 keeps exactly (a lookup, a reshape) is a quarter of one round
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from bridge.checkpoints.ulp import Tolerance, compare
+from bridge.checkpoints.ulp import largest_ulp
 
 FACTOR = 4.0
 """Ratio of distance to floor above which a difference counts."""
 
 _LEAST_PART = 0.25
+_BLOCK = 1 << 13
+"""Elements looked at together: they stay in the processor's cache, and BLAS starts no threads for so few."""
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -66,44 +69,114 @@ class Distance:
 
 
 def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
-    """Compare two arrays. Integers and booleans that differ are infinitely far apart."""
+    """Compare two arrays. Integers and booleans that differ are infinitely far apart.
+
+    Sums go block by block: what is computed beside the arrays takes little memory.
+    """
+    exact = _exact(a, b)
+    scale = _scale(a, b)
+    squares, left, right, products, ulp, worst, largest = 0.0, 0.0, 0.0, 0.0, 0, 0, -1.0
+    for start, one, other in _blocks(a, b):
+        x, y, difference = _parted(one, other, exact)
+        ulp = ulp if exact else max(ulp, _ulp(one, other, dtype))
+        place = int(difference.argmax())
+        if difference[place] > largest:
+            worst, largest = start + place, float(difference[place])
+        for values in (x, y, difference):
+            values /= scale
+        squares += float(difference.dot(difference))
+        left, right, products = left + float(x.dot(x)), right + float(y.dot(y)), products + float(x @ y)
+    norms = math.sqrt(left), math.sqrt(right)
+    where = tuple(map(int, np.unravel_index(worst, a.shape))) if a.size else ()
+    return Distance(
+        math.sqrt(squares) * scale,
+        max(norms) * scale,
+        float(np.clip(products / (norms[0] * norms[1]), -1, 1)) if min(norms) > 0 else math.nan,
+        ulp,
+        where,
+        (float(a[where]), float(b[where])) if a.size else (0.0, 0.0),
+    )
+
+
+def gap(a: np.ndarray, b: np.ndarray) -> float:
+    """``distance(a, b).absolute``."""
+    exact, scale, squares = _exact(a, b), _scale(a, b), 0.0
+    for _, one, other in _blocks(a, b):
+        difference = _parted(one, other, exact)[2]
+        difference /= scale
+        squares += float(difference.dot(difference))
+    return math.sqrt(squares) * scale
+
+
+def norm(a: np.ndarray) -> float:
+    """Euclidean, in float64; what is not finite counts as 0."""
+    squares = 0.0
+    for _, one, _ in _blocks(a, a):
+        values = one.astype(np.float64).ravel(order="K")
+        values[~np.isfinite(values)] = 0.0
+        squares += float(values.dot(values))
+    return math.sqrt(squares)
+
+
+def _exact(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype.kind in "iub" or b.dtype.kind in "iub"
+
+
+def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Both arrays by parts, in row-major order, each with the number of its first element; none for empty ones."""
     if a.shape != b.shape:
         raise ValueError(f"expected arrays of one shape, got {a.shape} and {b.shape}")
-    exact = a.dtype.kind in "iub" or b.dtype.kind in "iub"
-    x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
-    # In place, because a whole table of embeddings is compared at once.
+    if 0 < a.size <= _BLOCK:
+        yield 0, a, b
+        return
+    if a.flags.c_contiguous and b.flags.c_contiguous:
+        a, b = a.reshape(-1), b.reshape(-1)
+    elif a.shape and a.shape[0] == 1:
+        yield from _blocks(a[0], b[0])
+        return
+    rows = max(1, _BLOCK * len(a) // a.size) if a.size else 1
+    for first in range(0, len(a) if a.size else 0, rows):
+        yield first * (a.size // len(a)), a[first : first + rows], b[first : first + rows]
+
+
+def _parted(a: np.ndarray, b: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both in float64, flat, zero where one is not finite; and how far their elements are apart."""
+    # Copies also of float64: they are changed.
+    x, y = (one.astype(np.float64).reshape(-1) for one in (a, b))
     with np.errstate(all="ignore"):
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-        both = np.isfinite(x) & np.isfinite(y)
         difference = x - y
         np.abs(difference, out=difference)
+        # The usual case, in which all is finite, needs no search.
+        if not exact and math.isfinite(float(difference.max())):
+            return x, y, difference
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        both = np.isfinite(x) & np.isfinite(y)
     difference[~same if exact else ~(same | both)] = np.inf
     difference[same] = 0.0
     x[~both] = 0.0
     y[~both] = 0.0
-    # Squares of finite numbers may overflow.
-    largest = [max(float(one.max(initial=0.0)), -float(one.min(initial=0.0))) for one in (x, y)]
-    scale = max(largest) or 1.0
-    x /= scale
-    y /= scale
-    norms = float(np.linalg.norm(x)), float(np.linalg.norm(y))
-    worst = int(difference.argmax()) if difference.size else 0
-    values = (float(a.reshape(-1)[worst]), float(b.reshape(-1)[worst])) if difference.size else (0.0, 0.0)
-    difference /= scale
-    return Distance(
-        float(np.linalg.norm(difference)) * scale,
-        max(norms) * scale,
-        float(np.clip(x @ y / (norms[0] * norms[1]), -1, 1)) if min(norms) > 0 else math.nan,
-        0 if exact else _ulp(a, b, dtype),
-        tuple(map(int, np.unravel_index(worst, a.shape))) if difference.size else (),
-        values,
-    )
+    return x, y, difference
+
+
+def _scale(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest magnitude: squares of finite numbers may overflow."""
+    largest = 0.0
+    for _, one, other in _blocks(a, b):
+        ends = [float(end) for part in (one, other) for end in (part.max(), part.min())]
+        if not all(map(math.isfinite, ends)):
+            x, y = (part.astype(np.float64).reshape(-1) for part in (one, other))
+            both = np.isfinite(x) & np.isfinite(y)
+            ends = [
+                end for part in (x[both], y[both]) for end in (part.max(initial=0.0), part.min(initial=0.0))
+            ]
+        largest = max(largest, *map(abs, ends))
+    return float(largest) or 1.0
 
 
 def _ulp(a: np.ndarray, b: np.ndarray, dtype: str) -> int:
     with np.errstate(all="ignore"):
         left, right = (np.ascontiguousarray(one.astype(dtype_of(dtype))) for one in (a, b))
-    return compare(left, right, Tolerance(), any_nan=True).max_ulp
+    return largest_ulp(left, right)
 
 
 def noise(low: np.ndarray | None, high: np.ndarray, dtype: str) -> float:
@@ -111,11 +184,9 @@ def noise(low: np.ndarray | None, high: np.ndarray, dtype: str) -> float:
 
     ``low``: the same array, computed in ``dtype``; None where that is not known.
     """
-    with np.errstate(all="ignore"):
-        values = np.nan_to_num(high.astype(np.float64), copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-    least = _LEAST_PART * epsilon(dtype) * float(np.linalg.norm(values))
+    least = _LEAST_PART * epsilon(dtype) * norm(high)
     if low is None or low.shape != high.shape:
         return least
-    found = distance(low, high, dtype).absolute
+    found = gap(low, high)
     # A routing that rounding tips over, or an overflow, says nothing of the rest.
     return max(least, found) if math.isfinite(found) else least

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bridge.parity.pair.store import Stored
+
 
 class Hidden(Exception):
     """A value that only a compiled or vectorized program has."""
@@ -73,11 +75,12 @@ def map_leaves(
     *,
     modules: Callable[[Any], Any] = lambda node: node,
 ) -> Any:
-    """``tree`` with ``function(place, leaf)`` for each array, and ``modules(node)`` for each module, frozen or not.
+    """``tree`` with ``function(place, leaf)`` for each array, stored or not, and ``modules(node)`` for each module,
+    frozen or not.
 
     Objects that are no nodes of pytrees stay as they are.
     """
-    if is_leaf(tree):
+    if is_leaf(tree) or isinstance(tree, Stored):
         return function(place, tree)
     if isinstance(tree, nnx.Variable):
         return map_leaves(function, tree[...], place)

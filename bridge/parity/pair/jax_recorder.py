@@ -23,7 +23,7 @@ from bridge.parity.pair.jax_leaves import (
     watched,
 )
 from bridge.parity.pair.recording import Call, Leaves, Replacements
-from bridge.parity.pair.store import Store, Stored, mapped_together
+from bridge.parity.pair.store import Store, Stored, StoredLeaves, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -58,6 +58,14 @@ def shelved(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
         return known[id(x)][1]
 
     return jax.tree.map(leaf, tree)
+
+
+def _kept(array: Any, place: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
+    """An array of a call's arguments, or where it is on disk."""
+    if not isinstance(inputs, StoredLeaves) or not isinstance(array, jax.Array) or array.weak_type:
+        return array
+    stored = inputs.kept(place)
+    return stored if isinstance(stored, Stored) else array
 
 
 class Again(Protocol):
@@ -185,7 +193,9 @@ class Recorder:
         try:
             inputs = self._leaves(to_numpy(argument_tree(arguments)))
             again = keep()
-            kept = map_arguments(lambda _, array: reveal(array), arguments, Frozen.of)
+            kept = map_arguments(
+                lambda place, array: _kept(reveal(array), place, inputs), arguments, Frozen.of
+            )
         except Hidden:
             return run()
         number = self._counts.get(path, 0)

@@ -45,7 +45,10 @@ from bridge.parity.pair.recording import (
     Rerun,
     Training,
 )
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import Store, Stored
+
+_LARGE = 2**28
+"""Bytes of weights from which memory is worth more than the time to compile operations again."""
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -188,8 +191,11 @@ class JaxSide:
             return _backward(path, again, given, cotangents, replaced)
 
     def forget(self) -> None:
-        """Free the calls, with their modules, that ``rerun`` needs."""
+        """Free the calls, with their modules, that ``rerun`` needs; of a large model also JAX's compiled operations."""
         self._entries.clear()
+        # Each operation of an eager run was compiled for its shapes: 0.7 GB after two runs of GPT-2.
+        if sum(one.nbytes for one in self._model.weights().values()) >= _LARGE:
+            jax.clear_caches()
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy of the model, one compiled step for each batch, by the side's optimizer.
@@ -313,7 +319,9 @@ def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments
     """Arguments with some leaves replaced, each in the dtype of the leaf that it replaces."""
 
     def leaf(place: str, array: Any) -> Any:
-        return jnp.asarray(given[place], array.dtype) if place in given else array
+        if place in given:
+            return jnp.asarray(given[place], array.dtype)
+        return jnp.asarray(array.array()) if isinstance(array, Stored) else array
 
     return map_arguments(leaf, arguments, lambda node: node)
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.distance import distance, epsilon, noise
-from bridge.parity.pair.recording import Leaves, Recording
+from bridge.parity.pair.distance import epsilon, gap, noise
+from bridge.parity.pair.recording import Leaves
 from bridge.parity.pair.runs import Runs
+from bridge.parity.pair.store import give_back
 from bridge.parity.pair.weight_map import WeightMap
 
 _FAR = 64.0
@@ -51,20 +52,29 @@ def reordered(runs: Runs, batch: Any, weights: WeightMap) -> Reordered:
     ):
         try:
             found = side.in_order(given, order.tolist(), runs.dtype)
+            give_back()
         except Exception as error:
             return Reordered(remark=f"rows in another order: not run: {type(error).__name__}: {error!s:.200}")
-        fits = name == "JAX"
-        one, two, exact = (_values(run, None if fits else weights) for run in (found, low, high))
+        three = found, low, high
+        own: list[Leaves] = [
+            run.gradients if name == "JAX" else weights.to_jax(run.gradients, gradients=True) for run in three
+        ]
         worst = 0.0
-        for key, values in exact.items():
-            apart, norm = distance(one[key], two[key]).absolute, float(np.linalg.norm(values))
+        # One at a time: together the gradients are as large as the model.
+        for key in (None, *own[2]):
+            one, two, values = (
+                [np.asarray(run.loss, np.float64) for run in three]
+                if key is None
+                else [leaves[key] for leaves in own]
+            )
+            apart, norm = gap(one, two), float(np.linalg.norm(values))
             if not math.isfinite(apart):
                 continue
             if key is None:
                 loss = max(loss, apart)
             else:
                 gradients[key] = max(gradients.get(key, 0.0), apart)
-            least = max(_FAR * noise(two[key], values, runs.dtype), math.sqrt(epsilon(runs.dtype)) * norm)
+            least = max(_FAR * noise(two, values, runs.dtype), math.sqrt(epsilon(runs.dtype)) * norm)
             if apart > least and apart / norm > worst:
                 worst = apart / norm
                 far[name] = (
@@ -80,14 +90,6 @@ def reordered(runs: Runs, batch: Any, weights: WeightMap) -> Reordered:
         remark=f"the {name} model depends on the order of the batch's rows, the other one does not: {what}; does it "
         "take another axis for that of the batch?"
     )
-
-
-def _values(run: Recording, weights: WeightMap | None) -> dict[str | None, np.ndarray]:
-    """The loss, under None, and gradients by JAX name."""
-    own: Leaves = run.gradients if weights is None else weights.to_jax(run.gradients, gradients=True)
-    found: dict[str | None, np.ndarray] = {None: np.asarray(run.loss, np.float64)}
-    found.update(own)
-    return found
 
 
 def _order(rows: int) -> np.ndarray:

@@ -99,7 +99,7 @@ def _weights_for(
     """The weights of the comparison, and the models' own ones again after it."""
     if weights not in ("own", "torch", "jax"):
         raise ValueError(f"weights: expected own, torch or jax, got {weights!r}")
-    ours, theirs = Store().leaves(torch.weights()), jax.weights()
+    ours, theirs = Store().leaves(torch.weights()), Store().leaves(jax.weights())
     try:
         if weights == "torch":
             jax.load({**theirs, **_cast(relation.to_jax(ours), theirs)})

@@ -15,7 +15,7 @@ from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
 from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.store import Store
+from bridge.parity.pair.store import Store, give_back
 from bridge.parity.pair.weight_map import Order, WeightMap
 
 _NEAR = 0.3
@@ -78,16 +78,16 @@ class Runs:
     def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
         self.torch, self.jax, self.dtype = torch, jax, dtype
         self.parameters: Leaves = Store().leaves(torch.weights())
-        self.torch_high = torch.record(batch, "float64", backward=backward)
-        self.jax_high = jax.record(batch, "float64", backward=backward)
+        self.torch_high = _record(torch, batch, "float64", backward)
+        self.jax_high = _record(jax, batch, "float64", backward)
         losses = self.torch_high.loss, self.jax_high.loss
         if not any(loss is None or math.isfinite(loss) for loss in losses):
             raise ValueError(
                 f"loss: expected a finite number, got {losses[0]} in torch and {losses[1]} in JAX, both in float64: "
                 "this batch, or these weights, compare nothing"
             )
-        self.torch_low = torch.record(batch, dtype, backward=backward)
-        self.jax_low = jax.record(batch, dtype, backward=backward)
+        self.torch_low = _record(torch, batch, dtype, backward)
+        self.jax_low = _record(jax, batch, dtype, backward)
 
     def pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         """Partner calls, in the order in which torch's began."""
@@ -127,6 +127,12 @@ def largest_ratio(runs: Runs, pair: CallPair, what: Literal["inputs", "outputs"]
         )
         ratios.append(ratio_of(distance(high, found, runs.dtype), floor))
     return max(ratios, default=math.nan)
+
+
+def _record(side: Side, batch: Any, dtype: str, backward: bool) -> Recording:
+    run = side.record(batch, dtype, backward=backward)
+    give_back()
+    return run
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,39 @@ The file lies in the folder for temporary files (``TMPDIR``), which must not be 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from functools import lru_cache
+from typing import IO, Any
 
 import numpy as np
 
 LEAST = 2**15
 """Bytes below which an array stays in memory: a map takes whole pages."""
+
+
+def give_back() -> None:
+    """Return to the system what was freed.
+
+    The C library keeps freed blocks for itself, and a run frees more than the next one needs. Does nothing where the C
+    library is another one than glibc.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache
+def _trim() -> Any:
+    try:
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -119,6 +140,10 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def kept(self, name: str) -> Stored | np.ndarray:
+        """Where an array is, or the array if it is in memory."""
+        return self._kept[name]
 
     def stored(self, name: str) -> Stored:
         """Where an array is. ``KeyError`` for one that is in memory."""

@@ -139,13 +139,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy, in the tensor's own dtype. Of a DTensor all: a collective."""
+def to_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
+    """In the tensor's own dtype. Of a DTensor all: a collective. ``copy=False``: it may be the tensor's own memory."""
     with torch.no_grad():
         tensor = whole(tensor.detach()).resolve_conj().resolve_neg().cpu()
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
-        return tensor.numpy().copy()
+        narrow = tensor.dtype == torch.bfloat16
+        array = tensor.view(torch.int16).numpy().view(BFLOAT16) if narrow else tensor.numpy()
+        return array.copy() if copy else array
 
 
 def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Tensor:

@@ -59,7 +59,7 @@ class _Run:
         for name, parameter in self.model.named_parameters():
             plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
             if plain and parameter.is_contiguous() and parameter.nbytes >= LEAST:
-                self.weights[name] = to_numpy(parameter)
+                self.weights[name] = to_numpy(parameter, copy=False)
                 parameter.data = _only_shape(parameter)
 
     @contextmanager
@@ -300,9 +300,9 @@ class TorchSide:
             for batch in batches:
                 loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
                 losses.append(float(loss.detach()))
-                optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 first = first or _stored(model, store)
             last = _stored(model, store)
         return Training(tuple(losses), first, last)
@@ -334,7 +334,7 @@ def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndar
 def _stored(model: nn.Module, store: Store) -> Leaves:
     found = store.leaves()
     for name, parameter in model.named_parameters():
-        found[name] = to_numpy(parameter)
+        found[name] = to_numpy(parameter, copy=parameter.nbytes < LEAST)
     return found
 
 
@@ -356,7 +356,7 @@ def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Lea
         if name in made:
             # A backward within the backward, of a checkpoint, accumulates as autograd does.
             gradient = to_torch(made[name], gradient.device) + gradient
-        made[name] = to_numpy(gradient)
+        made[name] = to_numpy(gradient, copy=gradient.nbytes < LEAST)
         parameter.grad = None
 
     handles = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from bridge.parity.pair.distance import FACTOR, distance, epsilon, noise
+from bridge.parity.pair.distance import _BLOCK, FACTOR, distance, epsilon, gap, noise, norm
 from bridge.parity.pair.rows import ratio_of, row_of
 
 RNG = np.random.default_rng(0)
@@ -66,3 +67,39 @@ def test_a_row_says_where_a_difference_comes_from() -> None:
     assert row_of("forward", ("a", "b"), a, off, floor, local=2 * FACTOR).verdict == "introduced"
     assert row_of("gradients", ("a", "b"), a, off, floor).verdict == "differs"
     assert ratio_of(distance(a, a), 0.0) == 0.0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_blocks_make_no_difference(turned: bool) -> None:
+    """Of an array of some blocks and of a part of one: the place and the ULPs exactly, sums up to their order."""
+    a = RNG.standard_normal((7, _BLOCK // 2 + 5))
+    b = a + 1e-6 * RNG.standard_normal(a.shape)
+    b[5, 17] += 1e-3
+    a[6, 3] = b[6, 3] = math.nan
+    if turned:
+        a, b = a.T, b.T
+    found = distance(a, b)
+    assert found.where == ((17, 5) if turned else (5, 17))
+    assert found.values == (a[found.where], b[found.where])
+    difference = np.nan_to_num(a - b)
+    assert found.absolute == pytest.approx(np.linalg.norm(difference), rel=1e-12)
+    assert gap(a, b) == found.absolute
+    assert norm(a) == pytest.approx(np.linalg.norm(np.nan_to_num(a)), rel=1e-12)
+    assert found.max_ulp == max(distance(one, other).max_ulp for one, other in zip(a, b, strict=True))
+    b[found.where] = math.inf
+    assert distance(a, b).absolute == gap(a, b) == math.inf
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_distance_takes_little_memory(turned: bool) -> None:
+    a = RNG.standard_normal((1000, 1000)).astype(np.float32)
+    b = a.astype(np.float64)
+    if turned:
+        a, b = a.T, b.T
+    tracemalloc.start()
+    try:
+        distance(a, b)
+        noise(a, b, "float32")
+        assert tracemalloc.get_traced_memory()[1] < a.nbytes / 2
+    finally:
+        tracemalloc.stop()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,15 @@ import torch
 from flax import nnx
 from torch import nn
 
-from bridge.parity.pair import jax_side, store, torch_side
+from bridge.mapping import parse_mapping
+from bridge.parity import parity
+from bridge.parity.pair import jax_side, order, store, torch_side
+from bridge.parity.pair.order import reordered
 from bridge.parity.pair.recording import Recording, Side
-from bridge.parity.pair.store import Store, StoredLeaves, mapped_together
+from bridge.parity.pair.runs import Runs
+from bridge.parity.pair.store import Store, StoredLeaves, give_back, mapped_together
+from bridge.parity.pair.weight_map import WeightMap
+from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
@@ -80,6 +88,111 @@ def test_nothing_recorded_is_in_memory_or_twice_on_disk(number: int) -> None:
     for group in ("inputs", "outputs", "gradients"):
         one, two = getattr(outer, group), getattr(inner, group)
         assert [one.stored(name).offset for name in one] == [two.stored(name).offset for name in two]
+
+
+def _floats_in_memory() -> dict[int, Any]:
+    """Arrays and tensors of floats that have elements in memory, by id."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    found = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
+    arrays = [one for one in jax.live_arrays() if one.dtype.kind == "f" and one.size > 1]
+    return {id(one): one for one in (*found, *arrays)}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["torch", "jax"])
+def test_nothing_that_a_rerun_needs_is_in_memory(number: int) -> None:
+    """Neither the copy's weights nor the arguments of calls."""
+    side = _sides()[number]
+    before = _floats_in_memory()
+    run = side.record(X, "float32")
+    left = [one for key, one in _floats_in_memory().items() if key not in before]
+    assert [tuple(one.shape) for one in left] == []
+    del left
+    again = side.rerun("float32", "linear", 0, {})
+    assert np.array_equal(again.outputs[""], run.calls[1].outputs[""])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["own", "torch"])
+def test_between_stages_memory_holds_the_models_alone(weights: Any) -> None:
+    torch_model, jax_model = TorchMLP().eval(), JaxMLP()
+
+    def size(arrays: dict[int, Any]) -> int:
+        return sum(one.nbytes for one in arrays.values())
+
+    parity(torch_model, jax_model, BATCH, mapping=parse_mapping(MAPPING, "small"), steps=1)
+    before, found = size(_floats_in_memory()), dict[str, int]()
+    parity(
+        torch_model,
+        jax_model,
+        BATCH,
+        mapping=parse_mapping(MAPPING, "small"),
+        weights=weights,
+        steps=1,
+        progress=lambda text: found.update({text: size(_floats_in_memory())}),
+    )
+    assert len(found) == 5
+    assert set(found.values()) == {before}
+
+
+class Wide(nn.Module):
+    """Twelve parameters of 256 KB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _wide(parameters: dict[str, Any], x: Any) -> Any:
+    for number in range(12):
+        x = x @ parameters[f"w{number}"]
+    return x
+
+
+def test_gradients_of_rows_in_another_order_are_compared_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Wide()
+    parameters = {
+        f"w{number}": one.detach().numpy().T.copy() for number, one in enumerate(model.parameters())
+    }
+    rules = [
+        f'[[rule]]\ntorch = "layers.{number}.weight : o i"\njax = "w{number} : i o"\n' for number in range(12)
+    ]
+    table = parse_mapping("\n".join(['name = "wide"', *rules]), "wide")
+    sides = torch_side.TorchSide(model, "probe"), jax_side.JaxSide((_wide, parameters), "probe")
+    relation = WeightMap.of(table, sides[0].weights(), sides[1].weights())
+    batch = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    runs = Runs(*sides, batch, "float32")
+    peaks: list[int] = []
+    real = order.gap
+
+    def watched(a: np.ndarray, b: np.ndarray) -> float:
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        return real(a, b)
+
+    monkeypatch.setattr(order, "gap", watched)
+    monkeypatch.setattr(sides[0], "in_order", lambda *_: runs.torch_low)
+    monkeypatch.setattr(sides[1], "in_order", lambda *_: runs.jax_low)
+    tracemalloc.start()
+    try:
+        reordered(runs, batch, relation)
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) == 2 * 13
+    # All gradients of the three runs, in float32, float32 and float64, are 12 MB.
+    assert max(peaks) < 12 * 2**20 / 3
+
+
+def test_memory_can_be_given_back() -> None:
+    """Where the C library can."""
+    give_back()
+    assert store._trim() is None or store._trim()(0) in (0, 1)
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["torch", "jax"])
