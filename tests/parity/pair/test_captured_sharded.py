@@ -166,7 +166,11 @@ def test_a_fault_of_the_sharded_run_is_named(
     places = [(row.stage, row.name) for row in report.rows if row.counts]
     assert report.first_divergence is not None
     if stage == "gradients":
-        assert sorted(places) == [("backward", "norm"), ("gradients", "norm.bias"), ("gradients", "norm.weight")]
+        assert sorted(places) == [
+            ("backward", "norm"),
+            ("gradients", "norm.bias"),
+            ("gradients", "norm.weight"),
+        ]
     else:
         assert (report.first_divergence.stage, report.first_divergence.name) == (stage, name), places
     assert any(note in one for one in report.notes)
