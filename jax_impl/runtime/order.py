@@ -113,7 +113,9 @@ class Order:
         reduced: Reduced = []
         for group, values in zip(groups, gradients, strict=True):
             if group.trainable and beside and place.reduced:
-                values = _gated(values, place.reduced[-1])
+                done = place.reduced[-1]
+                # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
+                values = _gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
             elif group.trainable and not beside:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
