@@ -7,6 +7,7 @@ make it where it is used. Behind a barrier it is an array: of all of an activati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -36,3 +37,27 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         results = [any(given)] * len(equation.outvars) if inner is None else _outputs(inner, given)
         known.update(zip(equation.outvars, results, strict=True))
     return [depends(variable) for variable in jaxpr.outvars]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Saved:
+    """What a function saves, constants apart. ``varying``: the leaves that depend on its arguments."""
+
+    varying: list[Any]
+    constants: list[Any]
+    tree: Any = field(metadata={"static": True})
+    where: tuple[bool, ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any, depends: Sequence[bool]) -> Saved:
+        leaves, structure = jax.tree.flatten(tree)
+        varying = [leaf for leaf, one in zip(leaves, depends, strict=True) if one]
+        constants = [leaf for leaf, one in zip(leaves, depends, strict=True) if not one]
+        return cls(varying, constants, structure, tuple(depends))
+
+    @property
+    def whole(self) -> Any:
+        """The tree that was saved."""
+        varying, constants = iter(self.varying), iter(self.constants)
+        return jax.tree.unflatten(self.tree, [next(varying if one else constants) for one in self.where])

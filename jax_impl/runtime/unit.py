@@ -29,7 +29,7 @@ from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched, is_mapped
 from jax_impl.runtime.order import Order
-from jax_impl.runtime.residuals import with_dependence
+from jax_impl.runtime.residuals import Saved, with_dependence
 from jax_impl.runtime.unit_plan import Group
 
 Leaves = tuple[jax.Array, ...]
@@ -91,10 +91,10 @@ class UnitCall:
             return self.apply(leaves, inner, *inputs), (sources, inner, inputs)
         if not any(group.strategy.shard_parameters for group in self.groups):
             output, vjp = self._differentiated(leaves, inner, *inputs)
-            return output, (sources, inner, vjp)
+            return output, (sources, inner, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp))))
         (output, vjp), depends = with_dependence(self._differentiated, leaves, inner, *inputs)
         output, vjp = fence_some((output, vjp), depends)
-        return output, (sources, inner, vjp)
+        return output, (sources, inner, Saved.of(vjp, depends[len(jax.tree.leaves(output)) :]))
 
     def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
@@ -105,15 +105,16 @@ class UnitCall:
 
     def _backward(self, saved: Any, cotangent: Any) -> tuple[Any, ...]:
         sources, inner, rest = saved
+        varying = rest if self.recompute else rest.varying
         if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that computed.
-            cotangent, rest = fence((cotangent, rest))
-        leaves, (cotangent, rest) = self._weights(sources, (cotangent, rest), again=True)
+            cotangent, varying = fence((cotangent, varying))
+        leaves, (cotangent, varying) = self._weights(sources, (cotangent, varying), again=True)
         if self.recompute:
             with jax.named_scope("recompute"):
-                vjp = self._recomputed(leaves, inner, rest)
+                vjp = self._recomputed(leaves, inner, varying)
         else:
-            vjp = rest
+            vjp = replace(rest, varying=varying).whole
             vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}

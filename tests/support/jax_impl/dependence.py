@@ -21,6 +21,9 @@ COLLECTIVES = (
     "psum_invariant",
 )
 
+# An equation, and the names of its inputs and results in the whole program.
+Equation = tuple[Any, list[Any], list[Any]]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -34,7 +37,7 @@ class Step:
 
 def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) -> list[Step]:
     """The live equations of ``kinds`` in ``jaxpr``, in the order of the program."""
-    flat: list[tuple[Any, list[Any], list[Any]]] = []
+    flat: list[Equation] = []
     outputs = _flatten(jaxpr, {}, flat, [0])
     live = set(outputs)
     needed = []
@@ -59,6 +62,13 @@ def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) ->
             known = known | {step.number}
         before.update((one, known) for one in results)
     return found
+
+
+def flattened(jaxpr: Any) -> list[Equation]:
+    """The program without calls; a literal has the name None."""
+    flat: list[Equation] = []
+    _flatten(jaxpr, {}, flat, [0])
+    return flat
 
 
 def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int]) -> list[Any]:
