@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
+
+import pytest
 
 from tests.jax_impl.diagnostics.test_compiled_collectives import expected_of
 from tests.support.compilers.setting import BY_HAND, Compiled, Setting
 
+ZERO_3 = "optim_grads_params"
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "psum"
 # Temporary bytes over those of a step by hand. An engine that gathers twice and keeps no weights needs no more.
 MEMORY_LIMIT = 1.05
+
+
+def case(target: str, engine: str, size: str, strategy: str = ZERO_3, *marks: Any, **options: Any) -> Any:
+    """A setting as a parameter of a test."""
+    setting = Setting(target, engine, size, strategy=strategy, **options)
+    return pytest.param(setting, id=str(setting), marks=marks)
+
+
+def wrong(reason: str) -> Any:
+    """Marks a case that is known to fail; once mended it must be unmarked."""
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+
+
+def by_hand(setting: Setting) -> Setting:
+    """The same step without an engine."""
+    return dataclasses.replace(setting, contestant=BY_HAND, units=())
 
 
 def assert_collectives(setting: Setting, found: Compiled) -> None:
@@ -67,7 +87,3 @@ def assert_no_more_memory_than_by_hand(found: Compiled, by_hand: Compiled) -> No
 
 def assert_as_much_overlap_as_by_hand(found: Compiled, by_hand: Compiled, kinds: tuple[str, ...]) -> None:
     assert found.overlap(*kinds) >= by_hand.overlap(*kinds)
-
-
-def by_hand(setting: Setting) -> Setting:
-    return dataclasses.replace(setting, contestant=BY_HAND, units=())

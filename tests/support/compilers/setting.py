@@ -88,7 +88,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Compiled:
-    """``temporary``: bytes on one device. ``stored``: of an engine's plan. ``shards``: by mesh axis, innermost first."""
+    """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first."""
 
     seconds: float
     temporary: int

@@ -7,14 +7,17 @@ their settings when JAX starts, so a process serves one of the two: ``worker.py`
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXTRA = 'pip install "twinshard[compilers]"'
+FOLDER = Path(__file__).parents[3] / ".venv" / "compilers"
+"""Where ``make compilers`` puts them: apart from the environment, in which JAX would look for their devices."""
+
+INSTALL = 'make compilers, or pip install "twinshard[compilers]"'
 _PACKAGES = {
     "gpu": {
         "jax_plugins.xla_cuda12": "jax-cuda12-plugin, jax-cuda12-pjrt",
@@ -82,17 +85,16 @@ def why_not(platform: str) -> str | None:
     """Why nothing can be compiled for ``platform``, "gpu" or "tpu", on this machine now; None where it can."""
     missing = [packages for module, packages in _PACKAGES[platform].items() if not _found(module)]
     if missing:
-        return f"the {platform.upper()} compiler is not installed ({', '.join(missing)}): {EXTRA}"
+        return f"the {platform.upper()} compiler is not installed ({', '.join(missing)}): {INSTALL}"
     if platform == "tpu" and (holder := _held_lock()):
         return f"another process holds libtpu's lock, {holder}: one process at a time compiles for TPUs"
     return None
 
 
 def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    # No import system: a namespace package such as nvidia may lie in several folders.
+    path = Path(*module.split("."))
+    return any(Path(folder, path).is_dir() for folder in (*sys.path, FOLDER))
 
 
 def _held_lock() -> Path | None:
@@ -113,6 +115,7 @@ def environment(platform: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     return {
         **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), str(FOLDER)])),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         # Else libtpu asks the metadata server of a cloud that this machine may not be in.

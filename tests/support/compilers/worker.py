@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Compiler:
-    """Compiles settings of one platform in a process of its own, which starts with the first and ends with ``close``."""
+    """Compiles settings of one platform in a process of its own, from the first one to ``close``."""
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
