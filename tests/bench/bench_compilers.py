@@ -179,7 +179,8 @@ def _cell(found: Compiled, kind: str) -> str:
     chosen: list[Any] = [one for one in found.collectives if one.kind == kind and one.bytes > 64 * one.times]
     if not chosen:
         return "0"
-    return f"{sum(one.times for one in chosen)}, {sum(one.bytes for one in chosen) / 1e6:.0f}, {found.overlap(kind):.0%}"
+    times, size = sum(one.times for one in chosen), sum(one.bytes for one in chosen)
+    return f"{times}, {size / 1e6:.0f}, {found.overlap(kind):.0%}"
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ ALONE = wrong("collectives are not asynchronous")
 
 
 def tpu_case(target: str, engine: str, size: str, *marks: Any, **options: Any) -> Any:
-    # Activations large enough that not all of them lie in vector memory, which is no temporary memory.
-    return case(target, engine, size, ZERO_3, *marks, rows=8, length=1024, **options)
+    return case(target, engine, size, ZERO_3, *marks, length=256, **options)
 
 
 @pytest.mark.parametrize(
