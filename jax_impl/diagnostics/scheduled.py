@@ -110,15 +110,6 @@ def read_collectives(text: str) -> list[Scheduled]:
     return list(_Reader(computations).collectives(entry, 1))
 
 
-def count_arrays(collectives: Iterable[Scheduled], kind: str, at_least: int = 2) -> int:
-    """How many arrays of at least so many elements travel by ``kind``; those of merged collectives count one by one."""
-    return sum(
-        one.times * sum(array.size >= at_least for array in one.arrays)
-        for one in collectives
-        if one.kind == kind
-    )
-
-
 def overlap_share(collectives: Iterable[Scheduled], kinds: Iterable[str] = KINDS.values()) -> float:
     """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
     chosen = set(kinds)
@@ -149,16 +140,18 @@ class _Reader:
         operations = self._computations.get(name, [])
         under_way: set[str] = set()
         for place, operation in enumerate(operations):
-            wrapped = self._wrapped(operation)
-            if wrapped:
-                chain = _chain(wrapped[0])
-                if chain not in under_way or self._marked(operation, _START):
-                    overlaps = self._overlaps(operation, operations[place + 1 :])
-                    yield Scheduled(*self._read(operation, wrapped), times, overlaps, operation.name)
-                if self._marked(operation, _START):
-                    under_way.add(chain)
-                elif self._marked(operation, _DONE):
-                    under_way.discard(chain)
+            if wrapped := self._wrapped(operation):
+                started, new = self._marked(operation, _START), []
+                for one in wrapped:
+                    if _chain(one) in started:
+                        overlaps = self._overlaps(operation, operations[place + 1 :], _chain(one))
+                        yield Scheduled(*self._read(operation, [one]), times, overlaps, operation.name)
+                    elif _chain(one) not in under_way:
+                        new.append(one)
+                if new:
+                    overlaps = self._overlaps(operation, operations[place + 1 :], None)
+                    yield Scheduled(*self._read(operation, new), times, overlaps, operation.name)
+                under_way = (under_way | started) - self._marked(operation, _DONE)
                 continue
             for branch in self._branches(operation):
                 if self._has(branch, _is_collective):
@@ -195,25 +188,25 @@ class _Reader:
             kind = "reduce-scatter"
         return KINDS[kind], arrays
 
-    def _marked(self, operation: _Operation, marker: str) -> bool:
-        return operation.op == "fusion" and any(
-            marker in one.rest for called in operation.called for one in self._within(called)
-        )
+    def _marked(self, operation: _Operation, marker: str) -> set[str]:
+        """The chains that a fusion starts, or ends."""
+        if operation.op != "fusion":
+            return set()
+        inner = [one for called in operation.called for one in self._within(called)]
+        marks = [one for one in inner if marker in one.rest]
+        return {
+            _chain(one)
+            for one in inner
+            if _is_collective(one) and any(mark.takes(one.name) for mark in marks)
+        }
 
-    def _overlaps(self, start: _Operation, after: list[_Operation]) -> bool:
-        if self._marked(start, _START):
-            chain = _chain(self._wrapped(start)[0])
+    def _overlaps(self, start: _Operation, after: list[_Operation], chain: str | None) -> bool:
+        def ends(operation: _Operation) -> bool:
+            if chain is not None:
+                return chain in self._marked(operation, _DONE)
+            return operation.op.endswith("-done") and operation.takes(start.name)
 
-            def ends(operation: _Operation) -> bool:
-                wrapped = self._wrapped(operation) if self._marked(operation, _DONE) else []
-                return bool(wrapped) and _chain(wrapped[0]) == chain
-
-        elif start.op.endswith("-start"):
-
-            def ends(operation: _Operation) -> bool:
-                return operation.op.endswith("-done") and operation.takes(start.name)
-
-        else:
+        if chain is None and not start.op.endswith("-start"):
             return False
         # One without an end in its computation ends in the next turn of a loop.
         return any(map(self._is_product, itertools.takewhile(lambda one: not ends(one), after)))
