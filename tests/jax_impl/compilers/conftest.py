@@ -11,6 +11,9 @@ from tests.support.compilers.setting import Compiled, Setting
 from tests.support.compilers.targets import why_not
 from tests.support.compilers.worker import Compiler
 
+# Its assertions tell both sides only where pytest rewrites them.
+pytest.register_assert_rewrite("tests.jax_impl.compilers.expected")
+
 Compile = Callable[[Setting], Compiled]
 
 

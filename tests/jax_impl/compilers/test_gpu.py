@@ -58,8 +58,8 @@ def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setti
 
 NOTHING_BETWEEN = wrong("nothing is scheduled between the start of a gather and its end")
 REDUCED_ALONE = wrong("nothing is scheduled between the start of a reduction and its end")
-WEIGHTS_TWICE = wrong("temporary bytes: 1.07 of a step by hand, 1.05 scanned")
-NOT_CUT = wrong("pjit on 64 devices: activations of the loss are not cut over the devices")
+MORE_MEMORY = wrong("temporary bytes: 1.07 of a step by hand, 1.053 scanned")
+FOUR_TIMES = wrong("pjit on 64 devices: temporary bytes, 3.6 to 4.1 of a step by hand")
 
 
 def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
@@ -69,12 +69,12 @@ def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "setting",
     [
-        large("h100:64", "shard_map", WEIGHTS_TWICE),
-        large("h100:64", "pjit", NOT_CUT),
-        large("h100:8", "shard_map", SLOW, WEIGHTS_TWICE),
+        large("h100:64", "shard_map", MORE_MEMORY),
+        large("h100:64", "pjit", FOUR_TIMES),
+        large("h100:8", "shard_map", SLOW, MORE_MEMORY),
         large("h100:8", "pjit", SLOW, wrong("pjit: temporary bytes, 1.25 of a step by hand")),
-        large("h100:64", "shard_map", SLOW, WEIGHTS_TWICE, stacked=True),
-        large("h100:64", "pjit", SLOW, NOT_CUT, stacked=True),
+        large("h100:64", "shard_map", SLOW, MORE_MEMORY, stacked=True),
+        large("h100:64", "pjit", SLOW, FOUR_TIMES, stacked=True),
         *(
             large("h100:64", engine, SLOW, stacked=stacked, recompute=True)
             for engine in ("shard_map", "pjit")

@@ -94,7 +94,7 @@ def why_not(platform: str) -> str | None:
 def _found(module: str) -> bool:
     # No import system: a namespace package such as nvidia may lie in several folders.
     path = Path(*module.split("."))
-    return any(Path(folder, path).is_dir() for folder in (*sys.path, FOLDER))
+    return any(Path(folder, path).is_dir() for folder in [*sys.path, str(FOLDER)])
 
 
 def _held_lock() -> Path | None:

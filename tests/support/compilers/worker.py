@@ -131,7 +131,8 @@ def model_of(setting: Setting) -> Any:
 
     from jax_impl.models import Decoder, DecoderConfig
 
-    config = DecoderConfig(**SIZES[setting.size])
+    sizes: dict[str, Any] = {**SIZES[setting.size]}
+    config = DecoderConfig(**sizes)
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=setting.stacked))
 
 
