@@ -156,13 +156,28 @@ class _Reader:
             for branch in self._branches(operation):
                 if self._has(branch, _is_collective):
                     raise ValueError(f"expected no collective in a branch, got one in {operation.name}")
-            trips = _TRIPS.search(operation.rest) if operation.op == "while" else None
+            trips = self._trips(operation) if operation.op == "while" else 1
             for called in operation.called if operation.op in ("while", "call", "fusion") else []:
-                if operation.op == "while" and trips is None and self._has(called, _is_collective):
+                if trips is None and self._has(called, _is_collective):
                     raise ValueError(
                         f"expected loops of known length around collectives, got {operation.name} without a trip count"
                     )
-                yield from self.collectives(called, times * (int(trips[1]) if trips else 1))
+                yield from self.collectives(called, times * (trips or 1))
+
+    def _trips(self, loop: _Operation) -> int | None:
+        if told := _TRIPS.search(loop.rest):
+            return int(told[1])
+        # The TPU compiler leaves the number to the condition: that a counter, which begins at 0, is below it.
+        condition = re.search(r"condition=%([^\s,)}]+)", loop.rest)
+        by_name = {one.name: one for one in self._computations.get(condition[1], [])} if condition else {}
+        for one in by_name.values():
+            operands = [by_name.get(name) for name in re.findall(r"%([^\s,)]+)", one.rest.split(")")[0])]
+            if one.op == "compare" and "direction=LT" in one.rest and len(operands) == 2 and all(operands):
+                counter, limit = operands
+                number = re.match(r"\d+", limit.rest) if limit and limit.op == "constant" else None
+                if number and counter and counter.op == "get-tuple-element" and counter.result[:5] == "s32[]":
+                    return int(number[0])
+        return None
 
     def _wrapped(self, operation: _Operation) -> list[_Operation]:
         """The collectives that an operation is, or that stand behind it."""

@@ -122,6 +122,18 @@ def test_loops_are_multiplied_out():
         read_collectives(program(loop, before=before))
 
 
+def test_a_loop_of_a_tpu_has_its_length_in_its_condition():
+    before = computation("turn", f"ROOT %g = f32[64]{{0}} all-gather(%x), {GROUPS}") + computation(
+        "condition",
+        "%n = s32[]{:T(128)} constant(32), metadata={}",
+        "%i = s32[]{:T(128)} get-tuple-element(%x), index=0",
+        "ROOT %c = pred[]{:T(512)} compare(%i, %n), direction=LT",
+    )
+    loop = "%w = f32[64]{0} while(%x), condition=%condition, body=%turn"
+    (found,) = read_collectives(program(loop, before=before))
+    assert found.times == 32
+
+
 def test_a_collective_in_a_branch_is_refused():
     before = computation("one", f"ROOT %g = f32[64]{{0}} all-gather(%x), {GROUPS}")
     line = "%c = f32[64]{0} conditional(%p, %x, %x), branch_computations={%one, %one}"
