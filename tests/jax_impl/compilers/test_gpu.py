@@ -57,9 +57,12 @@ def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setti
 
 
 NOTHING_BETWEEN = wrong("nothing is scheduled between the start of a gather and its end")
+AT_ONCE = wrong(
+    "the last unit is gathered for its backward at once, with nothing to run beside: 62 % against 67 %"
+)
 REDUCED_ALONE = wrong("nothing is scheduled between the start of a reduction and its end")
-MORE_MEMORY = wrong("temporary bytes: 1.07 of a step by hand, 1.053 scanned")
-FOUR_TIMES = wrong("pjit on 64 devices: temporary bytes, 3.6 to 4.1 of a step by hand")
+# As by hand, where XLA gathers embedding and head each when it is used.
+APART = ("embed", "layers/*", "lm_head")
 
 
 def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
@@ -69,12 +72,12 @@ def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "setting",
     [
-        large("h100:64", "shard_map", MORE_MEMORY),
-        large("h100:64", "pjit", FOUR_TIMES),
-        large("h100:8", "shard_map", SLOW, MORE_MEMORY),
-        large("h100:8", "pjit", SLOW, wrong("pjit: temporary bytes, 1.25 of a step by hand")),
-        large("h100:64", "shard_map", SLOW, MORE_MEMORY, stacked=True),
-        large("h100:64", "pjit", SLOW, FOUR_TIMES, stacked=True),
+        large("h100:64", "shard_map"),
+        large("h100:64", "pjit"),
+        large("h100:8", "shard_map", SLOW),
+        large("h100:8", "pjit", SLOW),
+        large("h100:64", "shard_map", SLOW, stacked=True),
+        large("h100:64", "pjit", SLOW, stacked=True),
         *(
             large("h100:64", engine, SLOW, stacked=stacked, recompute=True)
             for engine in ("shard_map", "pjit")
@@ -89,9 +92,9 @@ def test_a_step_needs_no_more_memory_than_one_by_hand(gpu: Compile, setting: Set
 @pytest.mark.parametrize(
     "setting",
     [
-        large("h100:64", "shard_map", NOTHING_BETWEEN),
+        large("h100:64", "shard_map", units=APART),
         large("h100:64", "pjit", NOTHING_BETWEEN),
-        large("h100:8", "shard_map", SLOW, NOTHING_BETWEEN),
+        large("h100:8", "shard_map", SLOW, AT_ONCE, units=APART),
         large("h100:8", "pjit", SLOW, NOTHING_BETWEEN),
         *(
             large("h100:64", engine, SLOW, NOTHING_BETWEEN, stacked=True, recompute=recompute)
@@ -109,7 +112,7 @@ def test_gathers_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting:
     [
         large("h100:64", "shard_map"),
         large("h100:64", "pjit"),
-        large("h100:8", "shard_map", SLOW, REDUCED_ALONE),
+        large("h100:8", "shard_map", SLOW, units=APART),
         large("h100:8", "pjit", SLOW, REDUCED_ALONE),
     ],
 )
