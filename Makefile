@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: relay test test-all test-versions lint types notebooks bench clean
+.PHONY: relay test test-all test-versions lint types notebooks bench compilers clean
 
 relay: .venv/.installed
 	$(BIN)/twinshard relay
@@ -33,13 +33,24 @@ types: .venv/.installed
 notebooks: .venv/.installed
 	$(BIN)/python -m tests.support.notebooks
 
-bench: .venv/.installed
+bench: .venv/.compilers
 	$(BIN)/python -m tests.bench.bench_convert
 	$(BIN)/python -m tests.bench.bench_small_tensors
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
 	$(BIN)/python -m tests.bench.bench_jax
 	$(BIN)/python -m tests.bench.bench_parity --only gpt2 --steps 2
+	$(BIN)/python -m tests.bench.bench_compilers --target h100:8,h100:64
+
+# The compilers of GPUs and TPUs, 1.1 GB, with which tests/jax_impl/compilers is not skipped. They lie apart: in the
+# environment itself every program with JAX would look for their devices, and say that there are none.
+compilers: .venv/.compilers
+
+.venv/.compilers: .venv/.installed
+	$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  print(*project['optional-dependencies']['compilers'], sep='\n')" > .venv/compilers.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt --target .venv/compilers -r .venv/compilers.txt
+	touch $@
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
 from jax_impl.comm.collectives import Wire
-from jax_impl.comm.mesh import DataParallelMesh
+from jax_impl.comm.mesh import DataParallelMesh, is_simulated
 from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
@@ -97,9 +97,25 @@ def plan_sharding(
         wired = _wired(axes, resolved.precision, module, frozen)
         groups = tuple(_groups(module, unit, wired, resolved.mesh if engine == "pjit" else None))
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
-    plan = ShardingPlan(resolved.mesh, engine, units, whole_model(model), variable_infos(model))
+    plan = ShardingPlan(
+        resolved.mesh,
+        engine,
+        units,
+        whole_model(model),
+        variable_infos(model),
+        prefetch=_prefetch(options.get("prefetch"), engine, resolved.mesh),
+    )
     _warn_of_whole_parameters(plan)
     return plan
+
+
+def _prefetch(asked: int | None, engine: str, mesh: Mesh) -> int:
+    if asked is None:
+        # XLA's own collectives, with prefetch, need a sixth more memory than those of a step by hand.
+        return 0 if engine == "pjit" or is_simulated(mesh) else 1
+    if type(asked) is not int or asked not in (0, 1):
+        raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {asked!r}")
+    return asked
 
 
 def _warn_of_whole_parameters(plan: ShardingPlan) -> None:

@@ -11,7 +11,7 @@ those of ``mesh.py``::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,9 +28,14 @@ Tree = TypeVar("Tree")
 
 def fence(tree: Tree) -> Tree:
     """Every array of ``tree`` exists before any of the returned ones is used, and XLA moves nothing across."""
+    return fence_some(tree, [True] * len(jax.tree.leaves(tree)))
+
+
+def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
+    """``fence`` for the leaves that are ``chosen``; the others stay as they are."""
     leaves, treedef = jax.tree.flatten(tree)
     # Cotangents of integers are NumPy float0 arrays, which no operation accepts.
-    real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    real = [i for i, leaf in enumerate(leaves) if chosen[i] and leaf.dtype != jax.dtypes.float0]
     for i, passed in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = passed
     return jax.tree.unflatten(treedef, leaves)

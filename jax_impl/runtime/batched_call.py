@@ -38,7 +38,7 @@ def call_batched(
     before it is vectorized. ``axes``: those of the vmaps around, where some are done already.
     """
     plain = calling(apply)
-    if _mapped((inputs, [index for _, index in axes or ()])) is None:
+    if is_mapped((inputs, [index for _, index in axes or ()])) is None:
         return plain(collectors, sources, inner, *inputs)
     program, shapes = jax.make_jaxpr(plain, return_shape=True)(collectors, sources, inner, *inputs)
     if axes is None:
@@ -78,7 +78,7 @@ def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tup
             leaves, structure = jax.tree.flatten(apply(*arguments))
             structures.append(structure)
             # The place is mapped, so that this vmap is the one that answers.
-            flags[:] = _mapped((place, leaves))[1]
+            flags[:] = is_mapped((place, leaves))[1]
             pairs = list(zip(leaves, flags, strict=True))
             return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 
@@ -89,7 +89,7 @@ def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tup
     return vectorized, flags
 
 
-def _mapped(values: Any) -> Any:
+def is_mapped(values: Any) -> Any:
     """Which of ``values`` the innermost ``jax.vmap`` around maps, None where no vmap maps any.
 
     A custom_vmap alone could not be differentiated where there is none.

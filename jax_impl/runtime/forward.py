@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
+from jax_impl.comm.mesh import is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
@@ -17,6 +18,7 @@ from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.runtime.order import Order
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, UnitCall
 from jax_impl.runtime.unit_plan import Group
@@ -100,12 +102,14 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    output, changed = _call_unit(plan, ROOT, held, call, own, (rows, *shared), {})
+    order = Order(plan.prefetch, chained=is_simulated(plan.mesh))
+    output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 
 
 def _call_unit(
     plan: ShardingPlan,
+    order: Order,
     path: str,
     held: Mapping[str, tuple[Collectors, Sources]],
     run: Callable[..., Any],
@@ -126,7 +130,7 @@ def _call_unit(
         layer: Any,
     ) -> Any:
         args, kwargs = rebuild(arrays)
-        calls = {below: _slot_call(plan, below, inner) for below in unit.module.inner}
+        calls = {below: _slot_call(plan, order, below, inner) for below in unit.module.inner}
         module = unit.module.merge(
             _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
         )
@@ -142,7 +146,7 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute)
+    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order)
     output, values = call(collectors, sources[: len(unit.groups)], inner, list(variables), arrays, layer)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)
@@ -163,7 +167,7 @@ def _in_model_order(
 
 
 def _slot_call(
-    plan: ShardingPlan, path: str, held: Mapping[str, tuple[Collectors, Sources]]
+    plan: ShardingPlan, order: Order, path: str, held: Mapping[str, tuple[Collectors, Sources]]
 ) -> tuple[SlotCall, list[jax.Array]]:
     """How a slot calls unit ``path``, and the arrays that it carries: those of the unit and of all units inside."""
     arrays, tree = jax.tree.flatten({below: held[below] for below in [path, *_units_inside(plan, path)]})
@@ -171,7 +175,9 @@ def _slot_call(
     def run(
         function: Callable[..., Any], arrays: Any, variables: Any, args: Any, kwargs: Any
     ) -> tuple[Any, list[jax.Array]]:
-        return _call_unit(plan, path, jax.tree.unflatten(tree, arrays), function, variables, args, kwargs)
+        return _call_unit(
+            plan, order, path, jax.tree.unflatten(tree, arrays), function, variables, args, kwargs
+        )
 
     return SlotCall(run), arrays
 

@@ -67,7 +67,7 @@ class ShardingPlan:
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
     what is no parameter. ``engine``: "shard_map" or "pjit". ``given_variables``: values of ``variables`` in the model
-    that was sharded; None from ``plan_sharding``.
+    that was sharded; None from ``plan_sharding``. ``prefetch``: see ``runtime/order.py``.
     """
 
     mesh: Mesh
@@ -76,6 +76,7 @@ class ShardingPlan:
     model: UnitModule
     variables: Mapping[str, VariableInfo]
     given_variables: Mapping[str, jax.Array] | None = field(default=None, compare=False, repr=False)
+    prefetch: int = 0
 
     def __repr__(self) -> str:
         return f"<ShardingPlan: {layout_report(self).summary()}>"

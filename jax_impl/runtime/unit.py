@@ -25,9 +25,11 @@ from typing import Any
 
 import jax
 
-from jax_impl.comm.collectives import fence
+from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
-from jax_impl.runtime.batched_call import call_batched
+from jax_impl.runtime.batched_call import call_batched, is_mapped
+from jax_impl.runtime.order import Order
+from jax_impl.runtime.residuals import Saved, with_dependence
 from jax_impl.runtime.unit_plan import Group
 
 Leaves = tuple[jax.Array, ...]
@@ -40,6 +42,8 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 class UnitCall:
     """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
+    ``order``: of the model's transfers. ``looped``: a layer of a stack, in the body of a loop over its layers.
+
     What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
     no plain forward or backward.
     """
@@ -48,6 +52,8 @@ class UnitCall:
     apply: Callable[..., Any]
     groups: Sequence[Group]
     recompute: bool
+    order: Order
+    looped: bool = False
 
     def __call__(
         self,
@@ -62,7 +68,8 @@ class UnitCall:
         """
         if any(group.layers is not None for group in self.groups):
             # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
-            return self._once(collectors, sources, inner, *inputs)
+            looped = is_mapped((sources, inputs)) is None
+            return replace(self, looped=looped)._once(collectors, sources, inner, *inputs)
         return call_batched(self._calling, self.apply, collectors, sources, inner, *inputs)
 
     def _calling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,37 +89,38 @@ class UnitCall:
         leaves, inputs = self._weights(sources, inputs)
         if self.recompute:
             return self.apply(leaves, inner, *inputs), (sources, inner, inputs)
+        if not any(group.strategy.shard_parameters for group in self.groups):
+            output, vjp = self._differentiated(leaves, inner, *inputs)
+            return output, (sources, inner, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp))))
+        (output, vjp), depends = with_dependence(self._differentiated, leaves, inner, *inputs)
+        output, vjp = fence_some((output, vjp), depends)
+        return output, (sources, inner, Saved.of(vjp, depends[len(jax.tree.leaves(output)) :]))
+
+    def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
         output, vjp = jax.vjp(self.apply, leaves, inner, *inputs)
         # Residuals that are arguments are listed apart, so weights can be left out and put back.
         vjp.args_res[:2] = [None, None]
-        if any(group.strategy.shard_parameters for group in self.groups):
-            output, vjp = fence((output, vjp))
-        return output, (sources, inner, vjp)
+        return output, vjp
 
     def _backward(self, saved: Any, cotangent: Any) -> tuple[Any, ...]:
         sources, inner, rest = saved
+        varying = rest if self.recompute else rest.varying
         if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that computed.
-            cotangent, rest = fence((cotangent, rest))
-        leaves, (cotangent, rest) = self._weights(sources, (cotangent, rest), again=True)
+            cotangent, varying = fence((cotangent, varying))
+        leaves, (cotangent, varying) = self._weights(sources, (cotangent, varying), again=True)
         if self.recompute:
             with jax.named_scope("recompute"):
-                vjp = self._recomputed(leaves, inner, rest)
+                vjp = self._recomputed(leaves, inner, varying)
         else:
-            vjp = rest
+            vjp = replace(rest, varying=varying).whole
             vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
-        reduced: list[tuple[jax.Array, ...]] = []
-        for group, values in zip(self.groups, gradients, strict=True):
-            if group.trainable:
-                # No collective beside another (see hold): reductions of inner units, this one, the next gather.
-                values, collected, reduced = fence((values, collected, reduced))
-            with jax.named_scope("reduce"):
-                reduced.append(group.reduce(values) if group.trainable else ())
-        # Also without a reduction: else XLA may put off all gradients of weights, and keep activations for them.
-        reduced, input_gradients = fence((reduced, input_gradients))
+        reduced, collected, input_gradients = self.order.reduce(
+            self.groups, gradients, collected, input_gradients
+        )
         return (
             tuple(reduced),
             None,
@@ -133,15 +141,7 @@ class UnitCall:
 
     def _weights(self, sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         """The leaves of each group, which come after ``after``; ``again``: in backward."""
-        leaves = []
-        for group, source in zip(self.groups, open_sealed(sources), strict=True):
-            if group.strategy.shard_parameters or again:
-                # Also of whole weights: else XLA keeps what forward cut from them until backward, a second copy.
-                source, after = fence((source, after))
-            if group.strategy.shard_parameters:
-                with jax.named_scope("gather"):
-                    gathered = group.gather(source)
-                # What follows may need nothing of these weights; its collectives must still come after this one.
-                source, after = fence((gathered, after))
-            leaves.append(group.leaves(source))
-        return tuple(leaves), after
+        held, after = self.order.gather(
+            self.groups, open_sealed(sources), after, again=again, looped=self.looped
+        )
+        return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True)), after

@@ -27,9 +27,13 @@ State = tuple[dict[str, Any], Any]
 
 @dataclass(frozen=True)
 class Baseline:
-    """``step``: jitted, ``(state, rows) -> (state, loss)``. ``shardings``: of a state."""
+    """``step``: jitted, ``(state, rows) -> (state, loss)``. ``shardings``: of a state.
+
+    ``gradients``: the first half of a step, jitted, ``(fp32 parameters, rows) -> (loss, gradients)``.
+    """
 
     step: Any
+    gradients: Any
     shardings: State
     rows: NamedSharding
     _params: dict[str, Any]
@@ -97,7 +101,8 @@ def build_baseline(
     }
     shardings = (placed, _like_params(optimizer, params, placed, whole))
     jitted = jax.jit(step, in_shardings=(shardings, rows), out_shardings=(shardings, whole), donate_argnums=0)
-    return Baseline(jitted, shardings, rows, params, optimizer)
+    gradients = jax.jit(jax.value_and_grad(loss), in_shardings=(placed, rows), out_shardings=(whole, placed))
+    return Baseline(jitted, gradients, shardings, rows, params, optimizer)
 
 
 def _cut(shape: tuple[int, ...], mesh: Mesh, skip_first: bool) -> NamedSharding:

@@ -37,9 +37,10 @@ class Case(NamedTuple):
     microbatches: int
     stacked: bool
     recompute: bool
+    prefetch: int = 0
 
     def __str__(self) -> str:
-        flags = [name for name in ("stacked", "recompute") if getattr(self, name)]
+        flags = [name for name in ("stacked", "recompute", "prefetch") if getattr(self, name)]
         mesh = "x".join(map(str, self.mesh))
         return "-".join([self.engine, self.strategy, mesh, f"k{self.microbatches}", *flags])
 
@@ -61,7 +62,11 @@ TWO_AXES = [
         [(1, False, True), (3, True, False)],
     )
 ]
-CASES = [[Case(*values) for values in cases] for cases in (ONE_AXIS, TWO_AXES)]
+CASES = [
+    # Prefetch goes with no other choice, and costs no further case.
+    [Case(*values, prefetch=(i ^ i >> 1 ^ i >> 2 ^ i >> 3) & 1) for i, values in enumerate(cases)]
+    for cases in (ONE_AXIS, TWO_AXES)
+]
 # Strides that visit every value of every choice, which a test below makes sure of.
 QUICK = [case for cases, stride in zip(CASES, (33, 13), strict=True) for case in cases[::stride]]
 
@@ -146,6 +151,7 @@ def test_ten_steps_equal_those_of_the_unsharded_model(case):
             engine=case.engine,
             strategy=case.strategy,
             recompute=case.recompute,
+            prefetch=case.prefetch,
             stacked=["layers"] if case.stacked else [],
         )
         if math.prod(case.mesh) > 1 and case.strategy != "no_shard":

@@ -1,0 +1,147 @@
+"""When a unit's transfers run: in turn with the computation, or beside that of the unit before.
+
+Of three units A, B, C; what stands in one column may run at the same time, and a column waits for the one before::
+
+    prefetch = 0    gather A | apply A | gather B | apply B | gather C | apply C
+                    gather C | backward C | reduce C | gather B | backward B | reduce B | gather A | ...
+
+    prefetch = 1    gather A | apply A  | apply B  | apply C
+                             | gather B | gather C |
+                    gather C | backward C | backward B | backward A |
+                             | gather B   | gather A   |            |
+                             |            | reduce C   | reduce B   | reduce A
+
+With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's output. A reduction
+is waited for by the next reduction, and by the computation of the unit after the next. So at most two units' whole
+weights and two units' whole gradients exist at once.
+
+The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
+loop, and in each function that JAX traces apart, the first unit waits for its own input. A layer of a scanned stack
+waits for nothing in its body, so that XLA may gather it in the pass before (``--xla_gpu_enable_pipelined_all_gather``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+from jax_impl.comm.collectives import fence
+from jax_impl.runtime.unit_plan import Group
+
+Tree = TypeVar("Tree")
+Arrays = Sequence[Sequence[jax.Array]]
+# Of each group.
+Sources = Sequence[Sequence[jax.Array]]
+Reduced = list[tuple[jax.Array, ...]]
+
+
+@dataclass
+class _Place:
+    """What a trace has issued last. ``gate``: True, a scalar that exists when the next gather may start. ``reduced``:
+    True when a reduction is done, of the last two units."""
+
+    trace: Any = None
+    gate: jax.Array | None = None
+    reduced: list[jax.Array] = field(default_factory=list)
+
+
+@dataclass
+class Order:
+    """Of one trace of a model. ``prefetch``: 0 or 1.
+
+    ``chained``: collectives also follow one another, which simulated devices need: what waits for a unit's gradients
+    then waits for their reduction.
+    """
+
+    prefetch: int
+    chained: bool
+    _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
+
+    def gather(
+        self, groups: Sequence[Group], sources: Sources, after: Tree, *, again: bool, looped: bool
+    ) -> tuple[list[Sequence[jax.Array]], Tree]:
+        """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
+
+        ``again``: in backward. ``looped``: one layer of a stack, in the body of a loop.
+        """
+        sharded = any(group.strategy.shard_parameters for group in groups)
+        place = self._place(again)
+        gate = place.gate if self.prefetch else None
+        free = gate is None and looped and self.prefetch > 0 and not self.chained
+        held: list[Sequence[jax.Array]] = []
+        for group, source in zip(groups, sources, strict=True):
+            if not group.strategy.shard_parameters:
+                if again:
+                    # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+                    source, after = fence((source, after))
+                held.append(source)
+                continue
+            if gate is not None:
+                source = _gated(source, gate)
+            elif not free:
+                source, after = fence((source, after))
+            with jax.named_scope("gather"):
+                source = group.gather(source)
+            if gate is None and not free:
+                # What follows may need nothing of these weights; its collectives must still come after this one.
+                source, after = fence((source, after))
+            elif self.chained:
+                source, gate = fence((source, gate))
+            held.append(source)
+        if self.prefetch and sharded:
+            # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
+            gate = jnp.array(True) if gate is None else gate
+            if len(place.reduced) > 1:
+                gate = jnp.logical_and(gate, place.reduced[0])
+            held, after, place.gate = fence((held, after, gate))
+        return held, after
+
+    def reduce(
+        self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
+    ) -> tuple[Reduced, Tree, Arrays]:
+        """Reduced gradients of each group, and ``inner``, those of units inside, and gradients of the ``inputs``."""
+        place = self._place(True)
+        beside = self.prefetch and not self.chained
+        if beside:
+            # Else XLA may put off gradients of weights, and keep activations for them.
+            gradients, inputs = fence((gradients, inputs))
+        reduced: Reduced = []
+        for group, values in zip(groups, gradients, strict=True):
+            if group.trainable and beside and place.reduced:
+                done = place.reduced[-1]
+                # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
+                values = _gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
+            elif group.trainable and not beside:
+                # No collective beside another (see hold): reductions of inner units, this one, the next gather.
+                values, inner, reduced = fence((values, inner, reduced))
+            with jax.named_scope("reduce"):
+                reduced.append(group.reduce(values) if group.trainable else ())
+        if beside:
+            if any(group.trainable for group in groups):
+                reduced, done = fence((reduced, jnp.array(True)))
+                place.reduced = [*place.reduced[-1:], done]
+        else:
+            # Also without a reduction: see above.
+            reduced, inputs, place.gate = fence((reduced, inputs, place.gate))
+        return reduced, inner, inputs
+
+    def _place(self, backward: bool) -> _Place:
+        """Of the present trace; empty where nothing is known of it."""
+        place = self._places[backward]
+        trace = get_opaque_trace_state()
+        if place.trace != trace:
+            place.trace, place.gate, place.reduced = trace, None, []
+        return place
+
+
+def _gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
+    """The same arrays, not before ``gate``.
+
+    Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
+    """
+    return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)

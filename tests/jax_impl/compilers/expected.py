@@ -1,0 +1,89 @@
+"""What a step's program should have: collectives by the table of strategies, and no less than a step by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.jax_impl.diagnostics.test_compiled_collectives import expected_of
+from tests.support.compilers.setting import BY_HAND, Compiled, Setting
+
+ZERO_3 = "optim_grads_params"
+GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "psum"
+# Temporary bytes over those of a step by hand. An engine that gathers twice and keeps no weights needs no more.
+MEMORY_LIMIT = 1.1
+
+
+def case(target: str, engine: str, size: str, strategy: str = ZERO_3, *marks: Any, **options: Any) -> Any:
+    """A setting as a parameter of a test."""
+    setting = Setting(target, engine, size, strategy=strategy, **options)
+    return pytest.param(setting, id=str(setting), marks=marks)
+
+
+def wrong(reason: str) -> Any:
+    """Marks a case that is known to fail; once mended it must be unmarked."""
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+
+
+def by_hand(setting: Setting) -> Setting:
+    """The same step without an engine."""
+    return dataclasses.replace(setting, contestant=BY_HAND, units=())
+
+
+def assert_collectives(setting: Setting, found: Compiled) -> None:
+    """As many, of as many elements, as the table of strategies says, none lost and none added."""
+    if setting.contestant == "shard_map":
+        assert found.sizes() == _of_buffers(setting, found)
+    else:
+        _assert_of_parameters(setting, found)
+
+
+def _of_buffers(setting: Setting, found: Compiled) -> Counter[tuple[str, int]]:
+    expected: Counter[tuple[str, int]] = Counter()
+    mesh = "2x2" if setting.inner else "4"
+    for one in found.stored:
+        each = expected_of(setting.strategy, mesh, one.size, found.shards, setting.microbatches)
+        expected.update({key: times * one.layers for key, times in each.items()})
+    return expected
+
+
+def _assert_of_parameters(setting: Setting, found: Compiled) -> None:
+    sizes, k = found.sizes(), setting.microbatches
+    least: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for one in found.stored:
+        if one.cut:
+            uses = 2 * k if setting.strategy == "optim_grads_params" else 1
+            # The backward of a lookup needs no table, and XLA may keep a small scale where it keeps activations.
+            once = one.name.endswith(("embedding", "scale"))
+            most[one.size] += one.layers * (k if one.name.endswith("embedding") and uses > 1 else uses)
+            least[one.size] += one.layers * (k if once and uses > 1 else uses)
+    gathered = Counter({size: times for (kind, size), times in sizes.items() if kind == GATHER})
+    assert gathered.keys() == most.keys()
+    assert {
+        size: (least[size], gathered[size], most[size]) for size in most if gathered[size] < least[size]
+    } == {}
+    assert {
+        size: (least[size], gathered[size], most[size]) for size in most if gathered[size] > most[size]
+    } == {}
+    reduced = {
+        kind: sum(size * n for (one, size), n in sizes.items() if one == kind) for kind in (SCATTER, REDUCE)
+    }
+    elements = {
+        cut: sum(one.size * one.layers for one in found.stored if one.cut == cut) for cut in (True, False)
+    }
+    assert reduced[SCATTER] == k * elements[True]
+    # XLA appends scalars, such as the loss, to an array that it reduces.
+    assert 0 <= reduced[REDUCE] - k * elements[False] <= 8
+    assert {kind for kind, _ in sizes} <= {GATHER, SCATTER, REDUCE}
+
+
+def assert_no_more_memory_than_by_hand(found: Compiled, by_hand: Compiled) -> None:
+    assert found.temporary <= MEMORY_LIMIT * by_hand.temporary
+
+
+def assert_as_much_overlap_as_by_hand(found: Compiled, by_hand: Compiled, kinds: tuple[str, ...]) -> None:
+    assert found.overlap(*kinds) >= by_hand.overlap(*kinds)

@@ -1,0 +1,128 @@
+"""Which transfers may run beside which computation: read from traced programs, as on accelerators.
+
+A chain of layers of one product each: forward k is product k, backward has two products a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jax_impl.runtime.forward
+from jax_impl import data_parallel_mesh, make_gradients, plan_sharding
+from tests.support.jax_impl.dependence import Step, steps
+
+LAYERS = 5
+WIDTH = 8
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ self.w[...])
+
+
+class Chain(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        # A weight before the first layer, so that this layer has a gradient of its input.
+        self.scale = nnx.Param(jnp.ones(WIDTH))
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x * self.scale[...]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
+    """Collectives and products of a step on what passes for an accelerator."""
+    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    plan = plan_sharding(
+        nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), prefetch=prefetch, **options
+    )
+    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
+    traced = jax.make_jaxpr(function)(weights, rows)
+    return steps(traced.jaxpr, ("dot_general", "all_gather", "reduce_scatter"))
+
+
+def parts(found: list[Step], recompute: bool = False) -> dict[str, list[Any]]:
+    """Gathers and products forward; gathers, products (of each layer), reductions backward, in layer order."""
+    found = [step for step in found if "layers/" in step.scope]
+    gathers = [step for step in found if step.kind == "all_gather"]
+    products = [step for step in found if step.kind == "dot_general"]
+    reductions = [step for step in found if step.kind == "reduce_scatter"]
+    each = 3 if recompute else 2
+    backward = [products[i : i + each] for i in range(LAYERS, LAYERS * (1 + each), each)]
+    assert len(gathers) == 2 * LAYERS
+    assert len(products) == LAYERS * (1 + each)
+    assert len(reductions) == LAYERS
+    return {
+        "gathers": gathers[:LAYERS],
+        "products": products[:LAYERS],
+        "again": gathers[LAYERS:][::-1],
+        "backward": backward[::-1],
+        "reductions": reductions[::-1],
+    }
+
+
+def waits(later: Step, earlier: Step) -> bool:
+    return earlier.number in later.before
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_prefetch_a_gather_runs_beside_the_unit_before_and_no_earlier(monkeypatch, recompute):
+    found = parts(program(monkeypatch, 1, recompute=recompute), recompute)
+    gathers, products, again, backward = (
+        found[name] for name in ("gathers", "products", "again", "backward")
+    )
+    for k in range(LAYERS):
+        assert waits(products[k], gathers[k])
+        assert not any(waits(gathers[k], products[j]) for j in range(max(0, k - 1), LAYERS)), k
+        assert all(waits(gathers[k], products[j]) for j in range(k - 1)), k
+        # Backward goes down from the last layer.
+        own = range(k, min(k + 2, LAYERS))
+        if k < LAYERS - 1:
+            assert not any(waits(again[k], step) for j in own for step in backward[j]), k
+        assert all(any(waits(again[k], step) for step in backward[j]) for j in range(k + 2, LAYERS)), k
+        assert all(waits(again[k], product) for product in products) or k < LAYERS - 2
+        assert any(waits(step, again[k]) for step in backward[k])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_prefetch_a_reduction_is_waited_for_by_the_next_and_by_the_unit_after_the_next(
+    monkeypatch, recompute
+):
+    found = parts(program(monkeypatch, 1, recompute=recompute), recompute)
+    backward, reductions = found["backward"], found["reductions"]
+    for k in range(LAYERS - 1):
+        assert waits(reductions[k], reductions[k + 1])
+        assert not any(waits(step, reductions[k + 1]) for step in backward[k]), k
+        assert not waits(found["again"][k], reductions[k + 1]), k
+    for k in range(LAYERS - 3):
+        assert all(waits(step, reductions[k + 2]) for step in backward[k]), k
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_prefetch_nothing_runs_beside_a_transfer(monkeypatch, recompute):
+    found = parts(program(monkeypatch, 0, recompute=recompute), recompute)
+    for k in range(1, LAYERS):
+        assert waits(found["gathers"][k], found["products"][k - 1])
+        assert all(waits(found["again"][k - 1], step) for step in found["backward"][k])
+        assert waits(found["again"][k - 1], found["reductions"][k])
+
+
+def test_other_values_of_prefetch_are_refused():
+    model = nnx.eval_shape(lambda: Chain(nnx.Rngs(0)))
+    for value in (2, -1, True, "1"):
+        with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None"):
+            plan_sharding(model, data_parallel_mesh(4), prefetch=value)
+    assert plan_sharding(model, data_parallel_mesh(4)).prefetch == 0

@@ -1,0 +1,124 @@
+"""What is compiled, and what is told about it. No JAX here: both cross processes as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from jax_impl.diagnostics.scheduled import Array, Scheduled, overlap_share
+
+BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT = "by hand", "by hand, gathers left to XLA", "shard_map", "pjit"
+CONTESTANTS = (BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT)
+SIZES: dict[str, dict[str, int]] = {
+    # The shipped decoder's sizes, which divide by nothing in common.
+    "331": {"n_layers": 2},
+    "256": {
+        "vocab_size": 1024,
+        "d_model": 256,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "head_dim": 64,
+        "d_ff": 768,
+    },
+    "1024": {
+        "vocab_size": 32000,
+        "d_model": 1024,
+        "n_layers": 4,
+        "n_heads": 16,
+        "n_kv_heads": 16,
+        "head_dim": 64,
+        "d_ff": 3072,
+    },
+    "Llama-3-8B": {
+        "vocab_size": 128256,
+        "d_model": 4096,
+        "n_layers": 32,
+        "n_heads": 32,
+        "n_kv_heads": 8,
+        "head_dim": 128,
+        "d_ff": 14336,
+        "rope_theta": 500000,
+    },
+}
+"""Of ``DecoderConfig``."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The gradients of one step, ``rows`` rows of ``length`` tokens for each device and microbatch.
+
+    ``inner``: devices of the inner of two mesh axes; 0 for one axis. ``recommended``: with XLA's options for overlap.
+    """
+
+    target: str
+    contestant: str
+    size: str = "256"
+    stacked: bool = False
+    recompute: bool = False
+    strategy: str = "optim_grads_params"
+    inner: int = 0
+    microbatches: int = 1
+    dtype: str = "float32"
+    units: tuple[str, ...] = ()
+    rows: int = 2
+    length: int = 128
+    recommended: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("stacked", "recompute", "recommended") if getattr(self, name)]
+        parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
+        return "-".join([*parts, *(["units"] if self.units else [])]).replace(" ", "_")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array that a plan keeps: ``size`` elements in each of ``layers`` (1 without a stack); ``cut`` over devices."""
+
+    name: str
+    size: int
+    layers: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first."""
+
+    seconds: float
+    temporary: int
+    collectives: tuple[Scheduled, ...]
+    stored: tuple[Stored, ...] = ()
+    shards: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> Compiled:
+        collectives = tuple(
+            Scheduled(**{**one, "arrays": tuple(Array(*array) for array in one["arrays"])})
+            for one in found["collectives"]
+        )
+        stored = tuple(Stored(**one) for one in found["stored"])
+        return Compiled(found["seconds"], found["temporary"], collectives, stored, tuple(found["shards"]))
+
+    def sizes(self) -> Counter[tuple[str, int]]:
+        """How often an array of so many elements travels, by kind and number; scalars are left out."""
+        found: Counter[tuple[str, int]] = Counter()
+        for one in self.collectives:
+            for array in one.arrays:
+                if array.size > 1:
+                    found[one.kind, array.size] += one.times
+        return found
+
+    def bytes(self, *kinds: str) -> int:
+        return sum(one.bytes for one in self.collectives if one.kind in kinds)
+
+    def overlap(self, *kinds: str) -> float:
+        return overlap_share(self.collectives, kinds)

@@ -1,0 +1,207 @@
+"""A process that compiles for absent devices, one setting a line: ``Compiler`` talks to it, ``main`` is it.
+
+XLA reads its environment once, and the process of the tests simulates CPU devices, so no compiler runs there. A setting
+goes in as a line of JSON on standard input, and what was compiled comes out as one on standard output. Nothing is
+allocated: weights and batches are shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from jax_impl.diagnostics.scheduled import read_collectives
+from tests.support.compilers.setting import BY_HAND, BY_HAND_XLA, SIZES, Compiled, Setting, Stored
+from tests.support.compilers.targets import devices_of, environment, options_of, target_named
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jax_impl.runtime.sharding_plan import ShardingPlan
+
+ROOT = Path(__file__).parents[3]
+
+
+class Compiler:
+    """Compiles settings of one platform in a process of its own, from the first one to ``close``."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process
+
+    def compile(self, setting: Setting) -> Compiled:
+        """Raises ``RuntimeError`` with what the compiler said, or the end of what its process wrote before it ended."""
+        if target_named(setting.target).platform != self.platform:
+            raise ValueError(f"expected a target of {self.platform}, got {setting.target}")
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.compilers.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                cwd=ROOT,
+                env=environment(self.platform),
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(setting.to_json()), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = process.wait()
+            self._process = None
+            self._errors.seek(0)
+            raise RuntimeError(f"the compiler's process ended with {status}: {self._errors.read()[-3000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{setting}: {answer['error']}")
+        return Compiled.from_json(answer)
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+        self._errors.close()
+
+
+def main() -> None:
+    # Compilers write to standard output as well: answers get a descriptor of their own.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = compiled(Setting(**{**request, "units": tuple(request["units"])})).to_json()
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"[:3000]}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def compiled(setting: Setting) -> Compiled:
+    """In a process with the environment of the setting's platform."""
+    import jax
+
+    target = target_named(setting.target)
+    stored: tuple[Stored, ...] = ()
+    mesh = mesh_of(setting)
+    if setting.contestant in (BY_HAND, BY_HAND_XLA):
+        lowered, shards = _by_hand(setting, mesh), tuple(mesh.shape.values())
+    else:
+        plan = plan_of(setting, mesh)
+        stored, shards = tuple(_stored(plan)), plan.axes.sizes
+        lowered = _of_plan(setting, plan)
+    begun = time.monotonic()
+    program: jax.stages.Compiled = lowered.compile(options_of(target, setting.recommended))
+    seconds = time.monotonic() - begun
+    found: Any = program.memory_analysis()
+    text = program.as_text()
+    assert text is not None
+    if folder := os.environ.get("TWINSHARD_DUMP"):
+        Path(folder, f"{setting}.hlo").write_text(text)
+    return Compiled(seconds, found.temp_size_in_bytes, tuple(read_collectives(text)), stored, shards)
+
+
+def mesh_of(setting: Setting) -> Mesh:
+    import numpy as np
+    from jax.sharding import Mesh
+
+    devices = np.array(devices_of(target_named(setting.target)))
+    if setting.inner:
+        return Mesh(devices.reshape(-1, setting.inner), ("dp_outer", "dp"))
+    return Mesh(devices.reshape(-1), ("dp",))
+
+
+def model_of(setting: Setting) -> Any:
+    from flax import nnx
+
+    from jax_impl.models import Decoder, DecoderConfig
+
+    sizes: dict[str, Any] = {**SIZES[setting.size]}
+    config = DecoderConfig(**sizes)
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=setting.stacked))
+
+
+def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
+    from jax_impl import plan_sharding
+
+    units: Any = {"units": setting.units} if setting.units else {}
+    return plan_sharding(
+        model_of(setting),
+        mesh,
+        strategy=setting.strategy,
+        engine=setting.contestant,
+        recompute=setting.recompute,
+        param_dtype=None if setting.dtype == "float32" else setting.dtype,
+        stacked=["layers"] if setting.stacked else [],
+        **units,
+    )
+
+
+def _stored(plan: ShardingPlan) -> Iterator[Stored]:
+    for unit in plan.units.values():
+        for group in unit.groups:
+            for key, array in group.stored.items():
+                layers = group.layers or 1
+                yield Stored(key, math.prod(array.shape) // layers, layers, any(array.spec))
+
+
+def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:
+    import jax
+
+    from jax_impl import make_gradients
+    from jax_impl.models import next_token_loss
+
+    def loss(model: Any, rows: jax.Array) -> jax.Array:
+        return next_token_loss(model(rows[:, :-1]), rows[:, 1:])
+
+    weights = {
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
+        for key, array in plan.arrays.items()
+    }
+    rows = _rows(setting, plan.mesh, jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec))
+    return jax.jit(make_gradients(plan, loss, setting.microbatches)).lower(weights, rows)
+
+
+def _by_hand(setting: Setting, mesh: Mesh) -> Any:
+    import jax.numpy as jnp
+    import optax
+
+    from tests.bench.jax_baseline import build_baseline
+
+    baseline = build_baseline(
+        model_of(setting),
+        mesh,
+        optax.identity(),
+        dtype=jnp.dtype(setting.dtype),
+        recompute=setting.recompute,
+        gather_weights=setting.contestant == BY_HAND,
+    )
+    parameters, _ = baseline.abstract_state()
+    return baseline.gradients.lower(parameters, _rows(setting, mesh, baseline.rows))
+
+
+def _rows(setting: Setting, mesh: Mesh, sharding: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    rows = setting.rows * setting.microbatches * mesh.devices.size
+    return jax.ShapeDtypeStruct((rows, setting.length + 1), jnp.int32, sharding=sharding)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What must be done before what in a traced program, as XLA sees it.
+
+The program is written out flat: calls, also those with derivatives of their own, are replaced by what they run. Loops
+are not, so that a program with a loop around what is asked for is refused. Of a barrier, XLA drops what nobody uses of
+its results, together with what comes in for it, and so does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_impl.modules.seal import inner_program, jaxpr_of
+
+COLLECTIVES = (
+    "all_gather",
+    "reduce_scatter",
+    "psum_scatter",
+    "psum",
+    "all_gather_invariant",
+    "psum_invariant",
+)
+
+# An equation, and the names of its inputs and results in the whole program.
+Equation = tuple[Any, list[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An equation that is asked for. ``before``: numbers of the asked-for steps that must be done before it."""
+
+    number: int
+    kind: str
+    scope: str
+    before: frozenset[int]
+
+
+def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) -> list[Step]:
+    """The live equations of ``kinds`` in ``jaxpr``, in the order of the program."""
+    flat: list[Equation] = []
+    outputs = _flatten(jaxpr, {}, flat, [0])
+    live = set(outputs)
+    needed = []
+    for equation, inputs, results in reversed(flat):
+        if equation.primitive.name == "optimization_barrier":
+            used = [one in live for one in results]
+            inputs = [one for one, use in zip(inputs, used, strict=True) if use]
+            if not any(used):
+                continue
+        elif not any(one in live for one in results):
+            continue
+        live.update(inputs)
+        needed.append((equation, inputs, results))
+    before: dict[Any, frozenset[int]] = {}
+    found: list[Step] = []
+    for equation, inputs, results in reversed(needed):
+        known = frozenset().union(*(before.get(one, frozenset()) for one in inputs))
+        kind = equation.primitive.name
+        if kind in kinds:
+            step = Step(len(found), kind, str(equation.source_info.name_stack), known)
+            found.append(step)
+            known = known | {step.number}
+        before.update((one, known) for one in results)
+    return found
+
+
+def flattened(jaxpr: Any) -> list[Equation]:
+    """The program without calls; a literal has the name None."""
+    flat: list[Equation] = []
+    _flatten(jaxpr, {}, flat, [0])
+    return flat
+
+
+def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int]) -> list[Any]:
+    """Append ``(equation, inputs, results)`` with names that are one in all of the program; returns the outputs'."""
+
+    def name(variable: Any) -> Any:
+        if hasattr(variable, "val"):
+            return None
+        if variable not in names:
+            count[0] += 1
+            names[variable] = count[0]
+        return names[variable]
+
+    for equation in jaxpr.eqns:
+        inputs = [name(one) for one in equation.invars]
+        inner = inner_program(equation)
+        if inner is not None:
+            results = _flatten(inner, dict(zip(inner.invars, inputs, strict=True)), flat, count)
+            names.update(zip(equation.outvars, results, strict=True))
+            continue
+        if any(jaxpr_of(value) is not None for value in equation.params.values()):
+            inside = str(equation.params)
+            assert not any(kind in inside for kind in COLLECTIVES), f"{equation.primitive} holds collectives"
+        flat.append((equation, inputs, [name(one) for one in equation.outvars]))
+    return [name(one) for one in jaxpr.outvars]
