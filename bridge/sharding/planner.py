@@ -12,17 +12,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.layout import Layout, check_num_shards
-from bridge.sharding.packing import Kind
-from bridge.sharding.partition import plan_buffers, total_size
+from bridge.sharding.layout import Layout, check_align, check_num_shards
+from bridge.sharding.packing import Kind, ideal_size
+from bridge.sharding.partition import is_close, plan_buffers, total_size
 from bridge.sharding.rows import rows_of, rows_together
 from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_size
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
+Places = tuple[tuple[int, ...], list[tuple[int, int]]]
+"""Shard sizes, and ``(buffer, offset)`` of each tensor."""
 
 
 def plan_layout(
-    shapes: Shapes, num_shards: int, *, granularity: Granularity = "row", rows: int = 1, max_buffers: int = 3
+    shapes: Shapes,
+    num_shards: int,
+    *,
+    granularity: Granularity = "row",
+    rows: int = 1,
+    max_buffers: int = 3,
+    align: int = 1,
 ) -> Layout:
     """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
 
@@ -34,12 +42,15 @@ def plan_layout(
             stack, which stays whole where they do not divide its rows.
         rows: rows of a "block".
         max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
+        align: elements, >= 1. Every shard of every buffer is a multiple of them; and so are the start of every tensor
+            and every cut of one, unless that would pad more than shards alone, by more than one part in 2000 of them.
 
     Raises:
-        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
-            or ``max_buffers`` below 1.
+        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
+            ``max_buffers`` or ``align`` below 1.
     """
     check_num_shards(num_shards)
+    check_align(align)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
     named = _named(shapes)
@@ -58,28 +69,55 @@ def plan_layout(
         if tensor.numel:
             tensors.append(tensor)
             coarse.append(slices)
-    sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
+    plan = _plan_aligned if align > 1 else _plan
+    sizes, places = plan(tensors, coarse, num_shards, max_buffers, align) if tensors else ((), [])
     found = iter(places)
     slots = [
         Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
         for (name, shape), block in zip(named, blocks, strict=True)
     ]
-    return Layout(num_shards, sizes, tuple(slots))
+    return Layout(num_shards, sizes, tuple(slots), align)
 
 
-def _places(
-    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
-) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Shard sizes, and ``(buffer, offset)`` of each tensor."""
+def _plan_aligned(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
+) -> Places:
+    """Places in whole tiles of ``align`` elements, or, where these pad more, in shards that are whole tiles."""
+    tiles = [_in_tiles(kind, align) for kind in tensors]
+    sizes, places = _plan(tiles, [_in_tiles(kind, align) for kind in coarse], num_shards, max_buffers, 1)
+    tiled = tuple(size * align for size in sizes), [(buffer, offset * align) for buffer, offset in places]
+    size = sum(tiled[0])
+    if size == ideal_size(sum(kind.numel for kind in tensors), num_shards, align):
+        return tiled
+    shards = _plan(tensors, coarse, num_shards, max_buffers, align)
+    if not is_close(size, sum(shards[0])):
+        return shards
+    # Close is not enough where the bound of the padding is in between.
+    above = size > sum(shards[0]) and any(
+        pack_aligned(kinds, num_shards, size, align) is not None for kinds in (tensors, coarse)
+    )
+    return shards if above else tiled
+
+
+def _in_tiles(kind: Kind, align: int) -> Kind:
+    """A tensor as whole tiles, between which it starts and is cut."""
+    numel = -(-kind.numel // align)
+    return Kind(numel, min(math.lcm(kind.unit, align) // align, numel))
+
+
+def _plan(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
+) -> Places:
+    """Places in shards of multiples of ``align``."""
     members: dict[Kind, list[int]] = {}
     for i, tensor in enumerate(tensors):
         members.setdefault(tensor, []).append(i)
     kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
-    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers)
+    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers, align)
     size = total_size(packings)
     best = None
     for candidate in [tensors] if coarse == tensors else [tensors, coarse]:
-        aligned = pack_aligned(candidate, num_shards, size)
+        aligned = pack_aligned(candidate, num_shards, size, align)
         if aligned is not None:
             best, size = aligned, aligned[0]
     if best is not None:
