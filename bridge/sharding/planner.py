@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.layout import Layout, check_align, check_num_shards
+from bridge.sharding.layout import Layout, check_num_shards
 from bridge.sharding.packing import Kind, ideal_size
 from bridge.sharding.partition import is_close, plan_buffers, total_size
 from bridge.sharding.rows import rows_of, rows_together
@@ -21,6 +21,10 @@ from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_s
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
 Places = tuple[tuple[int, ...], list[tuple[int, int]]]
 """Shard sizes, and ``(buffer, offset)`` of each tensor."""
+Align = int | Literal["auto"]
+AUTO: Final = "auto"
+MOST_AUTO_ALIGN = 128
+_MOST_COST = 8  # part of the shards, beside one tile, that an automatic alignment may add
 
 
 def plan_layout(
@@ -30,7 +34,7 @@ def plan_layout(
     granularity: Granularity = "row",
     rows: int = 1,
     max_buffers: int = 3,
-    align: int = 1,
+    align: Align = 1,
 ) -> Layout:
     """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
 
@@ -43,14 +47,16 @@ def plan_layout(
         rows: rows of a "block".
         max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
         align: elements, >= 1. Every shard of every buffer is a multiple of them; and so are the start of every tensor
-            and every cut of one, unless that would pad more than shards alone, by more than one part in 2000 of them.
+            and every cut of one, unless that would make shards larger by more than one part in 2000. "auto" is the
+            largest of 128, 64, ..., 2 whose shards are at most an eighth, and as many elements more, larger than
+            those of 1; else 1. The layout's ``align`` says which.
 
     Raises:
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
             ``max_buffers`` or ``align`` below 1.
     """
     check_num_shards(num_shards)
-    check_align(align)
+    check_alignment(align)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
     named = _named(shapes)
@@ -69,8 +75,11 @@ def plan_layout(
         if tensor.numel:
             tensors.append(tensor)
             coarse.append(slices)
-    plan = _plan_aligned if align > 1 else _plan
-    sizes, places = plan(tensors, coarse, num_shards, max_buffers, align) if tensors else ((), [])
+    if align == AUTO:
+        align, plan = _plan_auto(tensors, coarse, num_shards, max_buffers)
+    else:
+        plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
+    sizes, places = plan
     found = iter(places)
     slots = [
         Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
@@ -79,10 +88,40 @@ def plan_layout(
     return Layout(num_shards, sizes, tuple(slots), align)
 
 
+def check_alignment(align: object) -> None:
+    """ValueError unless it is an int of at least 1, or "auto"."""
+    if align != AUTO and (not is_size(align) or align == 0):
+        raise ValueError(f'align: expected an int >= 1 or "auto", got {align!r}')
+
+
+def _plan_auto(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
+) -> tuple[int, Places]:
+    """The largest alignment, halved while it costs too much, and its plan."""
+
+    def is_cheap(plan: Places, align: int, unaligned: int) -> bool:
+        return sum(plan[0]) <= unaligned + unaligned // _MOST_COST + align
+
+    lowest = ideal_size(sum(kind.numel for kind in tensors), num_shards, 1)
+    align = MOST_AUTO_ALIGN
+    plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
+    if is_cheap(plan, align, lowest):
+        return align, plan
+    unaligned = _plan_aligned(tensors, coarse, num_shards, max_buffers, 1)
+    while align > 1 and not is_cheap(plan, align, sum(unaligned[0])):
+        align //= 2
+        plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align) if align > 1 else unaligned
+    return align, plan
+
+
 def _plan_aligned(
     tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
 ) -> Places:
     """Places in whole tiles of ``align`` elements, or, where these pad more, in shards that are whole tiles."""
+    if not tensors:
+        return (), []
+    if align == 1:
+        return _plan(tensors, coarse, num_shards, max_buffers, 1)
     tiles = [_in_tiles(kind, align) for kind in tensors]
     sizes, places = _plan(tiles, [_in_tiles(kind, align) for kind in coarse], num_shards, max_buffers, 1)
     tiled = tuple(size * align for size in sizes), [(buffer, offset * align) for buffer, offset in places]

@@ -99,7 +99,7 @@ class Cell:
     ``coarse`` is ours when slices of dimension 0 are the rows, as they are to the LCM and FSDP2 rules; it differs
     from ``ours`` only where a tensor has three dimensions or more, which ``flat`` says no tensor has. ``tiled`` is ours
     with shards of whole tiles of ``ALIGN`` elements, beside the LCM rule and the bound for such shards; ``starts`` says
-    whether all its tensors start on a tile.
+    whether all its tensors start on a tile. ``auto`` is ours with the alignment that the planner chooses.
     """
 
     group: str
@@ -117,6 +117,8 @@ class Cell:
     tiled_lcm: float
     tiled_bound: float
     starts: bool
+    auto: float
+    auto_align: int
 
 
 def measure(group: str, shapes: Shapes, shards: int) -> Cell:
@@ -130,6 +132,7 @@ def measure(group: str, shapes: Shapes, shards: int) -> Cell:
     layout = plan_layout(shapes, shards)
     seconds = time.process_time() - started
     tiled = plan_layout(shapes, shards, align=ALIGN)
+    auto = plan_layout(shapes, shards, align="auto")
     flattened = {name: _flattened(shape) for name, shape in shapes.items()}
     flat = flattened == shapes
     coarse = layout if flat else plan_layout(flattened, shards)
@@ -149,6 +152,8 @@ def measure(group: str, shapes: Shapes, shards: int) -> Cell:
         padding(lcm_rule(sizes, shards, ALIGN)),
         padding(row_bound(sizes, shards, ALIGN)),
         all(slot.offset % ALIGN == 0 for slot in tiled.slots),
+        padding(auto.padded_size),
+        auto.align,
     )
 
 
@@ -161,7 +166,7 @@ def medians(cells: Iterable[Cell]) -> dict[int, dict[str, float]]:
     by_shards: dict[int, list[Cell]] = {}
     for cell in cells:
         by_shards.setdefault(cell.shards, []).append(cell)
-    rules = ("lcm", "fsdp2", "ours", "coarse", "bound", "tiled", "tiled_lcm", "tiled_bound")
+    rules = ("lcm", "fsdp2", "ours", "coarse", "bound", "tiled", "tiled_lcm", "tiled_bound", "auto")
     return {
         n: {rule: statistics.median(getattr(cell, rule) for cell in found) for rule in rules}
         for n, found in by_shards.items()
@@ -248,15 +253,19 @@ def print_medians(cells: Sequence[Cell], title: str) -> None:
 
 def print_tiled(cells: Sequence[Cell]) -> None:
     print(f"\nShards of whole tiles of {ALIGN} elements: median padding in %, and the groups that pay most\n")
-    print("| N | ours, any shard | ours, tiles | LCM, tiles | bound, tiles | all starts on tiles | most added, points |")
-    print("|---:|---:|---:|---:|---:|---:|---|")
+    print(
+        "| N | ours, any shard | ours, tiles | LCM, tiles | bound, tiles | all starts on tiles | most added, points | "
+        f'"auto" | of it, {ALIGN} |'
+    )
+    print("|---:|---:|---:|---:|---:|---:|---|---:|---:|")
     for n, row in medians(cells).items():
         here = [cell for cell in cells if cell.shards == n]
         values = [percent(row[rule]) for rule in ("ours", "tiled", "tiled_lcm", "tiled_bound")]
         starts = f"{sum(cell.starts for cell in here)} of {len(here)}"
         most = sorted(here, key=lambda cell: cell.ours - cell.tiled)[:3]
         added = ", ".join(f"{cell.group} {percent(max(0.0, cell.tiled - cell.ours))}" for cell in most)
-        print(f"| {n} | {' | '.join(values)} | {starts} | {added} |")
+        chosen = f"{sum(cell.auto_align == ALIGN for cell in here)} of {len(here)}"
+        print(f"| {n} | {' | '.join(values)} | {starts} | {added} | {percent(row['auto'])} | {chosen} |")
 
 
 def print_stacks(cells: Sequence[Cell]) -> None:

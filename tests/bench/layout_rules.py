@@ -33,10 +33,11 @@ def lcm_rule(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
 def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
     """Megatron-FSDP's layout, the one-chunk planner in ``megatron_fsdp/experimental/layout.py`` at d98e8a64.
 
-    The chunk is the least common multiple of all rows (and ``align``), so that no shard boundary cuts one. Tensors of a chunk or more
-    start on chunks, in model order; into what one leaves of its last chunk goes the start of the first later one whose
-    remainder fits there, so that this ends on a chunk; then the tensors smaller than a chunk, by falling size, each on
-    a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on the number of shards.
+    The chunk is the least common multiple of all rows and ``align``, so that no shard boundary cuts one. Tensors of a
+    chunk or more start on chunks, in model order; into what one leaves of its last chunk goes the start of the first
+    later one whose remainder fits there, so that this ends on a chunk; then the tensors smaller than a chunk, by
+    falling size, each on a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on
+    the number of shards.
 
     Independent of ``bridge.sharding.aligned_packing``. Tensors of equal size and row wait in one queue, so that a
     search takes time by distinct shapes.

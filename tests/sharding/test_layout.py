@@ -28,6 +28,7 @@ SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
 GROUP = st.lists(SHAPE, max_size=10).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
 SHARDS = st.one_of(st.integers(1, 9), st.integers(1, 1000))
 GRAIN = st.one_of(st.sampled_from(["row", "tensor"]), st.integers(1, 9).map(lambda n: f"block({n})"))
+ALIGN = st.one_of(st.just(1), st.sampled_from([2, 8, 128, "auto"]), st.integers(1, 200))
 BUFFERS = st.integers(1, 3)
 
 
@@ -36,7 +37,9 @@ def planned(draw: st.DrawFn) -> tuple[Layout, dict[str, tuple[int, ...]], dict[s
     """A layout, the shapes it is of, and each tensor's unit by a definition of its own."""
     shapes = draw(GROUP)
     grains = {name: draw(GRAIN) for name in shapes} if draw(st.booleans()) else draw(GRAIN)
-    layout = plan_layout(shapes, draw(SHARDS), granularity=grains, max_buffers=draw(BUFFERS))
+    layout = plan_layout(
+        shapes, draw(SHARDS), granularity=grains, max_buffers=draw(BUFFERS), align=draw(ALIGN)
+    )
     units = {}
     for name, shape in shapes.items():
         grain = grains[name] if isinstance(grains, dict) else grains
@@ -164,14 +167,77 @@ def test_padding_keeps_its_guarantees(plan):
         assert layout.shard_sizes == ()
         return
     assert layout.shard_size >= -(-total // layout.num_shards)
-    aligned = pack_aligned(tensors, layout.num_shards, sys.maxsize)
+    assert not any(size % layout.align for size in layout.shard_sizes)
+    aligned = pack_aligned(tensors, layout.num_shards, sys.maxsize, layout.align)
     assert aligned is not None
     assert layout.shard_size <= aligned[0]
     if not any(numel % unit for numel, unit in tensors):
         distinct = {unit for _, unit in tensors}
         # The tolerance that prefers fewer buffers is one part in 2000.
-        bound = (total + layout.num_shards * math.lcm(*distinct) + sum(distinct)) * 2001 / 2000
+        bound = total + layout.num_shards * math.lcm(layout.align, *distinct) + sum(distinct)
+        # Two tolerances: fewer buffers, and starts on tiles.
+        bound = bound * (2001 / 2000) ** 2
         assert layout.padded_size < bound
+
+
+@examples(500)
+@given(GROUP, SHARDS, GRAIN, BUFFERS, st.integers(2, 200))
+def test_tensors_start_and_are_cut_on_tiles_or_that_costs_too_much(
+    shapes, num_shards, grain, max_buffers, align
+):
+    layout = plan_layout(shapes, num_shards, granularity=grain, max_buffers=max_buffers, align=align)
+    assert layout.align == align
+    if all(slot.offset % align == 0 for slot in layout.slots):
+        return  # and so the cuts, which lie on multiples of the shard
+    # The same tensors in whole tiles: vectors of tiles, and blocks of as many tiles as have whole units.
+    tiles = {}
+    for slot in layout.slots:
+        numel = -(-slot.numel // align)
+        tiles[slot.name] = min(math.lcm(slot.unit, align) // align, numel) if numel else 1, numel
+    blocks = {name: f"block({unit})" for name, (unit, _) in tiles.items()}
+    vectors = {name: (numel,) for name, (_, numel) in tiles.items()}
+    tiled = align * plan_layout(vectors, num_shards, granularity=blocks, max_buffers=max_buffers).shard_size
+    lcm = pack_aligned(
+        [Kind(slot.numel, slot.unit) for slot in layout.slots if slot.numel], num_shards, sys.maxsize, align
+    )
+    assert (
+        tiled * 2000 > layout.shard_size * 2001 or lcm[0] < tiled or any(len(s) > 2 for s in shapes.values())
+    )
+
+
+@examples(300)
+@given(GROUP, SHARDS, GRAIN)
+def test_an_automatic_alignment_is_the_largest_that_costs_little(shapes, num_shards, grain):
+    layout = plan_layout(shapes, num_shards, granularity=grain, align="auto")
+    sizes = {
+        align: plan_layout(shapes, num_shards, granularity=grain, align=align).shard_size
+        for align in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
+    cheap = [align for align, size in sizes.items() if size <= sizes[1] + sizes[1] // 8 + align]
+    assert layout.align == max(cheap)
+    assert layout.shard_size == sizes[layout.align]
+
+
+@pytest.mark.parametrize("num_shards", [8, 64, 256, 1024, 4096])
+def test_shards_and_tensors_of_the_usual_widths_lie_on_tiles(num_shards):
+    layout = plan_layout(golden.LLAMA3_8B_LAYER, num_shards, align=128)
+    assert all(slot.offset % 128 == 0 for slot in layout.slots)
+    assert all(size % 128 == 0 for size in layout.shard_sizes)
+    assert layout.shard_size <= plan_layout(golden.LLAMA3_8B_LAYER, num_shards).shard_size + 128
+
+
+def test_a_layout_without_alignment_is_written_as_ever_and_one_with_it_says_so():
+    plain = plan_layout(golden.WORKED_EXAMPLE, 4)
+    assert sorted(json.loads(plain.to_json())) == ["num_shards", "shard_sizes", "slots"]
+    aligned = plan_layout(golden.WORKED_EXAMPLE, 4, align=8)
+    assert json.loads(aligned.to_json())["align"] == 8
+    assert Layout.from_json(aligned.to_json()) == aligned
+    assert replace(aligned, align=1).fingerprint != aligned.fingerprint
+    assert aligned.merged(2).align == 8
+    for wrong in (1, 0, 16, "8", True):
+        text = json.dumps({**json.loads(aligned.to_json()), "align": wrong})
+        with pytest.raises(ValueError, match=r"align.*expected|expected.*align"):
+            Layout.from_json(text)
 
 
 @examples(300)
@@ -187,8 +253,9 @@ def test_more_buffers_never_pad_more_than_the_tolerance(shapes, num_shards, grai
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(1, 40),
+    st.integers(1, 9),
 )
-def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere(pairs, wanted):
+def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere(pairs, wanted, align):
     kinds = [Kind(max(numel, unit), unit) for numel, unit in pairs]
 
     def fits_somewhere(kind: Kind, size: int) -> bool:
@@ -197,8 +264,9 @@ def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere
             for offset in range(size)
         )
 
-    steps = admissible_steps(sorted(kinds, key=lambda kind: -kind.half))
-    size = next(s for s in range(wanted, 1000) if all(fits_somewhere(kind, s) for kind in kinds))
+    steps = admissible_steps(sorted(kinds, key=lambda kind: -kind.half), align)
+    sizes = range(-(-wanted // align) * align, 1000, align)
+    size = next(s for s in sizes if all(fits_somewhere(kind, s) for kind in kinds))
     assert admissible(steps, wanted) == size
 
 
@@ -219,13 +287,14 @@ def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=9),
     st.integers(1, 20),
+    st.integers(1, 9),
 )
-def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards):
+def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards, align):
     tensors = [Kind(max(numel, unit), unit) for numel, unit in pairs]
-    found = pack_aligned(tensors, num_shards, sys.maxsize)
+    found = pack_aligned(tensors, num_shards, sys.maxsize, align)
     assert found is not None
     size, offsets = found
-    assert size % math.lcm(*(tensor.unit for tensor in tensors)) == 0
+    assert size % math.lcm(align, *(tensor.unit for tensor in tensors)) == 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         first = (offset // size + 1) * size
         assert all((b - offset) % tensor.unit == 0 for b in range(first, offset + tensor.numel, size))
@@ -389,6 +458,8 @@ def test_pairs_are_as_good_as_a_mapping():
         ),
         ({"granularity": "block", "rows": 0}, "rows: expected an int >= 1, got 0"),
         ({"max_buffers": 0}, "max_buffers: expected an int >= 1, got 0"),
+        ({"align": 0}, 'align: expected an int >= 1 or "auto", got 0'),
+        ({"align": "most"}, "align: expected an int >= 1 or \"auto\", got 'most'"),
     ],
 )
 def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
@@ -416,6 +487,8 @@ def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
             "buffer 1: expected parameters in it, got none",
         ),
         ({"num_shards": 0}, "num_shards: expected an int >= 1, got 0"),
+        ({"align": 0}, "align: expected an int >= 1, got 0"),
+        ({"align": 2}, "shard size of buffer 0: expected a multiple of align, 2, got 15"),
     ],
 )
 def test_a_layout_that_breaks_a_guarantee_cannot_be_made(change, message):

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from tests.sharding.second_planner.boxes import Box, row_boxes, rows_of
 from tests.sharding.second_planner.granularity import (
@@ -216,7 +216,7 @@ def plan_layout(
     granularity: Granularity = "row",
     rows: int = 1,
     max_buffers: int = 3,
-    align: int = 1,
+    align: int | Literal["auto"] = 1,
 ) -> Layout:
     """Plan the flat buffers of parameters ``{name: shape}`` over ``num_shards`` ranks.
 
@@ -229,7 +229,8 @@ def plan_layout(
     checked_count("num_shards", num_shards)
     checked_count("rows", rows)
     checked_count("max_buffers", max_buffers)
-    checked_count("align", align)
+    if align != "auto":
+        checked_count("align", align)
     by_name = checked_shapes(shapes)
     asked = blocks_by_name(granularity, rows, by_name)
     blocks = {}
@@ -242,12 +243,12 @@ def plan_layout(
             block = rows if rows % block else block
         blocks[name] = max(1, min(block, num_rows))
     filled = [name for name, shape in by_name.items() if 0 not in shape]
-    sizes, places = plan_places(
+    tile, (sizes, places) = plan_places(
         [by_name[name] for name in filled], [blocks[name] for name in filled], num_shards, max_buffers, align
     )
     placed = dict(zip(filled, places, strict=True))
     slots = (Slot(name, shape, blocks[name], *placed.get(name, (0, 0))) for name, shape in by_name.items())
-    return Layout(num_shards, sizes, tuple(slots), align)
+    return Layout(num_shards, sizes, tuple(slots), tile)
 
 
 def _fields(what: str, value: Any, expected: set[str]) -> dict[str, Any]:

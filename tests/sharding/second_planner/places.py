@@ -1,12 +1,13 @@
 """From shapes to places: equal tensors counted as kinds, buffers chosen, and every tensor given its place.
 
-Rules 1, 8, 9 and 10 of the specification (``bridge/sharding/rules.md``).
+Rules 1, 8 to 11 of the specification (``bridge/sharding/rules.md``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from tests.sharding.second_planner.aligned import pack_aligned
 from tests.sharding.second_planner.boxes import rows_of
@@ -20,9 +21,27 @@ Plan = tuple[tuple[int, ...], list[Place]]
 
 
 def plan_places(
+    shapes: Sequence[tuple[int, ...]],
+    blocks: Sequence[int],
+    num_shards: int,
+    max_buffers: int,
+    align: int | Literal["auto"],
+) -> tuple[int, Plan]:
+    """The alignment, and the plan of tensors of these shapes, which have elements, in ``blocks`` rows."""
+    if align != "auto":
+        return align, _plan_aligned(shapes, blocks, num_shards, max_buffers, align)
+    without = sum(_plan_aligned(shapes, blocks, num_shards, max_buffers, 1)[0])
+    for tile in (128, 64, 32, 16, 8, 4, 2, 1):
+        plan = _plan_aligned(shapes, blocks, num_shards, max_buffers, tile)
+        if tile == 1 or sum(plan[0]) - tile - without <= without // 8:
+            return tile, plan
+    raise AssertionError("the last tile is always taken")
+
+
+def _plan_aligned(
     shapes: Sequence[tuple[int, ...]], blocks: Sequence[int], num_shards: int, max_buffers: int, align: int
 ) -> Plan:
-    """The plan of tensors of these shapes, which have elements, in ``blocks`` rows; shards of whole tiles of ``align``.
+    """Shards of whole tiles of ``align``; tensors too, if this costs next to nothing.
 
     ::
 
@@ -60,9 +79,7 @@ def plan_places(
 
 def _tile_units(in_tiles: Sequence[int], units: Sequence[int], align: int) -> list[int]:
     """Tiles between two places where a tensor of so many tiles may be cut."""
-    return [
-        min(unit // math.gcd(unit, align), tiles) for tiles, unit in zip(in_tiles, units, strict=True)
-    ]
+    return [min(unit // math.gcd(unit, align), tiles) for tiles, unit in zip(in_tiles, units, strict=True)]
 
 
 def _plan(
