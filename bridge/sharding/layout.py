@@ -251,6 +251,7 @@ class Layout:
         sizes = " + ".join(map(str, self.shard_sizes)) or "0"
         padding = 100 * self.overhead()
         lines = [f"{self.num_shards} shards x {sizes} elements, {self.numel} real, {padding:.2f} % padding"]
+        lines[0] += f", align {self.align}" if self.align > 1 else ""
         ranks = drawing.drawn_ranks(self.num_shards)
         for rank in ranks:
             if rank is None:

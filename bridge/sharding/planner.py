@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
 from bridge.sharding.aligned_packing import pack_aligned
+from bridge.sharding.alignment import AUTO, DEFAULT_ALIGN, MOST_AUTO_ALIGN, Align, check_align
 from bridge.sharding.layout import Layout, check_num_shards
 from bridge.sharding.packing import Kind, ideal_size
 from bridge.sharding.partition import is_close, plan_buffers, total_size
@@ -21,9 +22,6 @@ from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_s
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
 Places = tuple[tuple[int, ...], list[tuple[int, int]]]
 """Shard sizes, and ``(buffer, offset)`` of each tensor."""
-Align = int | Literal["auto"]
-AUTO: Final = "auto"
-MOST_AUTO_ALIGN = 128
 _MOST_COST = 8  # part of the shards, beside one tile, that an automatic alignment may add
 
 
@@ -34,7 +32,7 @@ def plan_layout(
     granularity: Granularity = "row",
     rows: int = 1,
     max_buffers: int = 3,
-    align: Align = 1,
+    align: Align = DEFAULT_ALIGN,
 ) -> Layout:
     """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
 
@@ -56,7 +54,7 @@ def plan_layout(
             ``max_buffers`` or ``align`` below 1.
     """
     check_num_shards(num_shards)
-    check_alignment(align)
+    check_align(align)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
     named = _named(shapes)
@@ -86,12 +84,6 @@ def plan_layout(
         for (name, shape), block in zip(named, blocks, strict=True)
     ]
     return Layout(num_shards, sizes, tuple(slots), align)
-
-
-def check_alignment(align: object) -> None:
-    """ValueError unless it is an int of at least 1, or "auto"."""
-    if align != AUTO and (not is_size(align) or align == 0):
-        raise ValueError(f'align: expected an int >= 1 or "auto", got {align!r}')
 
 
 def _plan_auto(
