@@ -14,7 +14,7 @@ Align = int | Literal["auto"]
 
 AUTO: Final = "auto"
 MOST_AUTO_ALIGN = 128
-DEFAULT_ALIGN: Align = 1
+DEFAULT_ALIGN: Align = AUTO
 
 
 def check_align(align: object) -> None:

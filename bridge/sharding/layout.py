@@ -5,7 +5,7 @@ shard k of every buffer, so all ranks hold equally much. Every parameter is one 
 shard boundary never cuts one of its *units*: a row, a block of rows or the whole tensor. So what a rank holds of a
 parameter is a range of whole rows, uneven by design and possibly empty.
 
-``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4))``::
+``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4, align=1))``::
 
     4 shards x 27 + 24 elements, 198 real, 3.03 % padding
     rank 0 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|

@@ -22,7 +22,7 @@ from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_s
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
 Places = tuple[tuple[int, ...], list[tuple[int, int]]]
 """Shard sizes, and ``(buffer, offset)`` of each tensor."""
-_MOST_COST = 8  # part of the shards, beside one tile, that an automatic alignment may add
+_MOST_COST = 8  # the part of a shard that an automatic alignment may add is one in so many
 
 
 def plan_layout(
@@ -46,8 +46,8 @@ def plan_layout(
         max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
         align: elements, >= 1. Every shard of every buffer is a multiple of them; and so are the start of every tensor
             and every cut of one, unless that would make shards larger by more than one part in 2000. "auto" is the
-            largest of 128, 64, ..., 2 whose shards are at most an eighth, and as many elements more, larger than
-            those of 1; else 1. The layout's ``align`` says which.
+            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than those of 1. The layout's
+            ``align`` says which.
 
     Raises:
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
@@ -91,16 +91,16 @@ def _plan_auto(
 ) -> tuple[int, Places]:
     """The largest alignment, halved while it costs too much, and its plan."""
 
-    def is_cheap(plan: Places, align: int, unaligned: int) -> bool:
-        return sum(plan[0]) <= unaligned + unaligned // _MOST_COST + align
+    def is_cheap(plan: Places, unaligned: int) -> bool:
+        return sum(plan[0]) <= unaligned + unaligned // _MOST_COST
 
     lowest = ideal_size(sum(kind.numel for kind in tensors), num_shards, 1)
     align = MOST_AUTO_ALIGN
     plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
-    if is_cheap(plan, align, lowest):
+    if is_cheap(plan, lowest):
         return align, plan
     unaligned = _plan_aligned(tensors, coarse, num_shards, max_buffers, 1)
-    while align > 1 and not is_cheap(plan, align, sum(unaligned[0])):
+    while align > 1 and not is_cheap(plan, sum(unaligned[0])):
         align //= 2
         plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align) if align > 1 else unaligned
     return align, plan

@@ -87,7 +87,7 @@ from bridge.sharding import plan_layout
 shapes = speed_shapes(sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 before, started = peak(), time.process_time()
-layout = plan_layout(shapes, 16384)
+layout = plan_layout(shapes, 16384, align=1)
 print(time.process_time() - started, before, peak(), 100 * layout.overhead(), len(layout.shard_sizes))
 """
 
@@ -129,13 +129,13 @@ def measure(group: str, shapes: Shapes, shards: int) -> Cell:
         return 100 * (padded - real) / real
 
     started = time.process_time()
-    layout = plan_layout(shapes, shards)
+    layout = plan_layout(shapes, shards, align=1)
     seconds = time.process_time() - started
     tiled = plan_layout(shapes, shards, align=ALIGN)
     auto = plan_layout(shapes, shards, align="auto")
     flattened = {name: _flattened(shape) for name, shape in shapes.items()}
     flat = flattened == shapes
-    coarse = layout if flat else plan_layout(flattened, shards)
+    coarse = layout if flat else plan_layout(flattened, shards, align=1)
     return Cell(
         group,
         shards,

@@ -167,11 +167,17 @@ def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards, 
 )
 def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matrices, num_shards):
     shapes = {f"p{i}": shape for i, shape in enumerate([*matrices, *[(1,)] * 4200])}
-    assert_same(
-        {"shapes": shapes, "num_shards": num_shards, "granularity": "row", "rows": 1, "max_buffers": 3}
-    )
-    layout = bridge.sharding.plan_layout(shapes, num_shards)
-    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
+    arguments = {
+        "shapes": shapes,
+        "num_shards": num_shards,
+        "granularity": "row",
+        "rows": 1,
+        "max_buffers": 3,
+    }
+    for align in (1, 128):
+        assert_same({**arguments, "align": align})
+        layout = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+        assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, align)
 
 
 HUGE: list[dict[str, tuple[int, ...]]] = [

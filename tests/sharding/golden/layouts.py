@@ -162,8 +162,9 @@ def golden() -> list[dict[str, Any]]:
     entries = []
     for case in cases():
         options = {"granularity": case.granularity, "rows": case.rows, "max_buffers": case.max_buffers}
+        layout = plan_layout(case.shapes, case.num_shards, **options, align=case.align)
+        # Absent: 1, as it was before there was one.
         options |= {"align": case.align} if case.align != 1 else {}
-        layout = plan_layout(case.shapes, case.num_shards, **options)
         entries.append(
             {
                 "shapes": [[name, list(shape)] for name, shape in case.shapes.items()],

@@ -216,7 +216,7 @@ def plan_layout(
     granularity: Granularity = "row",
     rows: int = 1,
     max_buffers: int = 3,
-    align: int | Literal["auto"] = 1,
+    align: int | Literal["auto"] = "auto",
 ) -> Layout:
     """Plan the flat buffers of parameters ``{name: shape}`` over ``num_shards`` ranks.
 

@@ -33,7 +33,7 @@ def plan_places(
     without = sum(_plan_aligned(shapes, blocks, num_shards, max_buffers, 1)[0])
     for tile in (128, 64, 32, 16, 8, 4, 2, 1):
         plan = _plan_aligned(shapes, blocks, num_shards, max_buffers, tile)
-        if tile == 1 or sum(plan[0]) - tile - without <= without // 8:
+        if tile == 1 or sum(plan[0]) - without <= without // 8:
             return tile, plan
     raise AssertionError("the last tile is always taken")
 

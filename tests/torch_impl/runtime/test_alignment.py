@@ -97,8 +97,8 @@ def test_a_checkpoint_moves_between_alignments(
 def refused() -> None:
     with pytest.raises(ValueError, match='align: expected an int >= 1 or "auto", got 0'):
         torch_impl.fully_shard(nn.Linear(3, 5), align=0)
-    with pytest.raises(ValueError, match="align: rank 0 has 1, rank 1 has 128"):
-        torch_impl.fully_shard(nn.Linear(3, 5), align=128 if dist.get_rank() else 1)
+    with pytest.raises(ValueError, match="align: rank 0 has 'auto', rank 1 has 128"):
+        torch_impl.fully_shard(nn.Linear(3, 5), align=128 if dist.get_rank() else "auto")
 
 
 def test_alignments_that_are_none_or_unlike_on_ranks_are_refused(ranks: RankGroup) -> None:
