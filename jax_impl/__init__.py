@@ -16,7 +16,8 @@ cut into equal shards. Frozen parameters have arrays of their own, one a dtype, 
 the dtype in which they were given: float8 is float8 at rest, on the wire, in compute and in a checkpoint, bit for bit.
 Trainable float8 is refused. The unit's ``Layout`` says where each parameter lies, and so who owns which rows.
 ``granularity`` ("row", "block(n)", "tensor") keeps whole blocks of rows on one rank, for all parameters or by path:
-``fully_shard(..., granularity={"layers/0/mlp/up/kernel": "block(32)"})``. A layout has up to three buffers with a shard
+``fully_shard(..., granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of
+128 elements, without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard
 size each. A rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one
 reduction. In a policy every unit may have a strategy of its own.
 

@@ -150,6 +150,7 @@ def _groups(
             wire.axes.shards(options.strategy.optimizer),
             granularity=chosen.granularity,
             rows=chosen.rows,
+            align=chosen.align,
         )
         kept = "" if wire.main == np.float32 else f", {wire.main.name}"
         key = module.path if trainable else f"{module.path} (frozen{kept})"

@@ -14,12 +14,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from bridge.sharding import (
+    DEFAULT_ALIGN,
+    Align,
     Granularity,
     Placements,
     PolicyError,
     ShardingPolicy,
     Strategy,
     UnitPolicy,
+    check_align,
     check_axes,
     strategy_named,
 )
@@ -42,6 +45,7 @@ class ShardingOptions(TypedDict, total=False):
     param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
         where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
+    align: elements of which every shard of the shard_map engine is a multiple, or "auto"; see ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
         only where a policy says it; then all that is inside runs forward once more.
 
@@ -66,6 +70,7 @@ class ShardingOptions(TypedDict, total=False):
     grad_dtype: DTypeLike | None
     granularity: Granularity
     rows: int
+    align: Align
     recompute: bool
     stacked: Sequence[str]
     frozen: Frozen
@@ -84,6 +89,7 @@ class UnitOptions:
     recompute: bool
     granularity: Granularity
     rows: int = 1
+    align: Align = DEFAULT_ALIGN
 
 
 @dataclass(frozen=True)
@@ -136,13 +142,20 @@ def _by_keywords(
     else:
         strategy = placements.strategy
     check_axes(strategy, placements, len(mesh.axis_names))
+    check_align(options.get("align", DEFAULT_ALIGN))
     recompute = options.get("recompute", False)
     if not isinstance(recompute, bool):
         raise ValueError(
             f"recompute: expected True or False, got {recompute!r}; to save chosen activations, use jax.checkpoint "
             "with a policy inside of the model's units"
         )
-    unit = UnitOptions(strategy, recompute, options.get("granularity", "row"), options.get("rows", 1))
+    unit = UnitOptions(
+        strategy,
+        recompute,
+        options.get("granularity", "row"),
+        options.get("rows", 1),
+        options.get("align", DEFAULT_ALIGN),
+    )
     precision = Precision.of(
         options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype")
     )
@@ -215,7 +228,8 @@ def _by_policy(
         unit, root = _unit_and_root(policy)
         policies = {**dict.fromkeys(_matching(paths, patterns), unit), ROOT: root}
     units = {
-        path: UnitOptions(unit.chosen, unit.recompute, unit.granularity) for path, unit in policies.items()
+        path: UnitOptions(unit.chosen, unit.recompute, unit.granularity, align=policy.align_of(unit))
+        for path, unit in policies.items()
     }
     # A root that is a list or dictionary is none of the paths, but a unit all the same.
     return Resolved(mesh, precision, {**_by_module(units, paths), ROOT: units[ROOT]})
@@ -260,7 +274,9 @@ def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> di
 
 
 def _words(options: UnitOptions | None) -> str:
-    return "no unit" if options is None else f"{options.strategy.name}, {options.granularity}"
+    if options is None:
+        return "no unit"
+    return f"{options.strategy.name}, {options.granularity}, align {options.align}"
 
 
 def within(options: UnitOptions, parameters: Iterable[str], names: Mapping[str, str]) -> UnitOptions:

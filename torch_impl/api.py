@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bridge.sharding import Granularity, Layout, Placements, check_axes, plan_layout
+from bridge.sharding import (
+    DEFAULT_ALIGN,
+    Align,
+    Granularity,
+    Layout,
+    Placements,
+    check_axes,
+    plan_layout,
+)
 from bridge.sharding.mesh_axes import why_not_data_parallel
 from torch_impl import fsdp2
 from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
@@ -45,6 +53,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     granularity: Granularity = "row",
     rows: int = 1,
+    align: Align = DEFAULT_ALIGN,
     grad_divisor: float | None = None,
 ) -> M:
     """Make ``module`` a unit: it owns, shards and gathers all parameters below it that no inner unit owns.
@@ -71,6 +80,7 @@ def fully_shard(
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these, "row" for those left out.
+    align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
 
     Raises TypeError or ValueError for wrong arguments, NotImplementedError for what FSDP2 has and this package has not,
@@ -87,6 +97,7 @@ def fully_shard(
         fsdp2.policy_of(mp_policy),
         granularity,
         rows,
+        align,
         grad_divisor,
     )
     ignored = _ignored(ignored_params)
@@ -173,7 +184,8 @@ def _plan_groups(
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
-        plans.append((members, plan_layout(shapes, num_shards, granularity=its, rows=options.rows)))
+        layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
+        plans.append((members, layout))
     return plans
 
 

@@ -76,6 +76,7 @@ def _apply(
                 reshard_after_forward=True,
                 mp_policy=precision,
                 granularity=unit.granularity,
+                align=policy.align_of(unit),
             )
         except BaseException:
             module.__class__ = given

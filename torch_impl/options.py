@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.sharding import Granularity, Placements, Strategy, plan_layout, strategy_named
+from bridge.sharding import Align, Granularity, Placements, Strategy, plan_layout, strategy_named
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 
@@ -24,6 +24,7 @@ class UnitOptions:
     policy: MixedPrecisionPolicy
     granularity: Granularity
     rows: int
+    align: Align
     grad_divisor: float | None
 
     def __post_init__(self) -> None:
@@ -37,7 +38,9 @@ class UnitOptions:
             )
         # The planner knows what is legal; whether the names are those of parameters is not known here.
         names = self.granularity if isinstance(self.granularity, Mapping) else ()
-        plan_layout(dict.fromkeys(names, ()), 1, granularity=self.granularity, rows=self.rows)
+        plan_layout(
+            dict.fromkeys(names, ()), 1, granularity=self.granularity, rows=self.rows, align=self.align
+        )
         if self.grad_divisor is not None:
             check_divisor(self.grad_divisor)
 
@@ -52,6 +55,7 @@ class UnitOptions:
             if isinstance(self.granularity, Mapping)
             else self.granularity,
             "rows": self.rows,
+            "align": self.align,
             "grad_divisor": self.grad_divisor,
         }
 

@@ -19,7 +19,7 @@ import numpy as np
 from bridge.planning.dtypes import size_of
 from bridge.planning.mesh import MeshShape
 from bridge.planning.units import GroupShape, UnitKind
-from bridge.sharding import Layout, Strategy, plan_layout
+from bridge.sharding import Align, Layout, Strategy, plan_layout
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,12 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
     """The buffers of each group of a unit. Layouts are planned once for equal shapes."""
     shards = mesh.shards(kind.strategy.optimizer)
     return tuple(
-        GroupBuffers(group, kind.strategy, mesh, _layout(group.names, group.shapes, shards, kind.granularity))
+        GroupBuffers(
+            group,
+            kind.strategy,
+            mesh,
+            _layout(group.names, group.shapes, shards, kind.granularity, kind.align),
+        )
         for group in kind.groups
     )
 
@@ -118,6 +123,6 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
 # A comparison needs the layouts of one model for several strategies, numbers of devices and runtimes.
 @lru_cache(maxsize=1024)
 def _layout(
-    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str, align: Align
 ) -> Layout:
-    return plan_layout(dict(zip(names, shapes, strict=True)), shards, granularity=granularity)
+    return plan_layout(dict(zip(names, shapes, strict=True)), shards, granularity=granularity, align=align)

@@ -15,7 +15,7 @@ plans         a list, one for each policy, number of devices and runtime:
   padding       as a fraction of the parameters
   fits          whether the peak is within ``memory``; null without ``memory``, and when the peak is a lower bound that
                 is within it (see "activations_known")
-  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, recompute,
+  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
                 padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
 cheapest      a list, for each number of devices: devices, policy (null when none is known to fit), unknown (policies of
@@ -83,6 +83,7 @@ def _unit(unit: UnitPlan, axes: tuple[str, ...]) -> dict[str, Any]:
         "parameters": unit.numel,
         "strategy": unit.kind.strategy.name,
         "granularity": unit.kind.granularity,
+        "align": unit.kind.align,
         "recompute": unit.kind.recompute,
         "padding": unit.overhead,
         "at_rest": _at_rest(unit.at_rest),

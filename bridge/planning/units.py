@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bridge.planning.dtypes import GroupDtypes
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
-from bridge.sharding import ShardingPolicy, Strategy
+from bridge.sharding import Align, ShardingPolicy, Strategy
 
 ROOT = ""
 
@@ -42,6 +42,7 @@ class UnitKind:
     groups: tuple[GroupShape, ...]
     strategy: Strategy
     granularity: str
+    align: Align
     recompute: bool
     reruns: int
 
@@ -84,6 +85,7 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str) -> CutModel:
             groups=_groups(path, owned[path], policy, runtime),
             strategy=unit.chosen,
             granularity=unit.granularity,
+            align=policy.align_of(unit),
             recompute=unit.recompute,
             reruns=sum(
                 chosen[outer].recompute for outer in outward(path) if outer != path and outer in chosen

@@ -1,5 +1,6 @@
 """The contract both runtimes and the planner share: layouts, strategies, policies. Pure Python, no framework."""
 
+from bridge.sharding.alignment import DEFAULT_ALIGN, Align, check_align
 from bridge.sharding.layout import Layout
 from bridge.sharding.planner import plan_layout
 from bridge.sharding.policy import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
@@ -8,7 +9,9 @@ from bridge.sharding.slot import Granularity, Slot
 from bridge.sharding.strategy import STRATEGIES, Placements, Strategy, check_axes, strategy_named
 
 __all__ = [
+    "DEFAULT_ALIGN",
     "STRATEGIES",
+    "Align",
     "Box",
     "Granularity",
     "Layout",
@@ -19,6 +22,7 @@ __all__ = [
     "Slot",
     "Strategy",
     "UnitPolicy",
+    "check_align",
     "check_axes",
     "plan_layout",
     "row_boxes",

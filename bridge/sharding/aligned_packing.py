@@ -1,8 +1,8 @@
 """The one-buffer packing of shards that are a multiple of all units: what the planner must never be worse than.
 
-Every boundary is a multiple of the common multiple C of all units, so no offset needs care. Tensors of at least C
-elements start on multiples of C, except that two may share one, and small tensors fill what that leaves. Rows of 6 in a
-and e, of 4 in b and c, of 2 in d; C = 12::
+Every boundary is a multiple of the common multiple C of all units, and of ``align``, so no offset needs care. Tensors
+of at least C elements start on multiples of C, except that two may share one, and small tensors fill what that leaves.
+Rows of 6 in a and e, of 4 in b and c, of 2 in d; C = 12::
 
     |aaaaaaaaaaaa|bbbbbbbbbbbb|bbbbdd..cccc|cccccccccccc|eeeeee......|
 
@@ -21,14 +21,16 @@ from bridge.sharding.packing import Kind, round_up
 _MAX_STEPS = 1 << 23
 
 
-def pack_aligned(tensors: Sequence[Kind], num_shards: int, limit: int) -> tuple[int, list[int]] | None:
+def pack_aligned(
+    tensors: Sequence[Kind], num_shards: int, limit: int, align: int = 1
+) -> tuple[int, list[int]] | None:
     """``(shard size, offset of each tensor)``; None when the shards would have ``limit`` elements or more.
 
     ``tensors`` are in model order, which decides ties. None also when it would take more than ``2**23`` steps, each
     a look at one queue of equal tensors for one gap.
     """
     lowest = -(-sum(tensor.numel for tensor in tensors) // num_shards)
-    multiple = 1
+    multiple = align
     for unit in dict.fromkeys(tensor.unit for tensor in tensors):
         multiple = math.lcm(multiple, unit)
         if round_up(lowest, multiple) >= limit:

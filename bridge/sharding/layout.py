@@ -5,7 +5,7 @@ shard k of every buffer, so all ranks hold equally much. Every parameter is one 
 shard boundary never cuts one of its *units*: a row, a block of rows or the whole tensor. So what a rank holds of a
 parameter is a range of whole rows, uneven by design and possibly empty.
 
-``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4))``::
+``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4, align=1))``::
 
     4 shards x 27 + 24 elements, 198 real, 3.03 % padding
     rank 0 |ddddddddddddddddddddddddddd|cccccccccccccccccccccccc|
@@ -43,6 +43,7 @@ from bridge.sharding.slot import Part, Slot, is_size
 
 SLOT_FIELDS = ("block", "buffer", "name", "offset", "shape")
 _FIELDS = ("num_shards", "shard_sizes", "slots")
+_ALIGNED_FIELDS = ("align", *_FIELDS)
 _MOST = 2**63 - 1
 
 
@@ -54,6 +55,7 @@ class Layout:
         num_shards: ranks the buffers are cut over, >= 1.
         shard_sizes: elements of each shard, by buffer; no buffer is empty.
         slots: one per parameter, in model order.
+        align: elements, >= 1, of which every shard size is a multiple.
 
     Raises:
         ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a unit.
@@ -62,6 +64,7 @@ class Layout:
     num_shards: int
     shard_sizes: tuple[int, ...]
     slots: tuple[Slot, ...]
+    align: int = 1
 
     def __post_init__(self) -> None:
         check_num_shards(self.num_shards)
@@ -69,6 +72,12 @@ class Layout:
             raise ValueError(f"slots: expected a tuple of Slot, got {type(self.slots).__name__}")
         if not isinstance(self.shard_sizes, tuple) or not all(is_size(s) and s for s in self.shard_sizes):
             raise ValueError(f"shard_sizes: expected a tuple of ints >= 1, got {self.shard_sizes!r}")
+        check_align(self.align)
+        for buffer, size in enumerate(self.shard_sizes):
+            if size % self.align:
+                raise ValueError(
+                    f"shard size of buffer {buffer}: expected a multiple of align, {self.align}, got {size}"
+                )
         if len(self._by_name) != len(self.slots):
             twice = next(s.name for s in self.slots if self._by_name[s.name] is not s)
             raise ValueError(f"tensor names: expected each once, got {twice!r} more than once")
@@ -185,7 +194,7 @@ class Layout:
         if count < 1 or self.num_shards % count:
             raise ValueError(f"count: expected a divisor of the {self.num_shards} shards, got {count}")
         sizes = tuple(size * count for size in self.shard_sizes)
-        return Layout(self.num_shards // count, sizes, self.slots)
+        return Layout(self.num_shards // count, sizes, self.slots, self.align)
 
     def row_bounds(self, name: str) -> tuple[int, ...]:
         """``num_shards + 1`` row indices ``b``: rank k owns rows ``[b[k], b[k+1])`` of the parameter."""
@@ -207,9 +216,10 @@ class Layout:
         return slot.rows_before(rank * self.shard_sizes[slot.buffer]) if slot.numel else 0
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces; equal layouts give equal text."""
+        """Canonical JSON: sorted keys, no spaces, ``align`` only when it is not 1; equal layouts give equal text."""
         slots = [{key: getattr(slot, key) for key in SLOT_FIELDS} for slot in self.slots]
-        fields = {"num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
+        aligned = {"align": self.align} if self.align > 1 else {}
+        fields = {**aligned, "num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
@@ -219,11 +229,14 @@ class Layout:
             fields = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"expected JSON, got a text that does not parse ({error})") from None
-        _check_fields("", fields, _FIELDS)
+        aligned = isinstance(fields, dict) and "align" in fields
+        _check_fields("", fields, _ALIGNED_FIELDS if aligned else _FIELDS)
+        # 1 is not written, so that equal layouts have one text.
+        align = _size("align", fields["align"], least=2) if aligned else 1
         num_shards = _size("num_shards", fields["num_shards"], least=1)
         sizes = (_size("shard_sizes", size, least=1) for size in _list("shard_sizes", fields["shard_sizes"]))
         slots = (_slot(number, slot) for number, slot in enumerate(_list("slots", fields["slots"])))
-        return Layout(num_shards, tuple(sizes), tuple(slots))
+        return Layout(num_shards, tuple(sizes), tuple(slots), align)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -238,6 +251,7 @@ class Layout:
         sizes = " + ".join(map(str, self.shard_sizes)) or "0"
         padding = 100 * self.overhead()
         lines = [f"{self.num_shards} shards x {sizes} elements, {self.numel} real, {padding:.2f} % padding"]
+        lines[0] += f", align {self.align}" if self.align > 1 else ""
         ranks = drawing.drawn_ranks(self.num_shards)
         for rank in ranks:
             if rank is None:
@@ -258,6 +272,12 @@ def check_num_shards(num_shards: object) -> None:
     """ValueError unless it is an int of at least 1."""
     if not is_size(num_shards) or num_shards == 0:
         raise ValueError(f"num_shards: expected an int >= 1, got {num_shards!r}")
+
+
+def check_align(align: object) -> None:
+    """ValueError unless it is an int of at least 1."""
+    if not is_size(align) or align == 0:
+        raise ValueError(f"align: expected an int >= 1, got {align!r}")
 
 
 def _slot(number: int, value: object) -> Slot:

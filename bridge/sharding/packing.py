@@ -56,21 +56,21 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def admissible_steps(kinds: Sequence[Kind]) -> list[tuple[int, int]]:
+def admissible_steps(kinds: Sequence[Kind], align: int = 1) -> list[tuple[int, int]]:
     """The admissible sizes of tensors of these kinds, given in order of falling halves, for ``admissible``.
 
-    S is admissible exactly when, for some j, the units of the first j kinds divide it and the halves of the others
-    are at most S. The list has (largest half left out, common multiple of the units before it) for each j that
-    matters.
+    S, a multiple of ``align``, is admissible exactly when, for some j, the units of the first j kinds divide it and
+    the halves of the others are at most S. The list has (largest half left out, common multiple of ``align`` and the
+    units before it) for each j that matters.
     """
     steps: list[tuple[int, int]] = []
-    multiple = 1
+    multiple = align
     for kind in kinds:
         if multiple % kind.unit:
             steps.append((kind.half, multiple))
             multiple = math.lcm(multiple, kind.unit)
             if multiple > kinds[0].half:
-                return steps  # a size that large is admissible without dividing anything
+                return steps  # a size that large is admissible without any unit dividing it
     return [*steps, (0, multiple)]
 
 
@@ -144,18 +144,18 @@ def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> It
 
 
 def solve(
-    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, limit: int | None = None
+    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, limit: int | None = None, align: int = 1
 ) -> Packing | None:
-    """A packing of one buffer with small shards: the first size from below that takes everything.
+    """A packing of one buffer with small shards: the first multiple of ``align`` from below that takes everything.
 
     None when its shards would have ``limit`` elements or more.
     """
     total = sum(kind.numel * count for kind, count in zip(kinds, counts, strict=True))
-    ideal = -(-total // num_shards)
+    ideal = ideal_size(total, num_shards, align)
     used = [kind for kind, count in zip(kinds, counts, strict=True) if count]
-    steps = admissible_steps(sorted(used, key=lambda kind: -kind.half))
+    steps = admissible_steps(sorted(used, key=lambda kind: -kind.half), align)
     size, tries = admissible(steps, ideal), 0
-    multiple = common_multiple(used, total)
+    multiple = common_multiple(used, total, align)
     aligned = round_up(ideal, multiple)
     while limit is None or size < limit:
         runs, end = pack(kinds, counts, size)
@@ -170,9 +170,14 @@ def solve(
     return None
 
 
-def common_multiple(kinds: Sequence[Kind], most: int) -> int:
-    """The least common multiple of all units; ``most``, when that is larger."""
-    multiple = 1
+def ideal_size(total: int, num_shards: int, align: int) -> int:
+    """The smallest multiple of ``align`` of which ``num_shards`` hold ``total`` elements."""
+    return round_up(-(-total // num_shards), align)
+
+
+def common_multiple(kinds: Sequence[Kind], most: int, align: int = 1) -> int:
+    """The least common multiple of ``align`` and all units; ``most`` up to ``align``, when that is smaller."""
+    multiple, most = align, round_up(most, align)
     for kind in kinds:
         multiple = math.lcm(multiple, kind.unit)
         if multiple > most:

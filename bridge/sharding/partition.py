@@ -23,6 +23,7 @@ from bridge.sharding.packing import (
     admissible,
     admissible_steps,
     common_multiple,
+    ideal_size,
     round_up,
     solve,
 )
@@ -46,18 +47,20 @@ class _Move(NamedTuple):
 
 
 def plan_buffers(
-    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, max_buffers: int
+    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, max_buffers: int, align: int = 1
 ) -> list[Packing]:
     """Packings of at most ``max_buffers`` buffers that together hold ``counts[i]`` tensors of each ``kinds[i]``.
 
+    Shards are multiples of ``align``.
+
     ``kinds`` are distinct, in order of falling unit, then falling numel; at least one.
     """
-    return _Search(kinds, tuple(counts), num_shards).run(max_buffers)
+    return _Search(kinds, tuple(counts), num_shards, align).run(max_buffers)
 
 
 class _Search:
-    def __init__(self, kinds: Sequence[Kind], counts: Counts, num_shards: int) -> None:
-        self.kinds, self.counts, self.num_shards = kinds, counts, num_shards
+    def __init__(self, kinds: Sequence[Kind], counts: Counts, num_shards: int, align: int) -> None:
+        self.kinds, self.counts, self.num_shards, self.align = kinds, counts, num_shards, align
         self.ideal = self._per_shard(self._total(counts))
         self._by_half = sorted(range(len(kinds)), key=lambda i: -kinds[i].half)
         self.classes = self._classes()
@@ -65,18 +68,18 @@ class _Search:
         self._packings: dict[Counts, Packing] = {}
 
     def run(self, max_buffers: int) -> list[Packing]:
-        whole = solve(self.kinds, self.counts, self.num_shards)
+        whole = solve(self.kinds, self.counts, self.num_shards, align=self.align)
         assert whole is not None, "without a limit there is a packing"
         answers = [[whole]]
         # Each buffer of a start has a class of its own.
         for k in range(2, min(max_buffers, len(self.classes)) + 1):
-            if _equal(total_size(answers[-1]), self.ideal):
+            if is_close(total_size(answers[-1]), self.ideal):
                 break
             smaller = self._smallest(k, total_size(answers[-1]))
             if smaller is not None:
                 answers.append(smaller)
         least = total_size(answers[-1])
-        return next(answer for answer in answers if _equal(total_size(answer), least))
+        return next(answer for answer in answers if is_close(total_size(answer), least))
 
     def _smallest(self, k: int, limit: int) -> list[Packing] | None:
         """The best packing found over k buffers; None when none is smaller than ``limit``."""
@@ -98,7 +101,7 @@ class _Search:
         for counts in split:
             least = self._estimate([counts])
             packing = self._packings.get(counts)
-            packing = packing or solve(self.kinds, counts, self.num_shards, least + spare)
+            packing = packing or solve(self.kinds, counts, self.num_shards, least + spare, self.align)
             if packing is None or packing.shard_size >= least + spare:
                 return None
             self._packings[counts] = packing
@@ -177,19 +180,21 @@ class _Search:
 
     def _least(self, total: int, used: bytes) -> int:
         if used not in self._steps:
-            self._steps[used] = admissible_steps([self.kinds[i] for i in self._by_half if used[i]])
+            self._steps[used] = admissible_steps(
+                [self.kinds[i] for i in self._by_half if used[i]], self.align
+            )
         return admissible(self._steps[used], self._per_shard(total))
 
     def _aligned(self, counts: Counts) -> int:
         total = self._total(counts)
         kinds = [kind for kind, count in zip(self.kinds, counts, strict=True) if count]
-        return round_up(self._per_shard(total), common_multiple(kinds, total))
+        return round_up(self._per_shard(total), common_multiple(kinds, total, self.align))
 
     def _total(self, counts: Iterable[int]) -> int:
         return sum([kind.numel * count for kind, count in zip(self.kinds, counts, strict=True)])
 
     def _per_shard(self, total: int) -> int:
-        return -(-total // self.num_shards)
+        return ideal_size(total, self.num_shards, self.align)
 
 
 def total_size(packings: Iterable[Packing]) -> int:
@@ -225,5 +230,6 @@ def _marked(used: bytes, kind: int, present: bool) -> bytes:
     return used[:kind] + bytes([present]) + used[kind + 1 :]
 
 
-def _equal(size: int, least: int) -> bool:
+def is_close(size: int, least: int) -> bool:
+    """Whether ``size`` exceeds ``least`` by one part in 2000 at most."""
     return size * _TOLERANCE <= least * (_TOLERANCE + 1)

@@ -12,17 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bridge.sharding.aligned_packing import pack_aligned
+from bridge.sharding.alignment import AUTO, DEFAULT_ALIGN, MOST_AUTO_ALIGN, Align, check_align
 from bridge.sharding.layout import Layout, check_num_shards
-from bridge.sharding.packing import Kind
-from bridge.sharding.partition import plan_buffers, total_size
+from bridge.sharding.packing import Kind, ideal_size
+from bridge.sharding.partition import is_close, plan_buffers, total_size
 from bridge.sharding.rows import rows_of, rows_together
 from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_size
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
+Places = tuple[tuple[int, ...], list[tuple[int, int]]]
+"""Shard sizes, and ``(buffer, offset)`` of each tensor."""
+_MOST_COST = 8  # the part of a shard that an automatic alignment may add is one in so many
 
 
 def plan_layout(
-    shapes: Shapes, num_shards: int, *, granularity: Granularity = "row", rows: int = 1, max_buffers: int = 3
+    shapes: Shapes,
+    num_shards: int,
+    *,
+    granularity: Granularity = "row",
+    rows: int = 1,
+    max_buffers: int = 3,
+    align: Align = DEFAULT_ALIGN,
 ) -> Layout:
     """Place parameters in at most ``max_buffers`` flat buffers of ``num_shards`` equal shards, with little padding.
 
@@ -34,12 +44,17 @@ def plan_layout(
             stack, which stays whole where they do not divide its rows.
         rows: rows of a "block".
         max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
+        align: elements, >= 1. Every shard of every buffer is a multiple of them; and so are the start of every tensor
+            and every cut of one, unless that would make shards larger by more than one part in 2000. "auto" is the
+            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than those of 1. The layout's
+            ``align`` says which.
 
     Raises:
-        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``
-            or ``max_buffers`` below 1.
+        ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
+            ``max_buffers`` or ``align`` below 1.
     """
     check_num_shards(num_shards)
+    check_align(align)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
     named = _named(shapes)
@@ -58,28 +73,82 @@ def plan_layout(
         if tensor.numel:
             tensors.append(tensor)
             coarse.append(slices)
-    sizes, places = _places(tensors, coarse, num_shards, max_buffers) if tensors else ((), [])
+    if align == AUTO:
+        align, plan = _plan_auto(tensors, coarse, num_shards, max_buffers)
+    else:
+        plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
+    sizes, places = plan
     found = iter(places)
     slots = [
         Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
         for (name, shape), block in zip(named, blocks, strict=True)
     ]
-    return Layout(num_shards, sizes, tuple(slots))
+    return Layout(num_shards, sizes, tuple(slots), align)
 
 
-def _places(
+def _plan_auto(
     tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int
-) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Shard sizes, and ``(buffer, offset)`` of each tensor."""
+) -> tuple[int, Places]:
+    """The largest alignment, halved while it costs too much, and its plan."""
+
+    def is_cheap(plan: Places, unaligned: int) -> bool:
+        return sum(plan[0]) <= unaligned + unaligned // _MOST_COST
+
+    lowest = ideal_size(sum(kind.numel for kind in tensors), num_shards, 1)
+    align = MOST_AUTO_ALIGN
+    plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
+    if is_cheap(plan, lowest):
+        return align, plan
+    unaligned = _plan_aligned(tensors, coarse, num_shards, max_buffers, 1)
+    while align > 1 and not is_cheap(plan, sum(unaligned[0])):
+        align //= 2
+        plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align) if align > 1 else unaligned
+    return align, plan
+
+
+def _plan_aligned(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
+) -> Places:
+    """Places in whole tiles of ``align`` elements, or, where these pad more, in shards that are whole tiles."""
+    if not tensors:
+        return (), []
+    if align == 1:
+        return _plan(tensors, coarse, num_shards, max_buffers, 1)
+    tiles = [_in_tiles(kind, align) for kind in tensors]
+    sizes, places = _plan(tiles, [_in_tiles(kind, align) for kind in coarse], num_shards, max_buffers, 1)
+    tiled = tuple(size * align for size in sizes), [(buffer, offset * align) for buffer, offset in places]
+    size = sum(tiled[0])
+    if size == ideal_size(sum(kind.numel for kind in tensors), num_shards, align):
+        return tiled
+    shards = _plan(tensors, coarse, num_shards, max_buffers, align)
+    if not is_close(size, sum(shards[0])):
+        return shards
+    # Close is not enough where the bound of the padding is in between.
+    above = size > sum(shards[0]) and any(
+        pack_aligned(kinds, num_shards, size, align) is not None for kinds in (tensors, coarse)
+    )
+    return shards if above else tiled
+
+
+def _in_tiles(kind: Kind, align: int) -> Kind:
+    """A tensor as whole tiles, between which it starts and is cut."""
+    numel = -(-kind.numel // align)
+    return Kind(numel, min(math.lcm(kind.unit, align) // align, numel))
+
+
+def _plan(
+    tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
+) -> Places:
+    """Places in shards of multiples of ``align``."""
     members: dict[Kind, list[int]] = {}
     for i, tensor in enumerate(tensors):
         members.setdefault(tensor, []).append(i)
     kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
-    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers)
+    packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers, align)
     size = total_size(packings)
     best = None
     for candidate in [tensors] if coarse == tensors else [tensors, coarse]:
-        aligned = pack_aligned(candidate, num_shards, size)
+        aligned = pack_aligned(candidate, num_shards, size, align)
         if aligned is not None:
             best, size = aligned, aligned[0]
     if best is not None:

@@ -20,12 +20,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
+from bridge.sharding.alignment import DEFAULT_ALIGN, Align, is_align
 from bridge.sharding.mesh_axes import why_not_data_parallel
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAIN_DTYPES = ("float32", "float64")
 _TABLES = ("mesh", "precision", "unit")
+_ALIGN = 'a number of elements >= 1, or "auto"'
 _KINDS = ("parameters", "gradients", "optimizer")
 
 
@@ -41,6 +43,7 @@ class UnitPolicy:
     strategy, placements: at most one of the two; neither: "optim_grads_params".
     granularity: "row", "tensor" or "block(n)", of all parameters of the unit.
     recompute: compute the activations of the unit again in backward instead of keeping them.
+    align: what the unit's shards are multiples of, see ``plan_layout``. None: what the policy says of all units.
 
     Raises PolicyError naming the field.
     """
@@ -50,6 +53,7 @@ class UnitPolicy:
     placements: Placements | None = None
     granularity: str = "row"
     recompute: bool = False
+    align: Align | None = None
 
     def __post_init__(self) -> None:
         legal = isinstance(self.match, str) and (not self.match or all(self.match.split(".")))
@@ -78,6 +82,7 @@ class UnitPolicy:
         )
         _require(grain, "granularity", "row, tensor or block(n) with n >= 1", self.granularity)
         _require(isinstance(self.recompute, bool), "recompute", "true or false", self.recompute)
+        _require(self.align is None or is_align(self.align), "align", _ALIGN, self.align)
 
     @property
     def chosen(self) -> Strategy:
@@ -129,6 +134,7 @@ class ShardingPolicy:
     units: at least one; of several whose pattern matches a module the first one counts. One must be the root's, "".
     mesh: one or two data-parallel axes, outer to inner: name -> size, or "all" for what the other axis leaves.
     source: what errors call the policy, such as its file.
+    align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
     axes: the items of ``mesh``; unlike a mapping they are compared in their order.
     """
 
@@ -136,11 +142,13 @@ class ShardingPolicy:
     mesh: Mapping[str, int | str] = field(default_factory=lambda: {"dp": "all"}, compare=False)
     precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
     source: str = field(default="policy", compare=False)
+    align: Align = DEFAULT_ALIGN
     axes: tuple[tuple[str, int | str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         with _at(self.source):
             _check_mesh(self.mesh)
+            _require(is_align(self.align), "[mesh] align", _ALIGN, self.align)
             object.__setattr__(self, "axes", tuple(self.mesh.items()))
             object.__setattr__(self, "mesh", dict(self.mesh))
             _require(
@@ -215,8 +223,12 @@ class ShardingPolicy:
         with _at(source):
             _only(content, _TABLES)
             options: dict[str, Any] = {}
-            if "mesh" in content:
-                options["mesh"] = content["mesh"]
+            axes = content.get("mesh")
+            if isinstance(axes, dict) and "align" in axes:
+                options["align"] = axes.pop("align")
+            # A table with nothing but align leaves the axes to the default.
+            if "mesh" in content and (axes or not options):
+                options["mesh"] = axes
             if "precision" in content:
                 with _at("[precision]"):
                     options["precision"] = PrecisionPolicy(**_table(content["precision"], PrecisionPolicy))
@@ -231,6 +243,8 @@ class ShardingPolicy:
     def to_toml(self) -> str:
         """The content of a file that ``parse`` reads as this policy."""
         lines = ["[mesh]", *(f"{name} = {json.dumps(size)}" for name, size in self.axes)]
+        if self.align != DEFAULT_ALIGN:
+            lines.append(f"align = {json.dumps(self.align)}")
         lines += ["", "[precision]"]
         lines += [
             f"{key} = {json.dumps(value)}" for key, value in vars(self.precision).items() if value is not None
@@ -243,7 +257,13 @@ class ShardingPolicy:
                 lines += [f"{kind} = {json.dumps(getattr(unit.placements, kind))}" for kind in _KINDS]
             lines.append(f"granularity = {json.dumps(unit.granularity)}")
             lines.append(f"recompute = {json.dumps(unit.recompute)}")
+            if unit.align is not None:
+                lines.append(f"align = {json.dumps(unit.align)}")
         return "\n".join(lines) + "\n"
+
+    def align_of(self, unit: UnitPolicy) -> Align:
+        """What the shards of one of the units are multiples of."""
+        return self.align if unit.align is None else unit.align
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:
         """The size of each axis, outer to inner, on ``devices`` devices, all of which the mesh must use."""
@@ -310,6 +330,7 @@ def _check_mesh(mesh: object) -> None:
     if len(mesh) not in (1, 2):
         raise PolicyError(f"[mesh]: expected one or two axes, got {names or 'none'}")
     for name, size in mesh.items():
+        _require(name != "align", "[mesh]", "axes of other names than align, which is a field", name)
         legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         _require(legal, "[mesh]", "axis names of letters, digits and _", name)
         _require(
@@ -338,7 +359,7 @@ def _table(value: object, cls: type[PrecisionPolicy]) -> dict[str, Any]:
 def _unit(entry: object) -> UnitPolicy:
     if not isinstance(entry, dict):
         raise PolicyError(f"expected a table, got {entry!r}")
-    _only(entry, ("match", "strategy", *_KINDS, "granularity", "recompute"))
+    _only(entry, ("match", "strategy", *_KINDS, "granularity", "recompute", "align"))
     if "match" not in entry:
         raise PolicyError('match: expected a dotted path as in "layers.*", or "", got none')
     options = {key: value for key, value in entry.items() if key not in _KINDS}

@@ -1,8 +1,8 @@
 """Padding of the layout planner against its peers, on the 34 reference groups and 8 to 16,384 shards.
 
 Prints padding in % of the real elements for the one-chunk rule of Megatron-FSDP (LCM), sharding each parameter by
-itself (FSDP2), ours and the bound for whole rows; medians; planning time. Exits with 1 and a list where ours pads more
-than it may.
+itself (FSDP2), ours and the bound for whole rows; medians; what shards of whole tiles of 128 elements cost; planning
+time. Exits with 1 and a list where ours pads more than it may.
 
     python -m tests.bench.bench_layout
     python -m tests.bench.bench_layout --groups Llama --shards 8,1024 --plot layouts.png
@@ -33,6 +33,7 @@ from tests.bench.layout_rules import fsdp2_rule, lcm_rule, row_bound
 
 ROOT = Path(__file__).parents[2]
 SHARDS = (8, 64, 256, 1024, 4096, 16384)
+ALIGN = 128
 MOST_MEDIAN = {1024: 0.1, 4096: 0.6, 16384: 2.0}
 """Padding in % that the median over all groups may have, by number of shards."""
 
@@ -86,7 +87,7 @@ from bridge.sharding import plan_layout
 shapes = speed_shapes(sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 before, started = peak(), time.process_time()
-layout = plan_layout(shapes, 16384)
+layout = plan_layout(shapes, 16384, align=1)
 print(time.process_time() - started, before, peak(), 100 * layout.overhead(), len(layout.shard_sizes))
 """
 
@@ -96,7 +97,9 @@ class Cell:
     """One group over one number of shards: padding in % of the real elements, ours with its buffers and CPU seconds.
 
     ``coarse`` is ours when slices of dimension 0 are the rows, as they are to the LCM and FSDP2 rules; it differs
-    from ``ours`` only where a tensor has three dimensions or more, which ``flat`` says no tensor has.
+    from ``ours`` only where a tensor has three dimensions or more, which ``flat`` says no tensor has. ``tiled`` is ours
+    with shards of whole tiles of ``ALIGN`` elements, beside the LCM rule and the bound for such shards; ``starts`` says
+    whether all its tensors start on a tile. ``auto`` is ours with the alignment that the planner chooses.
     """
 
     group: str
@@ -110,6 +113,12 @@ class Cell:
     bound: float
     buffers: int
     seconds: float
+    tiled: float
+    tiled_lcm: float
+    tiled_bound: float
+    starts: bool
+    auto: float
+    auto_align: int
 
 
 def measure(group: str, shapes: Shapes, shards: int) -> Cell:
@@ -120,11 +129,13 @@ def measure(group: str, shapes: Shapes, shards: int) -> Cell:
         return 100 * (padded - real) / real
 
     started = time.process_time()
-    layout = plan_layout(shapes, shards)
+    layout = plan_layout(shapes, shards, align=1)
     seconds = time.process_time() - started
+    tiled = plan_layout(shapes, shards, align=ALIGN)
+    auto = plan_layout(shapes, shards, align="auto")
     flattened = {name: _flattened(shape) for name, shape in shapes.items()}
     flat = flattened == shapes
-    coarse = layout if flat else plan_layout(flattened, shards)
+    coarse = layout if flat else plan_layout(flattened, shards, align=1)
     return Cell(
         group,
         shards,
@@ -137,6 +148,12 @@ def measure(group: str, shapes: Shapes, shards: int) -> Cell:
         padding(row_bound(sizes, shards)),
         len(layout.shard_sizes),
         seconds,
+        padding(tiled.padded_size),
+        padding(lcm_rule(sizes, shards, ALIGN)),
+        padding(row_bound(sizes, shards, ALIGN)),
+        all(slot.offset % ALIGN == 0 for slot in tiled.slots),
+        padding(auto.padded_size),
+        auto.align,
     )
 
 
@@ -149,7 +166,7 @@ def medians(cells: Iterable[Cell]) -> dict[int, dict[str, float]]:
     by_shards: dict[int, list[Cell]] = {}
     for cell in cells:
         by_shards.setdefault(cell.shards, []).append(cell)
-    rules = ("lcm", "fsdp2", "ours", "coarse", "bound")
+    rules = ("lcm", "fsdp2", "ours", "coarse", "bound", "tiled", "tiled_lcm", "tiled_bound", "auto")
     return {
         n: {rule: statistics.median(getattr(cell, rule) for cell in found) for rule in rules}
         for n, found in by_shards.items()
@@ -181,14 +198,21 @@ def violations(cells: Sequence[Cell]) -> list[str]:
             found.append(f"{where}: expected at most the LCM rule's {cell.lcm:.4f} %, got {cell.ours:.4f} %")
         if cell.ours < cell.bound:
             found.append(f"{where}: expected at least the bound's {cell.bound:.4f} %, got {cell.ours:.4f} %")
+        if not cell.tiled_bound <= cell.tiled <= cell.tiled_lcm:
+            found.append(
+                f"{where}, align={ALIGN}: expected from the bound's {cell.tiled_bound:.4f} % to the LCM rule's "
+                f"{cell.tiled_lcm:.4f} %, got {cell.tiled:.4f} %"
+            )
         figure = figures.get((cell.group, cell.shards), ("", "", "", ""))[2]
         if figure and as_printed(cell.ours, figure) > float(figure):
             found.append(f"{where}: expected at most the notes' {figure} %, got {cell.ours:.4f} %")
     if {cell.group for cell in cells} == set(reference_groups()):
-        for n, median in medians(cells).items():
-            if median["ours"] > MOST_MEDIAN.get(n, math.inf):
+        for (n, median), (rule, with_align) in itertools.product(
+            medians(cells).items(), (("ours", ""), ("tiled", f", align={ALIGN}"))
+        ):
+            if median[rule] > MOST_MEDIAN.get(n, math.inf):
                 found.append(
-                    f"median over {n} shards: expected at most {MOST_MEDIAN[n]} %, got {median['ours']:.4f} %"
+                    f"median over {n} shards{with_align}: expected at most {MOST_MEDIAN[n]} %, got {median[rule]:.4f} %"
                 )
     return found
 
@@ -223,7 +247,25 @@ def print_medians(cells: Sequence[Cell], title: str) -> None:
     print("| N | LCM | FSDP2 | ours | ours, slices as rows | row bound |")
     print("|---:|---:|---:|---:|---:|---:|")
     for n, row in medians(cells).items():
-        print(f"| {n} | {' | '.join(percent(value) for value in row.values())} |")
+        values = [row[rule] for rule in ("lcm", "fsdp2", "ours", "coarse", "bound")]
+        print(f"| {n} | {' | '.join(map(percent, values))} |")
+
+
+def print_tiled(cells: Sequence[Cell]) -> None:
+    print(f"\nShards of whole tiles of {ALIGN} elements: median padding in %, and the groups that pay most\n")
+    print(
+        "| N | ours, any shard | ours, tiles | LCM, tiles | bound, tiles | all starts on tiles | most added, points | "
+        f'"auto" | of it, {ALIGN} |'
+    )
+    print("|---:|---:|---:|---:|---:|---:|---|---:|---:|")
+    for n, row in medians(cells).items():
+        here = [cell for cell in cells if cell.shards == n]
+        values = [percent(row[rule]) for rule in ("ours", "tiled", "tiled_lcm", "tiled_bound")]
+        starts = f"{sum(cell.starts for cell in here)} of {len(here)}"
+        most = sorted(here, key=lambda cell: cell.ours - cell.tiled)[:3]
+        added = ", ".join(f"{cell.group} {percent(max(0.0, cell.tiled - cell.ours))}" for cell in most)
+        chosen = f"{sum(cell.auto_align == ALIGN for cell in here)} of {len(here)}"
+        print(f"| {n} | {' | '.join(values)} | {starts} | {added} | {percent(row['auto'])} | {chosen} |")
 
 
 def print_stacks(cells: Sequence[Cell]) -> None:
@@ -360,6 +402,7 @@ def main() -> None:
         print_medians(flat, "groups of vectors and matrices only")
     if stacks:
         print_stacks(stacks)
+    print_tiled(cells)
     print_losses(cells)
     print_times(cells)
     if options.speed:

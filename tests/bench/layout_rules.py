@@ -23,26 +23,27 @@ class LcmLayout(NamedTuple):
     end: int
 
 
-def lcm_rule(shapes: Sequence[Shape], num_shards: int) -> int:
+def lcm_rule(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
     """Padded elements of the layout of ``lcm_layout`` over ``num_shards`` shards: whole chunks on every shard."""
-    layout = lcm_layout(tuple(shapes))
+    layout = lcm_layout(tuple(shapes), align)
     return _round_up(layout.end, layout.chunk * num_shards)
 
 
 @lru_cache(maxsize=64)
-def lcm_layout(shapes: tuple[Shape, ...]) -> LcmLayout:
+def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
     """Megatron-FSDP's layout, the one-chunk planner in ``megatron_fsdp/experimental/layout.py`` at d98e8a64.
 
-    The chunk is the least common multiple of all rows, so that no shard boundary cuts one. Tensors of a chunk or more
-    start on chunks, in model order; into what one leaves of its last chunk goes the start of the first later one whose
-    remainder fits there, so that this ends on a chunk; then the tensors smaller than a chunk, by falling size, each on
-    a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on the number of shards.
+    The chunk is the least common multiple of all rows and ``align``, so that no shard boundary cuts one. Tensors of a
+    chunk or more start on chunks, in model order; into what one leaves of its last chunk goes the start of the first
+    later one whose remainder fits there, so that this ends on a chunk; then the tensors smaller than a chunk, by
+    falling size, each on a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on
+    the number of shards.
 
     Independent of ``bridge.sharding.aligned_packing``. Tensors of equal size and row wait in one queue, so that a
     search takes time by distinct shapes.
     """
     sizes = [(math.prod(shape), math.prod(shape[1:])) for shape in shapes]
-    chunk = math.lcm(*(row for numel, row in sizes if numel))
+    chunk = math.lcm(align, *(row for numel, row in sizes if numel))
     offsets = [0] * len(shapes)
     large: dict[tuple[int, int], deque[int]] = {}
     small: dict[int, dict[int, deque[int]]] = {}
@@ -101,8 +102,10 @@ def fsdp2_rule(shapes: Sequence[Shape], num_shards: int) -> int:
     return total
 
 
-def row_bound(shapes: Sequence[Shape], num_shards: int) -> int:
+def row_bound(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
     """Elements that any layout with equal shards and whole rows pads to, over any number of buffers, or more.
+
+    Shards are multiples of ``align``.
 
     Some rank holds a longest row. All rows longer than one element have ``g`` elements as a common divisor, so each
     rank holds a multiple of ``g`` of those tensors, and some rank at least the average.
@@ -117,7 +120,7 @@ def row_bound(shapes: Sequence[Shape], num_shards: int) -> int:
     if in_rows:
         divisor = math.gcd(*(row for _, row in sizes if row > 1))
         shard = max(shard, _round_up(-(-in_rows // num_shards), divisor))
-    return shard * num_shards
+    return _round_up(shard, align) * num_shards
 
 
 def _pop(queues: dict[tuple[int, int], deque[int]], kind: tuple[int, int]) -> int:

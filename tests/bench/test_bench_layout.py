@@ -33,6 +33,7 @@ def test_the_lcm_rule_shares_a_chunk_and_fills_the_gap() -> None:
     assert (layout.chunk, layout.offsets, layout.end) == (12, (0, 12, 32, 28, 48), 54)
     assert lcm_rule([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 5) == 60
     assert lcm_rule([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 4) == 96
+    assert lcm_rule([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 2, 8) == 96
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_the_row_bound_by_hand() -> None:
     assert row_bound([(2, 3, 4)], 6) == 24  # the row of a stack is its last dimension
     assert row_bound([(7,)], 2) == 8
     assert row_bound([(0, 4)], 2) == 0
+    assert row_bound([(10, 3)], 4, 8) == 4 * 16  # a shard of 9 is a tile and one more
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +104,25 @@ def test_each_kind_of_violation_is_reported(cells: list[Cell]) -> None:
     ]
     assert "the LCM rule's 0.0000 %" in broken(lcm=0.0, ours=0.001)[0]
     assert "at least the bound's 1.0000 %" in broken(bound=1.0)[0]
+    assert "align=128: expected from the bound's" in broken(tiled_bound=99.0)[0]
+    assert "align=128: expected from the bound's" in broken(tiled_lcm=0.0)[0]
     for n, most in MOST_MEDIAN.items():
         worse = [dataclasses.replace(c, ours=most + 0.01, lcm=1e9) if c.shards == n else c for c in cells]
         assert any(text.startswith(f"median over {n} shards: expected at most") for text in violations(worse))
+        worse = [
+            dataclasses.replace(c, tiled=most + 0.01, tiled_lcm=1e9) if c.shards == n else c for c in cells
+        ]
+        assert any(text.startswith(f"median over {n} shards, align=128: ") for text in violations(worse))
+
+
+def test_alignment_costs_next_to_nothing_on_usual_widths_and_tensors_start_on_tiles(
+    cells: list[Cell],
+) -> None:
+    assert sum(cell.starts for cell in cells) >= 203
+    assert sum(cell.auto_align == 128 for cell in cells) >= 190
+    for cell in cells:
+        if cell.group.startswith(("Llama", "Mixtral")) and cell.shards <= 1024:
+            assert cell.tiled - cell.ours < 0.07, cell
 
 
 def test_medians_are_by_shards(cells: list[Cell]) -> None:

@@ -86,7 +86,7 @@ def test_a_layout_file_is_drawn_to_scale(layout_file: Path) -> None:
 def test_the_drawing_of_a_planned_layout_says_what_the_planner_says(tmp_path: Path) -> None:
     shapes = {"stack": (3, 5, 4), "w": (13, 7), "b": (11,), "none": (0, 4), "s": (), "v": (6, 10)}
     for granularity in ("row", "block(2)", "tensor"):
-        planned = plan_layout(shapes, 5, granularity=granularity)
+        planned = plan_layout(shapes, 5, granularity=granularity, align=1)
         (tmp_path / "layout.json").write_text(planned.to_json())
         drawn = call("inspect", tmp_path / "layout.json", "--layout").stdout
         assert drawn == f"{planned}\nfingerprint {planned.fingerprint}\n"

@@ -40,11 +40,13 @@ RANKS = 4
 SHIPPED = sorted(path.stem for path in POLICIES.glob("*.toml"))
 PRIMITIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
 
-# Units inside units, each with its own strategy and grain; the root, spelled out, is none that has a name.
+# Units inside units, each with its own strategy and grain; the root, spelled out, is none that has a name. Without
+# alignment the sizes of the units differ.
 NESTED = """
 [mesh]
 outer = 2
 inner = 2
+align = 1
 [precision]
 compute = "bfloat16"
 reduce = "float32"
@@ -89,6 +91,7 @@ TWO_LEVELS = """
 [mesh]
 outer = 2
 inner = 2
+align = 1
 [[unit]]
 match = "layers.*.mlp"
 strategy = "hfsdp"

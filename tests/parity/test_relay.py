@@ -142,8 +142,8 @@ weight_decay = 0.1
 """
 
 
-def buffers_of_a_layer(leg: Leg, model: ModelConfig) -> int:
-    """In how many flat buffers a leg keeps the weights of one layer."""
+def buffers_of_a_layer(leg: Leg, granularity: str, model: ModelConfig) -> int:
+    """In how many flat buffers a leg without alignment keeps the weights of one layer."""
     config = dict(vars(model))
     if leg.framework == "torch":
         layer = torch_decoder.Decoder(torch_decoder.DecoderConfig(**config)).layers[0]
@@ -154,7 +154,7 @@ def buffers_of_a_layer(leg: Leg, model: ModelConfig) -> int:
         )
         unit = plan_sharding(built, data_parallel_mesh(1)).units["layers/0"].module
         shapes = dict(zip(unit.parameters, unit.shapes, strict=True))
-    return len(plan_layout(shapes, leg.ranks, granularity=leg.granularity or "row").shard_sizes)
+    return len(plan_layout(shapes, leg.ranks, granularity=granularity, align=1).shard_sizes)
 
 
 @pytest.mark.slow
@@ -165,15 +165,20 @@ def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: P
         ("torch", 4, "optim_grads", "row"),
         ("jax", 3, "optim", "tensor"),
     ]
-    text = GRAINS
-    for framework, ranks, strategy, granularity in legs:
-        text += f'\n[[leg]]\nframework = "{framework}"\nranks = {ranks}\nstrategy = "{strategy}"\n'
-        text += f'granularity = "{granularity}"\nsteps = 2\n'
-    (tmp_path / "grains.toml").write_text(text)
-    config = RelayConfig.load(tmp_path / "grains.toml")
-    assert [leg.granularity for leg in config.legs] == [granularity for *_, granularity in legs]
-    assert [buffers_of_a_layer(leg, config.model) for leg in config.legs] == [3, 3, 3, 2]
-    done = twinshard("relay", tmp_path / "grains.toml", "--out", tmp_path / "run")
+    policies = []
+    for number, (framework, ranks, strategy, granularity) in enumerate(legs):
+        units = f'strategy = "{strategy}"\ngranularity = "{granularity}"\n'
+        text = f'[mesh]\nalign = 1\n[[unit]]\nmatch = "layers.*"\n{units}[[unit]]\nmatch = ""\n{units}'
+        (tmp_path / f"{number}.toml").write_text(text)
+        policies.append((framework, ranks, f"{number}.toml"))
+    file = relay_of(tmp_path, policies)
+    config = RelayConfig.load(file)
+    found = [
+        buffers_of_a_layer(leg, granularity, config.model)
+        for leg, (*_, granularity) in zip(config.legs, legs, strict=True)
+    ]
+    assert found == [3, 3, 3, 2]
+    done = twinshard("relay", file, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [leg["hop"]["max_ulp"] for leg in report["legs"][1:]] == [0, 0, 0]

@@ -155,7 +155,8 @@ def test_the_fullest_device_is_the_one_that_is_reported() -> None:
 
 def test_large_padding_is_warned_of() -> None:
     model = Model.of("m", [Parameter("layers.0.w", (2, 999)), Parameter("head", (64, 64))])
-    plan = make_plan(model, parse_policy(policy("optim"), "x"), 8, "jax", Workload())
+    unaligned = policy("optim", 'dp = "all"\nalign = 1')
+    plan = make_plan(model, parse_policy(unaligned, "x"), 8, "jax", Workload())
     (warning,) = plan.warnings()
     assert "unit layers.0: 300.0 % padding on 8 devices" in warning
     assert make_plan(model, parse_policy(policy("optim"), "x"), 2, "jax", Workload()).warnings() == []

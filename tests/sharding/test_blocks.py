@@ -27,7 +27,7 @@ def test_no_boundary_lies_within_a_block_of_a_matrix(
     shapes: list[tuple[int, ...]], num_shards: int, rows: int
 ) -> None:
     named = {f"p{i}": shape for i, shape in enumerate(shapes)}
-    layout = plan_layout(named, num_shards, granularity=f"block({rows})")
+    layout = plan_layout(named, num_shards, granularity=f"block({rows})", align=1)
     assert_no_block_is_cut(layout, rows)
     for name, shape in named.items():
         assert layout.row_bounds(name)[-1] == math.prod(shape[:-1])
@@ -50,7 +50,7 @@ def test_no_boundary_lies_within_a_block_of_a_matrix(
 def test_stacks_are_cut_at_their_matrices_blocks(
     rows: int, shape: tuple[int, ...], bounds: tuple[int, ...]
 ) -> None:
-    layout = plan_layout({"experts": shape}, 4, granularity=f"block({rows})")
+    layout = plan_layout({"experts": shape}, 4, granularity=f"block({rows})", align=1)
     assert_no_block_is_cut(layout, rows)
     assert layout.row_bounds("experts") == bounds
 

@@ -28,6 +28,7 @@ SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
 GROUP = st.lists(SHAPE, max_size=10).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
 SHARDS = st.one_of(st.integers(1, 9), st.integers(1, 1000))
 GRAIN = st.one_of(st.sampled_from(["row", "tensor"]), st.integers(1, 9).map(lambda n: f"block({n})"))
+ALIGN = st.one_of(st.just(1), st.sampled_from([2, 8, 128, "auto"]), st.integers(1, 200))
 BUFFERS = st.integers(1, 3)
 
 
@@ -36,7 +37,9 @@ def planned(draw: st.DrawFn) -> tuple[Layout, dict[str, tuple[int, ...]], dict[s
     """A layout, the shapes it is of, and each tensor's unit by a definition of its own."""
     shapes = draw(GROUP)
     grains = {name: draw(GRAIN) for name in shapes} if draw(st.booleans()) else draw(GRAIN)
-    layout = plan_layout(shapes, draw(SHARDS), granularity=grains, max_buffers=draw(BUFFERS))
+    layout = plan_layout(
+        shapes, draw(SHARDS), granularity=grains, max_buffers=draw(BUFFERS), align=draw(ALIGN)
+    )
     units = {}
     for name, shape in shapes.items():
         grain = grains[name] if isinstance(grains, dict) else grains
@@ -164,31 +167,101 @@ def test_padding_keeps_its_guarantees(plan):
         assert layout.shard_sizes == ()
         return
     assert layout.shard_size >= -(-total // layout.num_shards)
-    aligned = pack_aligned(tensors, layout.num_shards, sys.maxsize)
+    assert not any(size % layout.align for size in layout.shard_sizes)
+    aligned = pack_aligned(tensors, layout.num_shards, sys.maxsize, layout.align)
     assert aligned is not None
     assert layout.shard_size <= aligned[0]
     if not any(numel % unit for numel, unit in tensors):
         distinct = {unit for _, unit in tensors}
         # The tolerance that prefers fewer buffers is one part in 2000.
-        bound = (total + layout.num_shards * math.lcm(*distinct) + sum(distinct)) * 2001 / 2000
+        bound = total + layout.num_shards * math.lcm(layout.align, *distinct) + sum(distinct)
+        # Two tolerances: fewer buffers, and starts on tiles.
+        bound = bound * (2001 / 2000) ** 2
         assert layout.padded_size < bound
+
+
+@examples(500)
+@given(GROUP, SHARDS, GRAIN, BUFFERS, st.integers(2, 200))
+def test_tensors_start_and_are_cut_on_tiles_or_that_costs_too_much(
+    shapes, num_shards, grain, max_buffers, align
+):
+    layout = plan_layout(shapes, num_shards, granularity=grain, max_buffers=max_buffers, align=align)
+    assert layout.align == align
+    if all(slot.offset % align == 0 for slot in layout.slots):
+        return  # and so the cuts, which lie on multiples of the shard
+    # The same tensors in whole tiles: vectors of tiles, and blocks of as many tiles as have whole units.
+    tiles = {}
+    for slot in layout.slots:
+        numel = -(-slot.numel // align)
+        tiles[slot.name] = min(math.lcm(slot.unit, align) // align, numel) if numel else 1, numel
+    blocks = {name: f"block({unit})" for name, (unit, _) in tiles.items()}
+    vectors = {name: (numel,) for name, (_, numel) in tiles.items()}
+    tiled = (
+        align
+        * plan_layout(vectors, num_shards, granularity=blocks, max_buffers=max_buffers, align=1).shard_size
+    )
+    lcm = pack_aligned(
+        [Kind(slot.numel, slot.unit) for slot in layout.slots if slot.numel], num_shards, sys.maxsize, align
+    )
+    assert (
+        tiled * 2000 > layout.shard_size * 2001 or lcm[0] < tiled or any(len(s) > 2 for s in shapes.values())
+    )
+
+
+@examples(300)
+@given(GROUP, SHARDS, GRAIN)
+def test_an_automatic_alignment_is_the_largest_that_costs_little(shapes, num_shards, grain):
+    layout = plan_layout(shapes, num_shards, granularity=grain, align="auto")
+    sizes = {
+        align: plan_layout(shapes, num_shards, granularity=grain, align=align).shard_size
+        for align in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
+    cheap = [align for align, size in sizes.items() if 8 * size <= 9 * sizes[1]]
+    assert layout.align == max(cheap)
+    assert layout.shard_size == sizes[layout.align]
+
+
+@pytest.mark.parametrize("num_shards", [8, 64, 256, 1024, 4096])
+def test_shards_and_tensors_of_the_usual_widths_lie_on_tiles(num_shards):
+    layout = plan_layout(golden.LLAMA3_8B_LAYER, num_shards, align=128)
+    assert all(slot.offset % 128 == 0 for slot in layout.slots)
+    assert all(size % 128 == 0 for size in layout.shard_sizes)
+    assert layout.shard_size <= plan_layout(golden.LLAMA3_8B_LAYER, num_shards, align=1).shard_size + 128
+
+
+def test_a_layout_without_alignment_is_written_as_ever_and_one_with_it_says_so():
+    plain = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
+    assert sorted(json.loads(plain.to_json())) == ["num_shards", "shard_sizes", "slots"]
+    aligned = plan_layout(golden.WORKED_EXAMPLE, 4, align=8)
+    assert json.loads(aligned.to_json())["align"] == 8
+    assert Layout.from_json(aligned.to_json()) == aligned
+    assert replace(aligned, align=1).fingerprint != aligned.fingerprint
+    assert aligned.merged(2).align == 8
+    for wrong in (1, 0, 16, "8", True):
+        text = json.dumps({**json.loads(aligned.to_json()), "align": wrong})
+        with pytest.raises(ValueError, match=r"align.*expected|expected.*align"):
+            Layout.from_json(text)
 
 
 @examples(300)
 @given(GROUP, SHARDS, GRAIN)
 def test_more_buffers_never_pad_more_than_the_tolerance(shapes, num_shards, grain):
-    sizes = [plan_layout(shapes, num_shards, granularity=grain, max_buffers=k).shard_size for k in (1, 2, 3)]
+    sizes = [
+        plan_layout(shapes, num_shards, granularity=grain, max_buffers=k, align=1).shard_size
+        for k in (1, 2, 3)
+    ]
     assert sizes[1] * 2000 <= sizes[0] * 2001
     assert sizes[2] * 2000 <= sizes[1] * 2001
-    assert len(plan_layout(shapes, num_shards, granularity=grain, max_buffers=2).shard_sizes) <= 2
+    assert len(plan_layout(shapes, num_shards, granularity=grain, max_buffers=2, align=1).shard_sizes) <= 2
 
 
 @examples(300)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(1, 40),
+    st.integers(1, 9),
 )
-def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere(pairs, wanted):
+def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere(pairs, wanted, align):
     kinds = [Kind(max(numel, unit), unit) for numel, unit in pairs]
 
     def fits_somewhere(kind: Kind, size: int) -> bool:
@@ -197,8 +270,9 @@ def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere
             for offset in range(size)
         )
 
-    steps = admissible_steps(sorted(kinds, key=lambda kind: -kind.half))
-    size = next(s for s in range(wanted, 1000) if all(fits_somewhere(kind, s) for kind in kinds))
+    steps = admissible_steps(sorted(kinds, key=lambda kind: -kind.half), align)
+    sizes = range(-(-wanted // align) * align, 1000, align)
+    size = next(s for s in sizes if all(fits_somewhere(kind, s) for kind in kinds))
     assert admissible(steps, wanted) == size
 
 
@@ -219,13 +293,14 @@ def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=9),
     st.integers(1, 20),
+    st.integers(1, 9),
 )
-def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards):
+def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards, align):
     tensors = [Kind(max(numel, unit), unit) for numel, unit in pairs]
-    found = pack_aligned(tensors, num_shards, sys.maxsize)
+    found = pack_aligned(tensors, num_shards, sys.maxsize, align)
     assert found is not None
     size, offsets = found
-    assert size % math.lcm(*(tensor.unit for tensor in tensors)) == 0
+    assert size % math.lcm(align, *(tensor.unit for tensor in tensors)) == 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         first = (offset // size + 1) * size
         assert all((b - offset) % tensor.unit == 0 for b in range(first, offset + tensor.numel, size))
@@ -255,7 +330,9 @@ def test_a_hole_before_a_common_multiple_is_filled_from_behind():
 )
 def test_many_equal_tensors_lie_as_legally_as_few(stacks, scalars, num_shards):
     shapes = [(rows, size) for rows, size, count in stacks for _ in range(count)] + [()] * scalars
-    layout = plan_layout([(f"p{i}", shape) for i, shape in enumerate(shapes)], num_shards, max_buffers=1)
+    layout = plan_layout(
+        [(f"p{i}", shape) for i, shape in enumerate(shapes)], num_shards, max_buffers=1, align=1
+    )
     held = np.zeros(layout.padded_size, int)
     for slot in layout.slots:
         held[slot.offset : slot.end] += 1
@@ -267,7 +344,7 @@ def test_many_equal_tensors_lie_as_legally_as_few(stacks, scalars, num_shards):
 
 def test_the_aligned_packing_is_taken_where_it_wins():
     shapes = golden.LCM_WINS
-    layout = plan_layout(shapes, 5)
+    layout = plan_layout(shapes, 5, align=1)
     tensors = [Kind(math.prod(shape), rows_of(shape)[0]) for shape in shapes.values()]
     kinds = sorted(set(tensors), key=lambda kind: (-kind.unit, -kind.numel))
     searched = sum(p.shard_size for p in plan_buffers(kinds, [tensors.count(k) for k in kinds], 5, 3))
@@ -281,7 +358,7 @@ def test_slices_of_stacks_count_as_rows_for_the_aligned_packing():
     coarse = [Kind(math.prod(shape), math.prod(shape[1:])) for shape in shapes.values()]
     aligned = pack_aligned(coarse, 4, sys.maxsize)
     assert aligned is not None
-    assert plan_layout(shapes, 4).shard_size == aligned[0] == 36
+    assert plan_layout(shapes, 4, align=1).shard_size == aligned[0] == 36
     kinds = sorted(
         {Kind(k.numel, s[-1]) for k, s in zip(coarse, shapes.values(), strict=True)}, key=lambda k: -k.unit
     )
@@ -290,27 +367,27 @@ def test_slices_of_stacks_count_as_rows_for_the_aligned_packing():
 
 
 def test_odd_rows_cost_little_where_their_common_multiple_is_huge():
-    layout = plan_layout(golden.ODD_ROWS, 5)
+    layout = plan_layout(golden.ODD_ROWS, 5, align=1)
     assert layout.shard_size < math.lcm(*(shape[1] for shape in golden.ODD_ROWS.values()))
     assert layout.overhead() < 0.06
 
 
 def test_two_rows_without_a_small_common_multiple_go_to_two_buffers():
-    one = plan_layout(golden.LLAMA3_8B_LAYER, 1024, max_buffers=1)
-    layout = plan_layout(golden.LLAMA3_8B_LAYER, 1024)
+    one = plan_layout(golden.LLAMA3_8B_LAYER, 1024, max_buffers=1, align=1)
+    layout = plan_layout(golden.LLAMA3_8B_LAYER, 1024, align=1)
     assert len(layout.shard_sizes) > 1
     assert layout.overhead() == 0.0
     assert one.overhead() > 0.07
 
 
 def test_a_shard_size_of_a_multiple_of_the_row_lets_one_tensor_span_all_shards():
-    plan = plan_layout({"w": (64, 48)}, 16)
+    plan = plan_layout({"w": (64, 48)}, 16, align=1)
     assert plan.shard_sizes == (192,)
     assert plan.row_bounds("w") == tuple(range(0, 65, 4))
 
 
 def test_more_shards_than_rows_leave_ranks_empty():
-    plan = plan_layout({"w": (2, 5), "none": (0, 3)}, 4)
+    plan = plan_layout({"w": (2, 5), "none": (0, 3)}, 4, align=1)
     assert sorted(b - a for a, b in pairwise(plan.row_bounds("w"))) == [0, 0, 1, 1]
     assert plan.row_bounds("none") == (0, 0, 0, 0, 0)
 
@@ -326,7 +403,7 @@ def test_the_golden_plans_load_as_valid_layouts():
 
 @pytest.mark.parametrize("place", ["module", "readme"])
 def test_the_documented_picture_is_what_the_layout_prints(place):
-    plan = plan_layout(golden.WORKED_EXAMPLE, 4)
+    plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
     readme = Path(bridge.sharding.layout.__file__).with_name("README.md").read_text()
     text = bridge.sharding.layout.__doc__ or "" if place == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
@@ -336,7 +413,7 @@ def test_the_documented_picture_is_what_the_layout_prints(place):
 
 
 def test_the_text_is_drawn_to_scale_for_every_buffer():
-    plan = plan_layout(golden.WORKED_EXAMPLE, 4)
+    plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
     lines = [line for line in str(plan).splitlines() if line.startswith("rank")]
     letters = dict(zip("abcde", golden.WORKED_EXAMPLE, strict=True))
     for rank, line in enumerate(lines):
@@ -349,7 +426,7 @@ def test_the_text_is_drawn_to_scale_for_every_buffer():
 
 
 def test_the_rendering_elides_the_middle_of_many_shards_and_names_empty_tensors():
-    text = plan_layout({"w": (500, 3), "none": (0,)}, 100).render(width=10)
+    text = plan_layout({"w": (500, 3), "none": (0,)}, 100, align=1).render(width=10)
     assert "  ...\n" in text
     assert "rank 99 |" in text
     assert "rank 50 |" not in text
@@ -357,7 +434,7 @@ def test_the_rendering_elides_the_middle_of_many_shards_and_names_empty_tensors(
 
 
 def test_the_rendering_of_many_tensors_over_many_shards_stays_short():
-    text = repr(plan_layout({f"w{i}": (5, 7) for i in range(3000)}, 16_384))
+    text = repr(plan_layout({f"w{i}": (5, 7) for i in range(3000)}, 16_384, align=1))
     assert text.count("\n") < 70
     assert "... and 2960 more tensors" in text
 
@@ -389,6 +466,8 @@ def test_pairs_are_as_good_as_a_mapping():
         ),
         ({"granularity": "block", "rows": 0}, "rows: expected an int >= 1, got 0"),
         ({"max_buffers": 0}, "max_buffers: expected an int >= 1, got 0"),
+        ({"align": 0}, 'align: expected an int >= 1 or "auto", got 0'),
+        ({"align": "most"}, "align: expected an int >= 1 or \"auto\", got 'most'"),
     ],
 )
 def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
@@ -416,6 +495,8 @@ def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
             "buffer 1: expected parameters in it, got none",
         ),
         ({"num_shards": 0}, "num_shards: expected an int >= 1, got 0"),
+        ({"align": 0}, "align: expected an int >= 1, got 0"),
+        ({"align": 2}, "shard size of buffer 0: expected a multiple of align, 2, got 15"),
     ],
 )
 def test_a_layout_that_breaks_a_guarantee_cannot_be_made(change, message):
@@ -487,7 +568,7 @@ def test_malformed_layout_json_raises_with_what_was_expected_and_found(text, mes
 
 
 def test_unknown_names_ranks_and_row_ranges_raise():
-    plan = plan_layout({"w": (4, 3)}, 2)
+    plan = plan_layout({"w": (4, 3)}, 2, align=1)
     with pytest.raises(ValueError, match=r"expected one of the layout .* got 'v'"):
         plan.row_bounds("v")
     with pytest.raises(ValueError, match="rank: expected 0 <= rank < 2, got 2"):
@@ -498,24 +579,24 @@ def test_unknown_names_ranks_and_row_ranges_raise():
 
 def test_a_hundred_thousand_tensors_over_sixteen_thousand_shards_are_planned():
     shapes = {f"t{i}": (i % 97 + 1, (256, 300, 333, 1001, 1536, 4304)[i % 6]) for i in range(100_000)}
-    plan = plan_layout(shapes, 16_384)
+    plan = plan_layout(shapes, 16_384, align=1)
     assert plan.overhead() < 0.01
 
 
 def test_twenty_thousand_distinct_rows_are_planned():
-    plan = plan_layout({f"t{i}": (i % 50 + 1, i + 1) for i in range(20_000)}, 64)
+    plan = plan_layout({f"t{i}": (i % 50 + 1, i + 1) for i in range(20_000)}, 64, align=1)
     assert plan.overhead() < 0.01
 
 
 def test_tens_of_thousands_of_experts_are_planned_and_read_again():
     shapes = {f"p{i}": ((2048, 7168), (2048, 7168), (7168, 2048))[i % 3] for i in range(30_000)}
-    plan = plan_layout(shapes, 16_384)
+    plan = plan_layout(shapes, 16_384, align=1)
     assert plan.overhead() < 0.001
     assert Layout.from_json(plan.to_json()) == plan
 
 
 def test_json_is_written_as_specified():
-    assert plan_layout({"wé": (2, 3), "none": (0,)}, 2, granularity="block(9)").to_json() == (
+    assert plan_layout({"wé": (2, 3), "none": (0,)}, 2, granularity="block(9)", align=1).to_json() == (
         '{"num_shards":2,"shard_sizes":[6],"slots":[{"block":2,"buffer":0,"name":"w\\u00e9","offset":0,"shape":[2,3]},'
         '{"block":1,"buffer":0,"name":"none","offset":0,"shape":[0]}]}'
     )
@@ -523,7 +604,7 @@ def test_json_is_written_as_specified():
 
 def test_granularities_may_be_given_by_name():
     grains = {"up": "tensor", "down": "block(4)", "wo": "block"}
-    layout = plan_layout(golden.WORKED_EXAMPLE, 4, granularity=grains, rows=3)
+    layout = plan_layout(golden.WORKED_EXAMPLE, 4, granularity=grains, rows=3, align=1)
     assert {s.name: s.block for s in layout.slots} == {"wq": 1, "wo": 3, "up": 9, "down": 4, "norm": 1}
 
 
@@ -549,7 +630,7 @@ def test_the_parts_of_all_shards_are_the_tensors_in_their_order(plan):
 
 
 def test_merged_shards_are_those_of_the_same_buffers_cut_more_coarsely() -> None:
-    layout = plan_layout({"a": (7, 6), "b": (6, 7), "c": (9, 6), "d": (6, 9), "e": (6,)}, 4)
+    layout = plan_layout({"a": (7, 6), "b": (6, 7), "c": (9, 6), "d": (6, 9), "e": (6,)}, 4, align=1)
     merged = layout.merged(2)
     assert merged.num_shards == 2
     assert merged.padded_size == layout.padded_size

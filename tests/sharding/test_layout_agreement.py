@@ -24,6 +24,7 @@ DIMENSION = st.one_of(st.integers(0, 8), st.sampled_from([11, 13, 16, 24, 31, 64
 SHAPE = st.lists(DIMENSION, max_size=4).map(tuple)
 GROUP = st.lists(SHAPE, max_size=14).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
 SHARDS = st.one_of(st.integers(1, 9), st.integers(1, 1000))
+ALIGN = st.one_of(st.just(1), st.just("auto"), st.sampled_from([2, 3, 6, 8, 128]), st.integers(1, 400))
 GRAIN = st.one_of(
     st.sampled_from(["row", "tensor", "block"]), st.integers(1, 40).map(lambda n: f"block({n})")
 )
@@ -47,6 +48,7 @@ def requests(draw: st.DrawFn, groups: st.SearchStrategy[dict[str, tuple[int, ...
         else draw(GRAIN),
         "rows": draw(st.integers(1, 40)),
         "max_buffers": draw(st.integers(1, 3)),
+        "align": draw(ALIGN),
     }
 
 
@@ -84,7 +86,12 @@ def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any])
         ends = [0, *itertools.chain(*sorted(ranges)), layout.num_shards * size]
         assert ends == sorted(ends)
     total = sum(math.prod(shape) for shape in shapes.values())
-    assert total <= layout.padded_size <= total * layout.num_shards
+    align = layout.align
+    assert align == arguments.get("align", 1) or (arguments["align"] == "auto" and 128 % align == 0)
+    assert not any(size % align for size in layout.shard_sizes)
+    # Starts on tiles may cost one part in 2000.
+    assert total <= layout.padded_size
+    assert layout.shard_size * 2000 <= -(-total // align) * align * 2001
 
 
 def assert_same(arguments: dict[str, Any]) -> None:
@@ -114,6 +121,7 @@ def test_the_second_planner_plans_the_golden_layouts(case):
     golden = GOLDEN[case]
     shapes = {name: tuple(dims) for name, dims in golden["shapes"]}
     keywords = {key: golden[key] for key in ("granularity", "rows", "max_buffers")}
+    keywords["align"] = golden.get("align", 1)
     layout = second_planner.plan_layout(shapes, golden["num_shards"], **keywords)
     assert json.loads(layout.to_json()) == golden["layout"]
     assert layout.fingerprint == golden["fingerprint"]
@@ -137,16 +145,17 @@ def test_both_planners_plan_the_same_layout_of_real_groups(name):
     if len(shapes) > 2000:
         shapes = dict(itertools.islice(shapes.items(), 2000))
     for num_shards in (8, 64, 256, 1024, 4096, 16384):
-        ours = bridge.sharding.plan_layout(shapes, num_shards)
-        assert second_planner.plan_layout(shapes, num_shards).to_json() == ours.to_json()
+        for align in (1, 128, "auto"):
+            ours = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+            assert second_planner.plan_layout(shapes, num_shards, align=align).to_json() == ours.to_json()
 
 
 @examples(800)
-@given(GROUP, SHARDS)
-def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
-    """Against an independent implementation of Megatron-FSDP's rule."""
-    layout = bridge.sharding.plan_layout(shapes, num_shards)
-    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
+@given(GROUP, SHARDS, ALIGN)
+def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards, align):
+    """Against an independent implementation of Megatron-FSDP's rule, with chunks of whole tiles."""
+    layout = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, layout.align)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +167,17 @@ def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards):
 )
 def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matrices, num_shards):
     shapes = {f"p{i}": shape for i, shape in enumerate([*matrices, *[(1,)] * 4200])}
-    assert_same(
-        {"shapes": shapes, "num_shards": num_shards, "granularity": "row", "rows": 1, "max_buffers": 3}
-    )
-    layout = bridge.sharding.plan_layout(shapes, num_shards)
-    assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards)
+    arguments = {
+        "shapes": shapes,
+        "num_shards": num_shards,
+        "granularity": "row",
+        "rows": 1,
+        "max_buffers": 3,
+    }
+    for align in (1, 128):
+        assert_same({**arguments, "align": align})
+        layout = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+        assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, align)
 
 
 HUGE: list[dict[str, tuple[int, ...]]] = [
@@ -176,8 +191,8 @@ HUGE: list[dict[str, tuple[int, ...]]] = [
 @pytest.mark.parametrize("shapes", HUGE)
 @pytest.mark.parametrize("granularity", ["row", "tensor", "block(128)"])
 def test_both_planners_plan_the_same_layout_of_huge_tensors(shapes, granularity):
-    for num_shards in (3, 7, 10**6):
-        arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity}
+    for num_shards, align in itertools.product((3, 7, 10**6), (1, 128)):
+        arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity, "align": align}
         ours = bridge.sharding.plan_layout(**arguments)
         assert second_planner.plan_layout(**arguments).to_json() == ours.to_json()
         if granularity == "tensor":
@@ -214,6 +229,10 @@ def test_both_planners_plan_the_same_layout_of_huge_tensors(shapes, granularity)
         {"max_buffers": True},
         {"num_shards": 0},
         {"num_shards": "2"},
+        {"align": 0},
+        {"align": True},
+        {"align": 128.0},
+        {"align": "most"},
     ],
     ids=str,
 )
@@ -231,6 +250,10 @@ SLOT = {"block": 1, "buffer": 0, "name": "w", "offset": 0, "shape": [4]}
     [
         {"num_shards": "2"},
         {"num_shards": True},
+        {"align": 1},
+        {"align": 3},
+        {"align": "2"},
+        {"align": 2.0},
         {"shard_sizes": 2},
         {"num_shards": 4, "shard_sizes": [True]},
         {"shard_sizes": [2.0]},

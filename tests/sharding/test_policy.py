@@ -169,6 +169,7 @@ PATTERN = st.one_of(
 PATH = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), max_size=3).map(".".join)
 # None of them is a word, which could be named for model parallelism.
 AXIS = st.from_regex(r"[A-Za-z_]|[A-Za-z_][A-Za-z0-9_]{0,4}[0-9_]", fullmatch=True)
+ALIGN = st.just("auto") | st.integers(1, 10**6)
 AXES = st.lists(AXIS, min_size=1, max_size=2, unique=True)
 DTYPE = st.sampled_from(["float32", "bfloat16", "float16", "float64"])
 DEPTHS = [(p, g, o) for o in range(3) for g in range(o + 1) for p in range(g + 1)]
@@ -197,11 +198,12 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
                 *([word] * (len(axes) - n) + ["shard"] * n for word, n in zip(kept, depths, strict=True))
             )
         grains = st.one_of(st.sampled_from(["row", "tensor"]), st.integers(1, 999).map("block({})".format))
+        options["align"] = draw(st.none() | ALIGN)
         units.append(UnitPolicy(match, granularity=draw(grains), recompute=draw(st.booleans()), **options))
     precision = PrecisionPolicy(
         draw(st.sampled_from(["float32", "float64"])), *(draw(st.none() | DTYPE) for _ in range(3))
     )
-    return ShardingPolicy(tuple(units), mesh, precision)
+    return ShardingPolicy(tuple(units), mesh, precision, align=draw(ALIGN))
 
 
 @examples(600)
@@ -269,6 +271,7 @@ UNIT = st.fixed_dictionaries(
         "strategy": st.sampled_from(["optim", "hsdp", "fsdp"]),
         "granularity": st.sampled_from(["row", "block(2)", "block(0)"]),
         "recompute": st.sampled_from([True, False, 1]),
+        "align": st.sampled_from([1, 128, "auto", 0]),
     },
 )
 PLACED = st.fixed_dictionaries(
@@ -322,7 +325,8 @@ def is_legal_unit(unit: dict[str, Any], axes: int) -> bool:
         if depths != sorted(depths):
             return False
     return (
-        set(unit) <= {"match", "strategy", *kinds, "granularity", "recompute"}
+        set(unit) <= {"match", "strategy", *kinds, "granularity", "recompute", "align"}
+        and is_legal_align(unit.get("align", 1))
         and isinstance(match, str)
         and "/" not in match
         and isinstance(strategy, str)
@@ -331,6 +335,10 @@ def is_legal_unit(unit: dict[str, Any], axes: int) -> bool:
         and unit.get("granularity", "row") in ("row", "tensor", "block(2)")
         and isinstance(unit.get("recompute", False), bool)
     )
+
+
+def is_legal_align(value: Any) -> bool:
+    return value == "auto" if isinstance(value, str) else type(value) is int and value >= 1
 
 
 def toml_of(table: dict[str, Any]) -> str:
@@ -342,14 +350,18 @@ def toml_of(table: dict[str, Any]) -> str:
     st.none() | MESH | TABLE,
     st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE}) | TABLE,
     st.lists(UNIT | PLACED | TABLE, max_size=3),
+    st.none() | ALIGN | st.sampled_from([0, -1, 1.5, True, "all"]),
 )
 def test_any_file_is_read_or_refused_as_the_readme_says(
-    mesh: Any, precision: Any, units: list[dict[str, Any]]
+    mesh: Any, precision: Any, units: list[dict[str, Any]], align: Any
 ) -> None:
-    text = "" if mesh is None else "[mesh]\n" + toml_of(mesh)
+    text = "" if mesh is None and align is None else "[mesh]\n" + toml_of(mesh or {})
+    if align is not None:
+        text += toml_of({"align": align})
+        mesh = mesh or None
     text += "" if precision is None else "[precision]\n" + toml_of(precision)
     text += "".join("[[unit]]\n" + toml_of(unit) for unit in units) + '[[unit]]\nmatch = ""\n'
-    if not is_legal(mesh, precision, units):
+    if not is_legal(mesh, precision, units) or (align is not None and not is_legal_align(align)):
         with pytest.raises(PolicyError, match=r"^policy: .*expected .*got "):
             ShardingPolicy.parse(text)
         return
@@ -367,3 +379,5 @@ def test_any_file_is_read_or_refused_as_the_readme_says(
         assert [unit.chosen.parameters, unit.chosen.gradients, unit.chosen.optimizer] == depths
         assert unit.granularity == given_.get("granularity", "row")
         assert unit.recompute == given_.get("recompute", False)
+        assert policy.align_of(unit) == given_.get("align", policy.align)
+    assert align is None or policy.align == align

@@ -85,8 +85,10 @@ def rows(count, seed=0):
 
 @functools.cache
 def sharded(devices, strategy, **keywords):
+    """Without alignment, for which small units have one buffer."""
+    mesh = data_parallel_mesh(devices)
     plan, weights = fully_shard(
-        model(), data_parallel_mesh(devices), strategy=strategy, units=["first", "second"], **keywords
+        model(), mesh, strategy=strategy, units=["first", "second"], align=1, **keywords
     )
     shards = 1 if strategy == "no_shard" else devices
     if not keywords:
@@ -149,7 +151,7 @@ def test_packing_is_undone_by_unpacking_and_puts_each_ranks_rows_into_its_shard(
         f"b{i}": (width,) for i, width in enumerate(widths[1:])
     }
     shapes |= {"none": (0, 3)}
-    layout = plan_layout(shapes, num_shards)
+    layout = plan_layout(shapes, num_shards, align=1)
     assert len(layout.shard_sizes) == BUFFERS.get(num_shards, {}).get(unit, len(layout.shard_sizes))
     numbers = iter(range(1, 10_000))
     values = {
@@ -173,7 +175,7 @@ def test_packing_is_undone_by_unpacking_and_puts_each_ranks_rows_into_its_shard(
 
 
 def test_one_buffer_is_cut_where_it_lies():
-    layout = plan_layout({"w": (5, 4), "b": (3,)}, num_shards=3)
+    layout = plan_layout({"w": (5, 4), "b": (3,)}, num_shards=3, align=1)
     flat = jax.ShapeDtypeStruct((layout.padded_size,), np.float32)
     cut = [e.primitive.name for e in jax.make_jaxpr(lambda x: unpack(layout, x))(flat).eqns]
     assert cut == ["slice", "reshape", "slice"]

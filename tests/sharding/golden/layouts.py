@@ -84,6 +84,7 @@ class Case(NamedTuple):
     granularity: str | Mapping[str, str] = "row"
     rows: int = 1
     max_buffers: int = 3
+    align: int | str = 1
 
 
 def cases() -> Iterator[Case]:
@@ -138,6 +139,20 @@ def cases() -> Iterator[Case]:
     yield Case(SHORT_BLOCKS, 4, "block", 3)
     for name, num_shards in REFERENCE:
         yield Case(reference_groups()[name], num_shards)
+    for align in (8, 128, "auto"):
+        for num_shards in (1, 3, 4, 16):
+            yield Case(DECODER_BLOCK, num_shards, align=align)
+        yield Case(DECODER_ROOT, 3, align=align)
+        yield Case(MIXED, 3, align=align)
+        yield Case(WORKED_EXAMPLE, 4, align=align)
+        yield Case(LLAMA3_8B_LAYER, 1024, align=align)
+        yield Case(SIGLIP_PATCH, 6, align=align)
+        yield Case(GPT_OSS_EXPERTS, 64, align=align)
+        yield Case({}, 3, align=align)
+    yield Case(DECODER_BLOCK, 4, "block", 32, align=128)
+    yield Case(DECODER_BLOCK, 4, "tensor", align=128)
+    yield Case(MIXED, 3, "block", 2, align=3)
+    yield Case(LCM_WINS, 5, align=3)
 
 
 def golden() -> list[dict[str, Any]]:
@@ -147,7 +162,9 @@ def golden() -> list[dict[str, Any]]:
     entries = []
     for case in cases():
         options = {"granularity": case.granularity, "rows": case.rows, "max_buffers": case.max_buffers}
-        layout = plan_layout(case.shapes, case.num_shards, **options)
+        layout = plan_layout(case.shapes, case.num_shards, **options, align=case.align)
+        # Absent: 1, as it was before there was one.
+        options |= {"align": case.align} if case.align != 1 else {}
         entries.append(
             {
                 "shapes": [[name, list(shape)] for name, shape in case.shapes.items()],

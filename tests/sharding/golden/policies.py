@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridge.sharding import DEFAULT_ALIGN
+
 FOLDER = Path(__file__).with_name("policies")
 
 
@@ -31,10 +33,11 @@ UNITS = [UnitsCase(**{"units": [], "error": []} | case) for case in _EXPECTED["u
 
 
 def canonical(policy: Any) -> dict[str, Any]:
-    """A policy of either package as JSON values, with all defaults filled in."""
+    """A policy of either package as JSON values, with all defaults filled in but that of ``align``."""
     precision = policy.precision
     return {
         "mesh": [list(axis) for axis in policy.axes],
+        **({} if policy.align == DEFAULT_ALIGN else {"align": policy.align}),
         "precision": [
             precision.main,
             precision.compute_dtype,
@@ -50,6 +53,7 @@ def canonical(policy: Any) -> dict[str, Any]:
                 "sharded_axes": list(dataclasses.astuple(unit.chosen)[1:]),
                 "granularity": unit.granularity,
                 "recompute": unit.recompute,
+                **({} if unit.align is None else {"align": unit.align}),
             }
             for unit in policy.units
         ],

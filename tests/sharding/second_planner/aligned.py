@@ -23,13 +23,13 @@ _MOST_STEPS = 1 << 23  # looks at a run of equal tensors for one gap
 
 
 def pack_aligned(
-    numels: Sequence[int], units: Sequence[int], num_shards: int, below: int
+    numels: Sequence[int], units: Sequence[int], num_shards: int, below: int, align: int
 ) -> tuple[int, list[int]] | None:
     """The shard size and each tensor's offset; None when the size would not be ``below`` that bound.
 
     None also when finding out would take too long, by the number of gaps times the runs of equal tensors.
     """
-    multiple = common_multiple(set(units), below)
+    multiple = common_multiple(set(units), below, align)
     if multiple >= below or round_up(sum(numels), multiple * num_shards) // num_shards >= below:
         return None
     offsets = [0] * len(numels)

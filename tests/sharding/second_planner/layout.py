@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from tests.sharding.second_planner.boxes import Box, row_boxes, rows_of
 from tests.sharding.second_planner.granularity import (
@@ -46,20 +46,26 @@ class Layout:
     """The plan of one unit; ``slots`` are in model order, which need not be the order of their offsets.
 
     ``shard_sizes``: elements of one shard of each buffer. A rank's shard is its shards of all buffers, in this order.
+    Each is a multiple of ``align``.
     Raises ``ValueError`` at construction when slots overlap, leave their buffer, or are cut inside a block.
     """
 
     num_shards: int
     shard_sizes: tuple[int, ...]
     slots: tuple[Slot, ...]
+    align: int = 1
 
     def __post_init__(self) -> None:
         checked_count("num_shards", self.num_shards)
+        checked_count("align", self.align)
         for field, value in (("shard_sizes", self.shard_sizes), ("slots", self.slots)):
             if not isinstance(value, tuple):
                 raise ValueError(f"layout: expected {field} as a tuple, got {value!r:.80}")
         for buffer, size in enumerate(self.shard_sizes):
-            checked_count(f"the shard size of buffer {buffer}", size)
+            if checked_count(f"the shard size of buffer {buffer}", size) % self.align:
+                raise ValueError(
+                    f"layout: expected shards of buffer {buffer} of a multiple of {self.align}, got {size}"
+                )
         if len(self._by_name) != len(self.slots):
             names = Counter(slot.name for slot in self.slots)
             twice = next(name for name, times in names.items() if times > 1)
@@ -175,6 +181,8 @@ class Layout:
             for s in self.slots
         ]
         value = {"num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
+        if self.align != 1:
+            value["align"] = self.align
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -186,13 +194,14 @@ class Layout:
             raise ValueError(
                 f"layout JSON: expected a JSON text, got one that does not parse ({error})"
             ) from None
-        value = _fields("layout JSON", parsed, {"num_shards", "shard_sizes", "slots"})
+        aligned = {"align"} if isinstance(parsed, dict) and parsed.get("align", 1) != 1 else set()
+        value = _fields("layout JSON", parsed, {"num_shards", "shard_sizes", "slots"} | aligned)
         slots = []
         for entry in _list("layout JSON: slots", value["slots"]):
             fields = _fields("layout JSON: slot", entry, {"block", "buffer", "name", "offset", "shape"})
             slots.append(Slot(**{**fields, "shape": tuple(_list("layout JSON: shape", fields["shape"]))}))
         sizes = _list("layout JSON: shard_sizes", value["shard_sizes"])
-        return cls(value["num_shards"], tuple(sizes), tuple(slots))
+        return cls(value["num_shards"], tuple(sizes), tuple(slots), value.get("align", 1))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -207,17 +216,21 @@ def plan_layout(
     granularity: Granularity = "row",
     rows: int = 1,
     max_buffers: int = 3,
+    align: int | Literal["auto"] = "auto",
 ) -> Layout:
     """Plan the flat buffers of parameters ``{name: shape}`` over ``num_shards`` ranks.
 
     ``granularity`` says what no shard boundary may cut: ``"row"``, ``"block"`` (of ``rows`` rows), ``"block(n)"`` (of n
     rows) or ``"tensor"``; or a mapping of parameter names to these, in which names left out have rows.
+    Shards are multiples of ``align`` elements; so are starts and cuts of tensors, where that costs next to nothing.
     Deterministic in the arguments and the order of ``shapes``. Raises ``ValueError`` for shapes or numbers that are
     none, a parameter given twice, an unknown granularity and a granularity for an unknown parameter.
     """
     checked_count("num_shards", num_shards)
     checked_count("rows", rows)
     checked_count("max_buffers", max_buffers)
+    if align != "auto":
+        checked_count("align", align)
     by_name = checked_shapes(shapes)
     asked = blocks_by_name(granularity, rows, by_name)
     blocks = {}
@@ -230,12 +243,12 @@ def plan_layout(
             block = rows if rows % block else block
         blocks[name] = max(1, min(block, num_rows))
     filled = [name for name, shape in by_name.items() if 0 not in shape]
-    sizes, places = plan_places(
-        [by_name[name] for name in filled], [blocks[name] for name in filled], num_shards, max_buffers
+    tile, (sizes, places) = plan_places(
+        [by_name[name] for name in filled], [blocks[name] for name in filled], num_shards, max_buffers, align
     )
     placed = dict(zip(filled, places, strict=True))
     slots = (Slot(name, shape, blocks[name], *placed.get(name, (0, 0))) for name, shape in by_name.items())
-    return Layout(num_shards, sizes, tuple(slots))
+    return Layout(num_shards, sizes, tuple(slots), tile)
 
 
 def _fields(what: str, value: Any, expected: set[str]) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def common_multiple(units: Iterable[int], limit: int) -> int:
-    """The least common multiple, or ``limit`` if that is smaller."""
-    multiple = 1
+def common_multiple(units: Iterable[int], limit: int, align: int) -> int:
+    """The least common multiple of all units and ``align``; ``limit``, as whole tiles, if that is smaller."""
+    multiple, limit = align, round_up(limit, align)
     for unit in units:
         multiple = math.lcm(multiple, unit)
         # The multiple of many coprime units would have thousands of digits.
@@ -64,14 +64,19 @@ def common_multiple(units: Iterable[int], limit: int) -> int:
     return multiple
 
 
+def ideal_size(elements: int, num_shards: int, align: int) -> int:
+    """What a shard holds at least, in whole tiles."""
+    return round_up(elements, num_shards * align) // num_shards
+
+
 class AdmissibleSizes:
     """The shard sizes that some kinds allow."""
 
-    def __init__(self, kinds: Iterable[Kind], limit: int) -> None:
+    def __init__(self, kinds: Iterable[Kind], limit: int, align: int) -> None:
         """``kinds`` by falling half. Exact for answers up to ``limit``."""
         # (half, multiple): a multiple of ``multiple``, which the units before divide, need only hold this half.
         self._steps: list[tuple[int, int]] = []
-        multiple = 1
+        multiple = align
         for kind in kinds:
             if multiple % kind.unit:
                 self._steps.append((kind.half, multiple))
@@ -93,12 +98,17 @@ class AdmissibleSizes:
 
 
 def solve(
-    kinds: Sequence[Kind], contents: Contents, num_shards: int, sizes: AdmissibleSizes, below: int | None
+    kinds: Sequence[Kind],
+    contents: Contents,
+    num_shards: int,
+    sizes: AdmissibleSizes,
+    below: int | None,
+    align: int,
 ) -> int | None:
     """The shard size at which one buffer holds ``contents``; None when it would not be ``below`` that bound."""
     total = sum(kinds[index].numel * count for index, count in contents)
-    ideal = -(-total // num_shards)
-    step = common_multiple({kinds[index].unit for index, _ in contents}, total)
+    ideal = ideal_size(total, num_shards, align)
+    step = common_multiple({kinds[index].unit for index, _ in contents}, total, align)
     aligned, size, tries = round_up(ideal, step), sizes.least(ideal), 0
     while below is None or size < below:
         excess = pack(kinds, contents, size)[0] - num_shards * size

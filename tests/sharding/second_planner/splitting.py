@@ -21,6 +21,7 @@ from tests.sharding.second_planner.packing import (
     Contents,
     Kind,
     common_multiple,
+    ideal_size,
     round_up,
     solve,
 )
@@ -46,36 +47,38 @@ class Solution(NamedTuple):
 
 
 def choose_buffers(
-    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, max_buffers: int
+    kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, max_buffers: int, align: int
 ) -> Solution:
     """As few buffers as come close to the smallest shards; ``kinds`` by falling unit, then falling numel."""
-    search = _Search(kinds, tuple(counts), num_shards)
+    search = _Search(kinds, tuple(counts), num_shards, align)
     whole = search.solved((search.counts,), None)
     assert whole is not None
     solutions = [whole]
     # Each buffer of a start has a class of its own.
     for num_buffers in range(2, min(max_buffers, len(search.classes)) + 1):
         smallest = min(solution.total for solution in solutions)
-        if _is_close(smallest, search.ideal):
+        if is_close(smallest, search.ideal):
             break
         best = search.best_split(num_buffers, smallest)
         if best is not None:
             solutions.append(best)
     smallest = min(solution.total for solution in solutions)
-    return next(solution for solution in solutions if _is_close(solution.total, smallest))
+    return next(solution for solution in solutions if is_close(solution.total, smallest))
 
 
-def _is_close(size: int, to: int) -> bool:
+def is_close(size: int, to: int) -> bool:
+    """At most one part in 2000 above."""
     return 2000 * size <= 2001 * to
 
 
 class _Search:
     """One group's splits; whatever depends only on which kinds a buffer has is computed once."""
 
-    def __init__(self, kinds: Sequence[Kind], counts: Counts, num_shards: int) -> None:
+    def __init__(self, kinds: Sequence[Kind], counts: Counts, num_shards: int, align: int) -> None:
         self.kinds = kinds
         self.counts = counts
         self.num_shards = num_shards
+        self.align = align
         self.total = sum(kind.numel * count for kind, count in zip(kinds, counts, strict=True))
         self.ideal = self.ideal_size(self.total)
         self.classes = self._classes()
@@ -84,14 +87,15 @@ class _Search:
         self._solved: dict[Counts, int] = {}
 
     def ideal_size(self, elements: int) -> int:
-        return -(-elements // self.num_shards)
+        return ideal_size(elements, self.num_shards, self.align)
 
     def sizes(self, present: int) -> AdmissibleSizes:
         """Of a set of kinds, given as bits."""
         if present not in self._sizes:
-            # No try reaches twice the elements: shards that hold everything fit.
+            # No try reaches twice the elements in whole tiles: shards that hold everything fit.
             kinds = (self.kinds[index] for index in self._by_half if present >> index & 1)
-            self._sizes[present] = AdmissibleSizes(kinds, 2 * self.total)
+            limit = 2 * round_up(self.total, self.align)
+            self._sizes[present] = AdmissibleSizes(kinds, limit, self.align)
         return self._sizes[present]
 
     def solved(self, split: Split, below: int | None) -> Solution | None:
@@ -109,7 +113,7 @@ class _Search:
     def _solve(self, counts: Counts, below: int | None) -> int | None:
         if counts not in self._solved:
             contents = contents_of(counts)
-            size = solve(self.kinds, contents, self.num_shards, self.sizes(_bits(counts)), below)
+            size = solve(self.kinds, contents, self.num_shards, self.sizes(_bits(counts)), below, self.align)
             if size is None:
                 return None
             self._solved[counts] = size
@@ -143,7 +147,7 @@ class _Search:
             inside = sorted(index for each in part for index in classes[each])
             elements = sum(self.kinds[index].numel * self.counts[index] for index in inside)
             ideal = self.ideal_size(elements)
-            step = common_multiple({self.kinds[index].unit for index in inside}, elements)
+            step = common_multiple({self.kinds[index].unit for index in inside}, elements, self.align)
             return self.sizes(sum(1 << index for index in inside)).least(ideal), round_up(ideal, step)
 
         partitions = [_sets(numbers, num_buffers) for numbers in _partitions(len(classes), num_buffers)]

@@ -134,7 +134,7 @@ def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: 
 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:
-    model = torch_impl.fully_shard(Scale(12), **options)
+    model = torch_impl.fully_shard(Scale(12), align=1, **options)
     return torch_impl.dtensor.local.row_bounds_of(model.weight)
 
 
@@ -193,7 +193,7 @@ class Layers(nn.Module):
 
 def gradient_bytes(strategy: str) -> list[int]:
     """What is reported in the middle of four backwards: the first, with a reduced gradient, and after ``no_sync``."""
-    model = torch_impl.fully_shard(Layers(), strategy=strategy)
+    model = torch_impl.fully_shard(Layers(), strategy=strategy, align=1)
     found: list[int] = []
     Watch.report = staticmethod(lambda: found.append(model.memory_report().gradients))
     x = torch.full((2, 5), dist.get_rank() + 1.0)
