@@ -111,7 +111,8 @@ def test_a_unit_of_a_network_is_gathered_for_each_parameter_and_a_layer_once() -
     found = count_collectives(make_gradients(plan, whole), weights, shard_batch(plan, rows()))
     reductions = {one.size: n for one, n in found.items() if one.kind == "reduce_scatter"}
     assert reductions == {plan.arrays["mlp/~/linear_0"].shape[0]: 2, plan.arrays[""].shape[0]: 1}
-    plan, weights = fully_shard(layers(), mesh)
+    # Unaligned shards have sizes of their own.
+    plan, weights = fully_shard(layers(), mesh, align=1)
     found = count_collectives(make_gradients(plan, by_layers), weights, shard_batch(plan, rows()))
     reductions = {one.size: n for one, n in found.items() if one.kind == "reduce_scatter"}
     assert reductions == {plan.arrays["layers/0"].shape[0]: 2, plan.arrays[""].shape[0]: 1}
