@@ -162,14 +162,15 @@ UNET: tuple[Bug, ...] = (
     _unet("gradient doubled", doubled_gradient("torch", "middle"), "middle", **_BACKWARD),
     _unet("no gradient into a unit", stopped_input("torch", "up2"), "up2", **_BACKWARD),
 )
-_SCALED = "x = self.embed(ids) * math.sqrt(WIDTH)\n        return"
+# As in the linen module; torch's has the same line before another one.
+_SCALED = "x = self.embed(ids) * math.sqrt(WIDTH)\n        return x + jnp"
 SEQ2SEQ: tuple[Bug, ...] = (
     _seq2seq(
         "memory is the embedding",
         _in_seq(("x = block(x, memory, causal", "x = block(x, self.embedded(source), causal")),
         "",
     ),
-    _seq2seq("embedding not scaled", _in_seq((_SCALED, "x = self.embed(ids)\n        return")), ""),
+    _seq2seq("embedding not scaled", _in_seq((_SCALED, "x = self.embed(ids)\n        return x + jnp")), ""),
     _seq2seq("padding seen", _in_seq(("(source != 0)", "(source >= 0)")), ""),
     _seq2seq("mask off by one", _in_seq(("bool))[None, None]", "bool), 1)[None, None]")), ""),
     _seq2seq("GELU, tanh form", _in_seq(("approximate=False", "approximate=True")), "decoder.0"),
