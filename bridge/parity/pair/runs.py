@@ -40,7 +40,7 @@ class CallPair:
 
     @cached_property
     def inputs(self) -> Matched:
-        """The first floating input, and others that have nearly the same values.
+        """The first floating input, others that have nearly the same values, and those that are one of these again.
 
         A rotary table and its twin may hold the same numbers in another order, and integers may be positions here and
         a mask there, which nobody can tell from shapes.
@@ -51,10 +51,18 @@ class CallPair:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
-            if near or (first and not whole):
+            if near or (first and not whole) or self._repeats(found, name, other):
                 found.append((name, other, way))
             first = first and whole
         return found
+
+    def _repeats(self, found: Matched, name: str, other: str) -> bool:
+        """Whether an input is one of those that are ``found`` once more, on both sides: query, key and value."""
+        return any(
+            np.array_equal(self.torch.inputs[name], self.torch.inputs[earlier])
+            and np.array_equal(self.jax.inputs[other], self.jax.inputs[twin])
+            for earlier, twin, _ in found
+        )
 
     @cached_property
     def without_twin(self) -> tuple[str, ...]:

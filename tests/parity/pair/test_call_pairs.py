@@ -1,0 +1,31 @@
+"""Which inputs of partner calls stand for the same thing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.parity.pair.modules import ModulePair
+from bridge.parity.pair.recording import Call
+from bridge.parity.pair.runs import CallPair
+
+
+def call(path: str, **inputs: np.ndarray) -> Call:
+    return Call(path, 0, "Attention", inputs, {"": np.zeros((2, 3))})
+
+
+def matched(torch: dict[str, np.ndarray], jax: dict[str, np.ndarray]) -> list[str]:
+    pair = CallPair(
+        ModulePair("attention", "attention", 0), 0, call("attention", **torch), call("attention", **jax)
+    )
+    return [name for name, _, _ in pair.inputs]
+
+
+def test_query_key_and_value_that_are_one_array_on_both_sides_are_given_together():
+    # A fault above has made them far apart.
+    x, y = np.random.default_rng(0).normal(size=(2, 2, 3))
+    assert matched({"0": x, "1": x, "2": x}, {"0": y, "1": y, "2": y}) == ["0", "1", "2"]
+
+
+def test_an_array_that_only_one_side_repeats_is_something_else():
+    x, y, z = np.random.default_rng(1).normal(size=(3, 2, 3))
+    assert matched({"0": x, "1": x, "2": z}, {"0": y, "1": z, "2": z + 1e-9}) == ["0", "2"]
