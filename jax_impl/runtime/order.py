@@ -34,9 +34,8 @@ from jax_impl.comm.collectives import fence
 from jax_impl.runtime.unit_plan import Group
 
 Tree = TypeVar("Tree")
-Arrays = Sequence[Sequence[jax.Array]]
 # Of each group.
-Sources = Sequence[Sequence[jax.Array]]
+Arrays = Sequence[Sequence[jax.Array]]
 Reduced = list[tuple[jax.Array, ...]]
 
 
@@ -63,7 +62,7 @@ class Order:
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(
-        self, groups: Sequence[Group], sources: Sources, after: Tree, *, again: bool, looped: bool
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool, looped: bool
     ) -> tuple[list[Sequence[jax.Array]], Tree]:
         """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
 

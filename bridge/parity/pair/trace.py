@@ -132,6 +132,7 @@ class Taken:
 
         ``ValueError`` for a size of samples that no array has.
         """
+        # Values of the JSON header are objects to the type checker; "shape" is a list of ints (see statistics).
         shapes = {size for one in self.statistics.values() for size in one["shape"]}  # type: ignore[attr-defined]
         for size in map(int, list(self.header["samples"])[:2]):
             if size not in shapes:

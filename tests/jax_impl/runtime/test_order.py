@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import jax_impl.runtime.forward
-from jax_impl import data_parallel_mesh, make_gradients, plan_sharding
+from jax_impl import data_parallel_mesh, fully_shard, make_gradients, plan_sharding, shard_batch, unshard
+from jax_impl.models import Decoder
 from tests.support.jax_impl.dependence import Step, steps
+from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
 LAYERS = 5
 WIDTH = 8
@@ -126,3 +129,23 @@ def test_other_values_of_prefetch_are_refused():
         with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None"):
             plan_sharding(model, data_parallel_mesh(4), prefetch=value)
     assert plan_sharding(model, data_parallel_mesh(4)).prefetch == 0
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_prefetch_gradients_are_those_of_the_whole_model(monkeypatch, stacked, recompute):
+    # The program of accelerators, on one device: on several simulated ones its collectives could meet and hang.
+    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=stacked)
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(1), prefetch=1, recompute=recompute, stacked=["layers"] if stacked else []
+    )
+    rows = tokens(6)
+    found = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, shard_batch(plan, rows, 2))
+    graphdef, state = nnx.split(model)
+    value, expected = jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), jnp.asarray(rows)))(state)
+    np.testing.assert_allclose(found[0], value, rtol=1e-6)
+    own = unshard(plan, found[1])
+    for path, one in named(expected).items():
+        scale = float(jnp.abs(one).max())
+        np.testing.assert_allclose(own[path], one, rtol=0, atol=1e-5 * scale, err_msg=path)
