@@ -190,3 +190,8 @@ def noise(low: np.ndarray | None, high: np.ndarray, dtype: str) -> float:
     found = gap(low, high)
     # A routing that rounding tips over, or an overflow, says nothing of the rest.
     return max(least, found) if math.isfinite(found) else least
+
+
+def fits(candidate: np.ndarray, value: np.ndarray, floor: float) -> bool:
+    """Whether rounding explains what is between two arrays: one shape, and ``FACTOR`` times ``floor``, absolute."""
+    return candidate.shape == value.shape and distance(candidate, value).absolute <= FACTOR * floor

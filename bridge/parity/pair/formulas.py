@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+LARGEST = 1 << 22
+"""Elements above which nothing is tried: the catalogue costs hundreds of passes."""
+NEAR = 1e-6
+"""The floor of what modules inside are given, relative: constants in float32 leave less."""
 EPSILONS = (0.0, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 

@@ -88,6 +88,7 @@ def _heading(report: ParityReport) -> str:
     )
     verdict_class = "verdict same" if report.same else "verdict"
     sign = "✓ Same." if report.same else "▲ Different."
+    said = filter(None, (*report.notes, report.order, report.conclusion()))
     return (
         f'<h1>PyTorch and JAX, module by module</h1><p class="{verdict_class}"><strong>{sign}</strong> '
         f'{text(report.summary())}</p><p class="soft">Compute dtype under test: {text(report.dtype)}. '
@@ -95,7 +96,7 @@ def _heading(report: ParityReport) -> str:
         + (f" Versions: {text(versions)}." if versions else "")
         + (f" Losses: {text(losses)}." if losses else "")
         + "</p>"
-        + "".join(f'<p class="soft">{text(note)}</p>' for note in report.notes)
+        + "".join(f'<p class="soft">{text(note)}</p>' for note in said)
     )
 
 

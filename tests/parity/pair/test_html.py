@@ -229,3 +229,14 @@ def test_thousands_of_rows_stay_a_page_of_few_megabytes() -> None:
     Page(source)
     assert len(source.encode()) < 6_000_000
     assert source.count("<details id=") == 2002
+
+
+def test_what_was_not_compared_and_what_order_says_are_on_the_page():
+    said = {
+        "order": "both models depend on <rows>",
+        "notes": ("of samples",),
+        "torch_parameters": ("up.bias",),
+    }
+    words = " ".join(Page(page(dataclasses.replace(NOTHING, **said))).text)
+    for part in ("both models depend on <rows>", "of samples", "1 torch parameters without a partner"):
+        assert part in words, part

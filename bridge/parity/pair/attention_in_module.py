@@ -1,0 +1,230 @@
+"""An attention inside of a module: what its own code gets on either side, and what it makes of it.
+
+The projections' outputs are query, key and value, apart or in one. What the last projection is given, or what the
+module returns, is mixed of them. ``attention.py`` then looks for the two formulas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.parity.pair.attention import attention_cause
+from bridge.parity.pair.distance import fits
+from bridge.parity.pair.formulas import LARGEST, NEAR, AttentionInputs
+from bridge.parity.pair.recording import Leaves
+from bridge.parity.pair.runs import CallPair, Children
+
+_ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
+_SIZES = (64, 128, 96, 32, 80, 256, 16, 8)
+"""Of an attention's heads, where no array says it."""
+_FUSED = {
+    "blocks": "query, key and value as blocks of their projection",
+    "heads": "query, key and value of each head side by side in their projection",
+}
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """What one side's own code of an attention gets and makes: projections' outputs, module inputs, what is mixed.
+
+    ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence.
+    """
+
+    projected: tuple[np.ndarray, ...]
+    mixed: np.ndarray
+    given: Leaves
+    length: int
+
+
+def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]) -> str:
+    """Of what the own code of an attention makes of query, key and value."""
+    for torch, jax in _mixings(pair, inner, found, given):
+        if max(one.size for side in (torch, jax) for one in (*side.projected, side.mixed)) > LARGEST:
+            continue
+        sides = (("torch's", torch), ("JAX's", jax))
+        known = {f"{owner} {name}": one for owner, side in sides for name, one in _tables(side)}
+        masks = {f"{owner} {name}": one for owner, side in sides for name, one in _masks(side)}
+        ways = _FUSED if len(torch.projected) == 1 else ("",)
+        fused = sorted(itertools.product(ways, ways), key=lambda both: both[0] != both[1])
+        sizes = _sizes(pair, torch, jax, known)
+        # The usual formulas refute a wrong size cheaply.
+        for usual, size, both in itertools.product((True, False), sizes, fused):
+            ours, theirs = (
+                _inputs(side, size, way, known, masks) for side, way in zip((torch, jax), both, strict=True)
+            )
+            if ours is not None and theirs is not None:
+                stored = _FUSED.get(both[0], ""), _FUSED.get(both[1], "")
+                cause = attention_cause(ours, theirs, NEAR, stored, starts=(usual,))
+                if cause:
+                    return cause
+    return ""
+
+
+def _mixings(
+    pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]
+) -> Iterator[tuple[_Mixing, _Mixing]]:
+    """With an output projection, the last module inside, and without one.
+
+    Of the modules before it, those whose output no other one is given are the projections.
+    """
+    x = next((pair.torch.inputs[name] for name, _, _ in pair.inputs), np.zeros(0))
+    if x.ndim < 2 or not inner.pairs:
+        return
+    length = x.shape[0] if x.ndim == 2 else x.shape[1]
+    last = len(inner.pairs) - 1
+    for name, other, _ in inner.pairs[last].inputs[:1]:
+        if other in given.get(last, {}):
+            mixed = inner.pairs[last].torch.inputs[name], given[last][other]
+            if all(_same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs[:last])):
+                yield from _sides(pair, inner.pairs[:last], *mixed, length)
+    for name, other, _ in pair.outputs[:1]:
+        if other in found and all(
+            _same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs)
+        ):
+            yield from _sides(pair, inner.pairs, pair.torch.outputs[name], found[other], length)
+
+
+def _sides(
+    pair: CallPair, before: Sequence[CallPair], torch: np.ndarray, jax: np.ndarray, length: int
+) -> Iterator[tuple[_Mixing, _Mixing]]:
+    passed_on = {_fingerprint(child.torch.inputs[name]) for child in before for name, _, _ in child.inputs}
+    ends = [
+        (child, child.torch.outputs[name], way)
+        for child in before
+        for name, _, way in child.outputs[:1]
+        if _fingerprint(child.torch.outputs[name]) not in passed_on
+    ]
+    roles = [_ROLE.search(child.modules.torch.rpartition(".")[2]) for child, _, _ in ends]
+    if len(ends) == 3 and {one and one[1] for one in roles} == {"q", "k", "v"}:
+        ends = [ends[[one and one[1] for one in roles].index(role)] for role in "qkv"]
+    if len(ends) in (1, 3):
+        ours = tuple(output for _, output, _ in ends)
+        theirs = tuple(way.to_jax(output) for _, output, way in ends)
+        yield (
+            _Mixing(ours, torch, pair.torch.inputs, length),
+            _Mixing(theirs, jax, pair.jax.inputs, length),
+        )
+
+
+def _same_inputs(child: CallPair, given: Leaves | None) -> bool:
+    """Whether JAX gives a module what torch does: else its fault lies before what it makes of the outputs."""
+    return given is not None and all(
+        fits(way.to_jax(child.torch.inputs[name]), given[other], NEAR * float(np.linalg.norm(given[other])))
+        for name, other, way in child.inputs[:1]
+        if other in given
+    )
+
+
+def _fingerprint(x: np.ndarray) -> tuple[int, float]:
+    """The same in any layout."""
+    norm = float(np.linalg.norm(x)) if x.dtype.kind == "f" else math.nan
+    return x.size, float(f"{norm:.9g}")
+
+
+def _rows(x: np.ndarray, length: int) -> np.ndarray | None:
+    """``[B, T, features]`` of an array with a sequence of any length where none of ``length`` is."""
+    if x.ndim == 2:
+        return x[None]
+    if x.ndim == 4 and x.shape[1] != length and x.shape[2] == length:
+        x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1) if x.ndim > 2 else None
+
+
+def _inputs(
+    side: _Mixing,
+    size: int,
+    way: str,
+    tables: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    masks: Mapping[str, np.ndarray],
+) -> AttentionInputs | None:
+    """With heads of this size; None where the arrays have none of it."""
+    rows = [_rows(one, side.length) for one in (*side.projected, side.mixed)]
+    known = [one.astype(np.float64) for one in rows if one is not None]
+    if len(known) < len(rows) or any(len(one) != len(known[0]) or one.shape[2] % size for one in known):
+        return None
+    *parts, mixed = known
+    heads = mixed.shape[2] // size
+    if way:
+        (whole,) = parts
+        shared, odd = divmod(whole.shape[2] // size - heads, 2)
+        if odd or shared < 1 or heads % shared:
+            return None
+        split = whole.reshape(*whole.shape[:2], -1, size)
+        if way == "heads":
+            split = split.reshape(*whole.shape[:2], shared, -1, size)
+            parts = [split[:, :, :, :-2], split[:, :, :, -2], split[:, :, :, -1]]
+        else:
+            parts = np.split(split, (heads, heads + shared), 2)
+    q, k, v = (one.reshape(*one.shape[:2], -1, size) for one in parts)
+    if q.shape[:3] != (*mixed.shape[:2], heads) or k.shape != v.shape or heads % k.shape[2]:
+        return None
+    return AttentionInputs(q, k, v, mixed, tables, masks)
+
+
+def _sizes(
+    pair: CallPair, torch: _Mixing, jax: _Mixing, tables: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> list[int]:
+    """Sizes of heads, the likely ones first: of arrays with an axis for heads, of tables, of what is usual."""
+    found = [one.shape[-1] for side in (torch, jax) for one in (side.mixed, *side.projected) if one.ndim == 4]
+    mixed = _rows(torch.mixed, torch.length)
+    if found or mixed is None:
+        return list(dict.fromkeys(found))
+    width = mixed.shape[-1]
+    # Weights of the heads, which some attentions return.
+    found += [
+        width // one.shape[1]
+        for one in pair.torch.outputs.values()
+        if one.ndim == 4 and one.shape[2] == torch.length
+    ]
+    found += [2 * cos.shape[-1] for cos, _ in tables.values()]
+    return [size for size in dict.fromkeys((*found, *_SIZES)) if width % size == 0]
+
+
+def _tables(side: _Mixing) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+    """Cosines and sines ``[B or 1, T, n]`` among the inputs of a module, each element once."""
+    for (name, cos), (_, sin) in itertools.pairwise(side.given.items()):
+        if cos.shape != sin.shape or cos.dtype.kind != "f" or cos.ndim < 2 or cos.shape[-1] < 1:
+            continue
+        one, other = (
+            x.astype(np.float64).reshape([n for n in x.shape[:-1] if n != 1] + [-1]) for x in (cos, sin)
+        )
+        square = one**2 + other**2
+        if one.ndim not in (2, 3) or np.ptp(square) > 1e-3 * float(np.max(square)):
+            continue
+        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))
+        n = one.shape[-1] // 2
+        if one.shape[-1] % 2 == 0 and np.array_equal(one[..., :n], one[..., n:]):
+            one, other = one[..., :n], other[..., :n]
+        elif one.shape[-1] % 2 == 0 and np.array_equal(one[..., ::2], one[..., 1::2]):
+            one, other = one[..., ::2], other[..., ::2]
+        yield name, (one, other)
+
+
+def _masks(side: _Mixing) -> Iterator[tuple[str, np.ndarray]]:
+    """Masks ``[B or 1, H or 1, T or 1, S]`` among the inputs of a module."""
+    rows = _rows(side.projected[-1], side.length)
+    if rows is None:
+        return
+    batch, keys = rows.shape[:2]
+    for name, mask in side.given.items():
+        if mask.ndim not in (2, 3, 4) or mask.shape[-1] < keys:
+            continue
+        if mask.ndim == 2 and mask.shape[0] == batch:
+            mask = mask[:, None, None]
+        elif mask.ndim == 2:
+            mask = mask[None, None]
+        elif mask.ndim == 3:
+            mask = mask[:, None]
+        if mask.shape[2] not in (1, *range(side.length, mask.shape[2] + 1)) or mask.shape[0] not in (
+            1,
+            batch,
+        ):
+            continue
+        mask = mask[..., : side.length, :keys]
+        yield name, mask.astype(np.float64) if mask.dtype.kind == "f" and np.min(mask) < 0 else mask != 0
