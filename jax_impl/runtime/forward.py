@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
-from jax_impl.comm.mesh import is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
@@ -102,7 +101,7 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    order = Order(plan.prefetch, chained=is_simulated(plan.mesh))
+    order = Order(plan.prefetch, chained=plan.chained)
     output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 

@@ -31,6 +31,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence
+from jax_impl.runtime.pipeline import GATHER, GATHER_AHEAD, REDUCE
+from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
 
 Tree = TypeVar("Tree")
@@ -68,36 +70,52 @@ class Order:
 
         ``again``: in backward. ``looped``: one layer of a stack, in the body of a loop.
         """
-        sharded = any(group.strategy.shard_parameters for group in groups)
+        if not self.prefetch:
+            return self._in_turn(groups, sources, after, again)
+        sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
+        held = list(sources)
+        if again and len(sharded) < len(groups):
+            # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+            held, after = fence((held, after))
+        if not sharded:
+            return held, after
         place = self._place(again)
-        gate = place.gate if self.prefetch else None
-        free = gate is None and looped and self.prefetch > 0 and not self.chained
+        name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)
+        if gate is None:
+            after, gate = fence((after, jnp.array(True)))
+
+        def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
+            found: list[Sequence[jax.Array]] = []
+            for i, source in zip(sharded, sources, strict=True):
+                with jax.named_scope("gather"):
+                    found.append(groups[i].gather(_gated(source, gate)))
+                if self.chained:
+                    found, gate = fence((found, gate))
+            return found
+
+        for i, whole in zip(sharded, marked(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
+            held[i] = whole
+        # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
+        if len(place.reduced) > 1:
+            gate = jnp.logical_and(gate, place.reduced[0])
+        held, after, place.gate = fence((held, after, gate))
+        return held, after
+
+    def _in_turn(
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, again: bool
+    ) -> tuple[list[Sequence[jax.Array]], Tree]:
         held: list[Sequence[jax.Array]] = []
         for group, source in zip(groups, sources, strict=True):
-            if not group.strategy.shard_parameters:
-                if again:
-                    # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
-                    source, after = fence((source, after))
-                held.append(source)
-                continue
-            if gate is not None:
-                source = _gated(source, gate)
-            elif not free:
+            if group.strategy.shard_parameters:
                 source, after = fence((source, after))
-            with jax.named_scope("gather"):
-                source = group.gather(source)
-            if gate is None and not free:
+                with jax.named_scope("gather"):
+                    source = group.gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((source, after))
-            elif self.chained:
-                source, gate = fence((source, gate))
+            elif again:
+                # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+                source, after = fence((source, after))
             held.append(source)
-        if self.prefetch and sharded:
-            # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
-            gate = jnp.array(True) if gate is None else gate
-            if len(place.reduced) > 1:
-                gate = jnp.logical_and(gate, place.reduced[0])
-            held, after, place.gate = fence((held, after, gate))
         return held, after
 
     def reduce(
@@ -118,8 +136,7 @@ class Order:
             elif group.trainable and not beside:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
-            with jax.named_scope("reduce"):
-                reduced.append(group.reduce(values) if group.trainable else ())
+            reduced.append(_reduced(group, values) if group.trainable else ())
         if beside:
             if any(group.trainable for group in groups):
                 reduced, done = fence((reduced, jnp.array(True)))
@@ -136,6 +153,14 @@ class Order:
         if place.trace != trace:
             place.trace, place.gate, place.reduced = trace, None, []
         return place
+
+
+def _reduced(group: Group, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def reduce(*gradients: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.named_scope("reduce"):
+            return group.reduce(gradients)
+
+    return marked(REDUCE, reduce)(*gradients)
 
 
 def _gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jax_impl.runtime.forward
 from jax_impl import data_parallel_mesh, fully_shard, make_gradients, plan_sharding, shard_batch, unshard
 from jax_impl.models import Decoder
+from jax_impl.runtime.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, steps
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
@@ -46,7 +46,7 @@ class Chain(nnx.Module):
 
 def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
     """Collectives and products of a step on what passes for an accelerator."""
-    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = plan_sharding(
         nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), prefetch=prefetch, **options
     )
@@ -135,7 +135,7 @@ def test_other_values_of_prefetch_are_refused():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_prefetch_gradients_are_those_of_the_whole_model(monkeypatch, stacked, recompute):
     # The program of accelerators, on one device: on several simulated ones its collectives could meet and hang.
-    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    monkeypatch.setattr(ShardingPlan, "chained", False)
     model = Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=stacked)
     plan, weights = fully_shard(
         model, data_parallel_mesh(1), prefetch=1, recompute=recompute, stacked=["layers"] if stacked else []

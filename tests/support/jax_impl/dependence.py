@@ -21,8 +21,8 @@ COLLECTIVES = (
     "psum_invariant",
 )
 
-# An equation, and the names of its inputs and results in the whole program.
-Equation = tuple[Any, list[Any], list[Any]]
+# An equation, the names of its inputs and results in the whole program, and its scope.
+Equation = tuple[Any, list[Any], list[Any], str]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) ->
     outputs = _flatten(jaxpr, {}, flat, [0])
     live = set(outputs)
     needed = []
-    for equation, inputs, results in reversed(flat):
+    for equation, inputs, results, scope in reversed(flat):
         if equation.primitive.name == "optimization_barrier":
             used = [one in live for one in results]
             inputs = [one for one, use in zip(inputs, used, strict=True) if use]
@@ -50,14 +50,14 @@ def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) ->
         elif not any(one in live for one in results):
             continue
         live.update(inputs)
-        needed.append((equation, inputs, results))
+        needed.append((equation, inputs, results, scope))
     before: dict[Any, frozenset[int]] = {}
     found: list[Step] = []
-    for equation, inputs, results in reversed(needed):
+    for equation, inputs, results, scope in reversed(needed):
         known = frozenset().union(*(before.get(one, frozenset()) for one in inputs))
         kind = equation.primitive.name
         if kind in kinds:
-            step = Step(len(found), kind, str(equation.source_info.name_stack), known)
+            step = Step(len(found), kind, scope, known)
             found.append(step)
             known = known | {step.number}
         before.update((one, known) for one in results)
@@ -71,7 +71,9 @@ def flattened(jaxpr: Any) -> list[Equation]:
     return flat
 
 
-def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int]) -> list[Any]:
+def _flatten(
+    jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int], around: str = ""
+) -> list[Any]:
     """Append ``(equation, inputs, results)`` with names that are one in all of the program; returns the outputs'."""
 
     def name(variable: Any) -> Any:
@@ -85,12 +87,13 @@ def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int
     for equation in jaxpr.eqns:
         inputs = [name(one) for one in equation.invars]
         inner = inner_program(equation)
+        scope = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
         if inner is not None:
-            results = _flatten(inner, dict(zip(inner.invars, inputs, strict=True)), flat, count)
+            results = _flatten(inner, dict(zip(inner.invars, inputs, strict=True)), flat, count, scope)
             names.update(zip(equation.outvars, results, strict=True))
             continue
         if any(jaxpr_of(value) is not None for value in equation.params.values()):
             inside = str(equation.params)
             assert not any(kind in inside for kind in COLLECTIVES), f"{equation.primitive} holds collectives"
-        flat.append((equation, inputs, [name(one) for one in equation.outvars]))
+        flat.append((equation, inputs, [name(one) for one in equation.outvars], scope))
     return [name(one) for one in jaxpr.outvars]

@@ -1,0 +1,150 @@
+"""Parts of a traced program, found by the names of calls and evaluated apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from jax_impl.modules.seal import inner_program, jaxpr_of
+
+T = TypeVar("T")
+Values = list[Any]
+# Of variables.
+Env = dict[Any, Any]
+
+# What runs a program, and is no call; and what runs one again in backward, by rules of its own.
+_NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
+
+
+def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
+    """``function``, whose calls have ``name`` in a traced program."""
+
+    def call(*args: Any) -> T:
+        return function(*args)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def mark_of(equation: Any) -> str | None:
+    """The name of a call of a ``marked`` function, or of another jitted one."""
+    name = equation.params.get("name") if _is_call(equation) else None
+    return name if isinstance(name, str) else None
+
+
+def holds(equation: Any, marks: Sequence[str]) -> bool:
+    """Whether calls of these names are in ``equation``, or in what it runs."""
+    return mark_of(equation) in marks or any(
+        holds(one, marks) for inner in _programs(equation) for one in inner.eqns
+    )
+
+
+def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
+    """Whether the equation is a call that runs calls of these names, and no more than that."""
+    return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
+
+
+def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
+    """The program with calls of these names on its own level: calls around them are replaced by what they run."""
+    if not any(is_call_around(equation, marks) for equation in program.jaxpr.eqns):
+        return program
+
+    def run(*args: Any) -> Values:
+        return _flat(program, args)
+
+    def _flat(program: ClosedJaxpr, args: Sequence[Any]) -> Values:
+        env = variables(program, args)
+        evaluate(
+            program.jaxpr,
+            program.jaxpr.eqns,
+            env,
+            program.jaxpr.outvars,
+            special=lambda equation: is_call_around(equation, marks),
+            run=lambda equation, values: _flat(called(equation), values),
+        )
+        return read(env, program.jaxpr.outvars)
+
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
+
+
+def variables(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    """The values of a program's constants and inputs."""
+    jaxpr = program.jaxpr
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+
+
+def read(env: Env, operands: Iterable[Any]) -> Values:
+    # Literals have a value, and no hash.
+    return [operand.val if hasattr(operand, "val") else env[operand] for operand in operands]
+
+
+def called(equation: Any) -> ClosedJaxpr:
+    """What a call runs."""
+    for value in equation.params.values():
+        if jaxpr_of(value) is not None and jaxpr_of(value) is inner_program(equation):
+            return value if hasattr(value, "consts") else ClosedJaxpr(value, ())
+    raise ValueError(f"expected a call, got {equation.primitive}")
+
+
+def evaluate(
+    jaxpr: Jaxpr,
+    equations: Sequence[Any],
+    env: Env,
+    wanted: Iterable[Any],
+    special: Callable[[Any], bool] = lambda equation: False,
+    run: Callable[[Any, Values], Values] | None = None,
+) -> None:
+    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then has what is ``wanted``."""
+    needed = [set(_variables(wanted))]
+    for equation in reversed(equations):
+        needed.append(needed[-1] | set(_variables(equation.invars)))
+    needed.reverse()
+    plain: list[Any] = []
+    for number, equation in enumerate(equations):
+        if not special(equation):
+            plain.append(equation)
+            continue
+        _segment(jaxpr, plain, env, needed[number])
+        plain = []
+        assert run is not None
+        with scope_of(equation):
+            values = run(equation, read(env, equation.invars))
+        env.update(zip(equation.outvars, values, strict=True))
+    _segment(jaxpr, plain, env, needed[-1])
+
+
+def scope_of(equation: Any) -> AbstractContextManager[Any]:
+    """Profiles name what runs in it as if ``equation`` ran it."""
+    return jax.named_scope(str(equation.source_info.name_stack))
+
+
+def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: set[Any]) -> None:
+    made = [v for equation in equations for v in equation.outvars if v in needed]
+    if not made:
+        return
+    inside = {v for equation in equations for v in equation.outvars}
+    taken = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in inside)
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
+    env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*read(env, taken)), strict=True))
+
+
+def _variables(operands: Iterable[Any]) -> list[Any]:
+    return [operand for operand in operands if not hasattr(operand, "val")]
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name not in _NO_CALLS and inner_program(equation) is not None
+
+
+def _programs(equation: Any) -> list[Any]:
+    found = []
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if jaxpr_of(one) is not None:
+                found.append(jaxpr_of(one))
+    return found
