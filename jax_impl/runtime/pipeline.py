@@ -34,6 +34,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import scan_counts
 from jax_impl.runtime.traced import (
     Env,
+    Split,
     Values,
     called,
     evaluate,
@@ -43,6 +44,7 @@ from jax_impl.runtime.traced import (
     read,
     scope_of,
     variables,
+    whole,
 )
 
 T = TypeVar("T")
@@ -79,24 +81,28 @@ class _Level:
     def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> Values:
         env = variables(program, args)
         self.evaluate(program.jaxpr, program.jaxpr.eqns, env, program.jaxpr.outvars)
-        return read(env, program.jaxpr.outvars)
+        return whole(read(env, program.jaxpr.outvars))
 
     def evaluate(self, jaxpr: Any, equations: Sequence[Any], env: Env, wanted: Sequence[Any]) -> None:
         evaluate(jaxpr, equations, env, wanted, self._is_special, self._special)
 
-    def _is_special(self, equation: Any) -> bool:
+    def _is_special(self, equation: Any, env: Env) -> bool:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if mark in _GATHERS:
             self._gathered = equation.outvars
         if primitive == "optimization_barrier":
-            return any(v in self._gathered for v in equation.invars if not hasattr(v, "val"))
+            operands = _variables(equation.invars)
+            return any(v in self._gathered or isinstance(env.get(v), Split) for v in operands)
         return mark in _GATHERS or (primitive == "scan" and holds(equation, _TRANSFERS))
 
     def _special(self, equation: Any, values: Values) -> Values:
         primitive = equation.primitive.name
         if primitive == "optimization_barrier":
+            values = list(lax.optimization_barrier(values))
+            if not any(v in self._gathered for v in _variables(equation.invars)):
+                return values
             self._gathered = ()
-            return self._opened(list(lax.optimization_barrier(values)))
+            return self._opened(values)
         if primitive == "scan":
             results, gate = _Loop.of(equation, values, self.chained).run(self.gate)
             if gate is not None:
@@ -105,7 +111,7 @@ class _Level:
         if mark_of(equation) == GATHER_AHEAD and self.in_loop:
             values[0] = jnp.logical_and(values[0], self.gate)
         self.in_loop = False
-        return list(jaxpr_as_fun(called(equation))(*values))
+        return list(jaxpr_as_fun(called(equation))(*whole(values)))
 
     def _opened(self, values: Values) -> Values:
         """What a barrier lets through when a gather is done and its unit's input is there."""
@@ -152,10 +158,10 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _State:
-    """Between two passes. ``whole``: weights of the next pass. ``waiting``: what ``late`` needs of the pass before."""
+    """Between two passes. ``gathered``: whole weights of the next pass. ``waiting``: what ``late`` needs of the pass before."""
 
     carry: Values
-    whole: Values
+    gathered: Values
     waiting: Values
     stacks: Values
 
@@ -185,9 +191,13 @@ class _Loop:
         return _Loop(
             body,
             _parts(body.jaxpr, constants, carries, params["length"], chained),
-            values[:constants],
-            values[constants : constants + carries],
-            values[constants + carries :],
+            whole(values[:constants]),
+            whole(values[constants : constants + carries]),
+            # A loop in the other direction begins with the pass that stands apart.
+            [
+                x.whole if isinstance(x, Split) and x.reverse == params["reverse"] else x
+                for x in values[constants + carries :]
+            ],
             params["length"],
             params["reverse"],
             params["unroll"],
@@ -199,32 +209,41 @@ class _Loop:
         parts = self.parts
         if parts.gather is None and not parts.late:
             return self._as_it_is(), None
-        carry, whole = self.carry, []
+        carry, gathered = self.carry, []
         if parts.gather is not None:
             if gate is None:
                 carry, gate = fence((carry, jnp.array(True)))
-            whole = self._gather(0, gate)
-        carries = len(carry)
-        stacks = [jnp.zeros((self.length, *v.aval.shape), v.aval.dtype) for v in self.body.jaxpr.outvars[carries:]]
-        state = _State(carry, whole, [], stacks)
-        first, end = int(bool(parts.late)), self.length - int(parts.gather is not None)
+            gathered = self._gather(0, gate)
+        rest = int(parts.gather is not None)
+        length = self.length - 1 if self._splits else self.length
+        stacks = [
+            jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in self.body.jaxpr.outvars[len(carry) :]
+        ]
+        state = _State(carry, gathered, [], stacks)
+        first = int(bool(parts.late) or any(isinstance(x, Split) for x in self.stacked))
         if first:
             state, gate = self._pass(0, state)
-        if first < end:
-            state = lax.fori_loop(first, end, lambda k, s: self._pass(k, s)[0], state, unroll=self.unroll)
-        if first <= end < self.length:
-            state, gate = self._pass(end, state, last=True)
+        if first < self.length - rest:
+            state = lax.fori_loop(
+                first, self.length - rest, lambda k, s: self._pass(k, s)[0], state, unroll=self.unroll
+            )
+        if rest:
+            state, gate = self._pass(self.length - 1, state, last=True)
         stacks = state.stacks
         if parts.late:
-            stacks = self._stacked(stacks, self._late(state.waiting), self.length - 1)
+            stacks = self._stacked(stacks, self._late(state.waiting), self.length - 1, late=True)
         return [*state.carry, *stacks], gate if parts.gather is not None else None
+
+    @property
+    def _splits(self) -> bool:
+        return self.parts.gather is not None and not self.parts.late
 
     def _pass(self, k: Any, state: _State, last: bool = False) -> tuple[_State, jax.Array | None]:
         parts, jaxpr, carries = self.parts, self.body.jaxpr, len(self.carry)
         env = variables(self.body, [*self.constants, *state.carry, *self._slices(k)])
         issue = None
         if parts.gather is not None:
-            env.update(zip(parts.gather.outvars, state.whole, strict=True))
+            env.update(zip(parts.gather.outvars, state.gathered, strict=True))
             issue = None if last else lambda gate: self._gather(k + 1, gate)
         level = _Pass(parts, self.chained, issue)
         late = _made(parts.late)
@@ -234,11 +253,14 @@ class _Loop:
         results = read(env, now)
         reduced = self._late(state.waiting) if state.waiting else []
         # Transfers of this pass end with it, before its results are copied to where they are stacked.
-        results, waiting, whole, reduced = fence((results, read(env, needed), level.ahead, reduced))
-        stacks = self._stacked(state.stacks, results[carries:], k, late=False)
+        results, waiting, gathered, reduced = fence((results, read(env, needed), level.ahead, reduced))
+        if self._splits and last:
+            stacks = [Split(*both, self.reverse) for both in zip(state.stacks, results[carries:], strict=True)]
+        else:
+            stacks = self._stacked(state.stacks, results[carries:], k, late=False)
         if reduced:
-            stacks = self._stacked(stacks, reduced, k - 1)
-        return _State(results[:carries], whole, waiting, stacks), level.gate
+            stacks = self._stacked(stacks, reduced, k - 1, late=True)
+        return _State(results[:carries], gathered, waiting, stacks), level.gate
 
     def _gather(self, k: Any, gate: jax.Array) -> Values:
         """Whole weights of pass ``k``."""
@@ -260,19 +282,29 @@ class _Loop:
         return read(env, wanted)
 
     def _slices(self, k: Any) -> Values:
-        return [lax.dynamic_index_in_dim(x, self._index(k), keepdims=False) for x in self.stacked]
+        found = []
+        for x in self.stacked:
+            if not isinstance(x, Split):
+                found.append(lax.dynamic_index_in_dim(x, self._index(k), keepdims=False))
+            elif type(k) is int and k == 0:
+                found.append(x.last)
+            else:
+                found.append(lax.dynamic_index_in_dim(x.looped, self._index(k) - x.reverse, keepdims=False))
+        return found
 
     def _index(self, k: Any) -> Any:
+        """The layer of pass ``k``."""
         return self.length - 1 - k if self.reverse else k
 
-    def _stacked(self, stacks: Values, values: Values, k: Any, late: bool = True) -> Values:
+    def _stacked(self, stacks: Values, values: Values, k: Any, late: bool) -> Values:
         """``stacks`` with the late results of pass ``k``, or with the others."""
         made = _made(self.parts.late)
         outputs = self.body.jaxpr.outvars[len(self.carry) :]
         mine = [i for i, v in enumerate(outputs) if (not hasattr(v, "val") and v in made) == late]
+        at = self._index(k) - int(self._splits and self.reverse)
         stacks = list(stacks)
         for i, value in zip(mine, values, strict=True):
-            stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, self._index(k), 0)
+            stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, at, 0)
         return stacks
 
     def _as_it_is(self) -> Values:
@@ -283,7 +315,7 @@ class _Loop:
             return found[: len(carry)], found[len(carry) :]
 
         carry, stacks = lax.scan(
-            one, self.carry, self.stacked, self.length, reverse=self.reverse, unroll=self.unroll
+            one, self.carry, whole(self.stacked), self.length, reverse=self.reverse, unroll=self.unroll
         )
         return [*carry, *stacks]
 

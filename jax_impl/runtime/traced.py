@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from jax_impl.modules.seal import inner_program, jaxpr_of
@@ -63,12 +65,36 @@ def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
             program.jaxpr.eqns,
             env,
             program.jaxpr.outvars,
-            special=lambda equation: is_call_around(equation, marks),
+            special=lambda equation, env: is_call_around(equation, marks),
             run=lambda equation, values: _flat(called(equation), values),
         )
         return read(env, program.jaxpr.outvars)
 
     return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Split:
+    """What a loop stacked, the last pass apart: ``[L - 1, ...]`` and ``[...]``, that of the first layer if ``reverse``.
+
+    In one array XLA would copy it, and give it another memory layout than in the loop.
+    """
+
+    looped: Any
+    last: Any
+    reverse: bool = field(metadata={"static": True})
+
+    @property
+    def whole(self) -> jax.Array:
+        """``[L, ...]``, in the order of the layers."""
+        parts = [self.looped, jnp.expand_dims(self.last, 0)]
+        return jnp.concatenate(parts[::-1] if self.reverse else parts)
+
+
+def whole(values: Iterable[Any]) -> Values:
+    """The same, no one split."""
+    return [value.whole if isinstance(value, Split) else value for value in values]
 
 
 def variables(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
@@ -95,17 +121,20 @@ def evaluate(
     equations: Sequence[Any],
     env: Env,
     wanted: Iterable[Any],
-    special: Callable[[Any], bool] = lambda equation: False,
+    special: Callable[[Any, Env], bool] = lambda equation, env: False,
     run: Callable[[Any, Values], Values] | None = None,
 ) -> None:
-    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then has what is ``wanted``."""
+    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then has what is ``wanted``.
+
+    Others get no ``Split``.
+    """
     needed = [set(_variables(wanted))]
     for equation in reversed(equations):
         needed.append(needed[-1] | set(_variables(equation.invars)))
     needed.reverse()
     plain: list[Any] = []
     for number, equation in enumerate(equations):
-        if not special(equation):
+        if not special(equation, env):
             plain.append(equation)
             continue
         _segment(jaxpr, plain, env, needed[number])
@@ -130,7 +159,7 @@ def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: set[Any])
     taken = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in inside)
     effects = frozenset().union(*(equation.effects for equation in equations))
     program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
-    env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*read(env, taken)), strict=True))
+    env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
 
 
 def _variables(operands: Iterable[Any]) -> list[Any]:
