@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
+from jax_impl.comm.mesh import is_gpu
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
@@ -189,7 +190,7 @@ def _accumulated(
 
         differentiated = jax.value_and_grad(loss, has_aux=True)
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            differentiated = pipelined(differentiated, chained=plan.chained)
+            differentiated = pipelined(differentiated, chained=plan.chained, row_major=is_gpu(plan.mesh))
         (_, (found, variables)), gradients = differentiated(collectors(plan))
         return found, variables, gradients
 

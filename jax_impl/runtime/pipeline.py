@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence
@@ -55,12 +56,25 @@ _GATHERS = (GATHER, GATHER_AHEAD)
 _TRANSFERS = (*_GATHERS, REDUCE)
 
 
-def pipelined(function: Callable[..., T], *, chained: bool) -> Callable[..., T]:
-    """``function`` with its loops' transfers moved. ``chained``: see ``Order``; reductions then stay where they are."""
+@dataclass(frozen=True)
+class Ways:
+    """How loops are written. ``chained``: see ``Order``; reductions then stay where they are.
+
+    row_major: what a loop stacks has the memory layout of its dimensions' order. XLA chooses others for a loop and for
+        the one in backward, and copies all of it from one to the other. Not for TPUs, whose layouts have tiles.
+    """
+
+    chained: bool
+    row_major: bool
+
+
+def pipelined(function: Callable[..., T], *, chained: bool, row_major: bool) -> Callable[..., T]:
+    """``function`` with its loops' transfers moved; for the keywords see ``Ways``."""
+    ways = Ways(chained, row_major)
 
     def run(*args: Any) -> T:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = _Level(chained).run(flattened(program, _TRANSFERS), jax.tree.leaves(args))
+        found = _Level(ways).run(flattened(program, _TRANSFERS), jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return run
@@ -72,8 +86,8 @@ class _Level:
     gate: a scalar, True when the gather after the last one may start. in_loop: whether that one was in a loop.
     """
 
-    def __init__(self, chained: bool) -> None:
-        self.chained = chained
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
         self.gate: jax.Array | None = None
         self.in_loop = False
         self._gathered: Sequence[Any] = ()
@@ -104,7 +118,7 @@ class _Level:
             self._gathered = ()
             return self._opened(values)
         if primitive == "scan":
-            results, gate = _Loop.of(equation, values, self.chained).run(self.gate)
+            results, gate = _Loop.of(equation, values, self.ways).run(self.gate)
             if gate is not None:
                 self.gate, self.in_loop = gate, True
             return results
@@ -126,8 +140,8 @@ class _Pass(_Level):
     ``ahead``: what it returned.
     """
 
-    def __init__(self, parts: _Parts, chained: bool, issue: Callable[[jax.Array], Values] | None) -> None:
-        super().__init__(chained)
+    def __init__(self, parts: _Parts, ways: Ways, issue: Callable[[jax.Array], Values] | None) -> None:
+        super().__init__(ways)
         self.ahead: Values = []
         self._issue = issue
         self._left = sum(mark_of(equation) in _GATHERS for equation in parts.middle)
@@ -141,7 +155,7 @@ class _Pass(_Level):
         values = super()._opened(values)
         if self._issue is not None and self._left == 0 and self.gate is not None:
             self.ahead = self._issue(self.gate)
-            if self.chained:
+            if self.ways.chained:
                 values, self.ahead = fence((values, self.ahead))
         return values
 
@@ -181,16 +195,16 @@ class _Loop:
     length: int
     reverse: bool
     unroll: Any
-    chained: bool
+    ways: Ways
 
     @staticmethod
-    def of(equation: Any, values: Values, chained: bool) -> _Loop:
+    def of(equation: Any, values: Values, ways: Ways) -> _Loop:
         params = equation.params
         body = flattened(params["jaxpr"], _TRANSFERS)
         constants, carries = scan_counts(equation, body.jaxpr)
         return _Loop(
             body,
-            _parts(body.jaxpr, constants, carries, params["length"], chained),
+            _parts(body.jaxpr, constants, carries, params["length"], ways.chained),
             whole(values[:constants]),
             whole(values[constants : constants + carries]),
             # A loop in the other direction begins with the pass that stands apart.
@@ -201,7 +215,7 @@ class _Loop:
             params["length"],
             params["reverse"],
             params["unroll"],
-            chained,
+            ways,
         )
 
     def run(self, gate: jax.Array | None) -> tuple[Values, jax.Array | None]:
@@ -240,12 +254,16 @@ class _Loop:
 
     def _pass(self, k: Any, state: _State, last: bool = False) -> tuple[_State, jax.Array | None]:
         parts, jaxpr, carries = self.parts, self.body.jaxpr, len(self.carry)
-        env = variables(self.body, [*self.constants, *state.carry, *self._slices(k)])
+        carry, stacked = state.carry, self.stacked
+        if last and self.ways.row_major:
+            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved arrays more.
+            carry, stacked = fence((carry, stacked))
+        env = variables(self.body, [*self.constants, *carry, *self._slices(k, stacked)])
         issue = None
         if parts.gather is not None:
             env.update(zip(parts.gather.outvars, state.gathered, strict=True))
             issue = None if last else lambda gate: self._gather(k + 1, gate)
-        level = _Pass(parts, self.chained, issue)
+        level = _Pass(parts, self.ways, issue)
         late = _made(parts.late)
         now = [v for v in jaxpr.outvars if hasattr(v, "val") or v not in late]
         needed = _needed(parts.late)
@@ -266,7 +284,7 @@ class _Loop:
         """Whole weights of pass ``k``."""
         gather = self.parts.gather
         # Carried values have none here, and are not needed.
-        env = variables(self.body, [*self.constants, *[None] * len(self.carry), *self._slices(k)])
+        env = variables(self.body, [*self.constants, *[None] * len(self.carry), *self._slices(k, self.stacked)])
         evaluate(self.body.jaxpr, self.parts.early, env, gather.invars[1:])
         with scope_of(gather):
             return list(jaxpr_as_fun(called(gather))(gate, *read(env, gather.invars[1:])))
@@ -281,9 +299,10 @@ class _Loop:
         evaluate(self.body.jaxpr, self.parts.late, env, wanted)
         return read(env, wanted)
 
-    def _slices(self, k: Any) -> Values:
+    def _slices(self, k: Any, stacked: Values) -> Values:
+        """What pass ``k`` gets of ``stacked``."""
         found = []
-        for x in self.stacked:
+        for x in stacked:
             if not isinstance(x, Split):
                 found.append(lax.dynamic_index_in_dim(x, self._index(k), keepdims=False))
             elif type(k) is int and k == 0:
@@ -305,13 +324,15 @@ class _Loop:
         stacks = list(stacks)
         for i, value in zip(mine, values, strict=True):
             stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, at, 0)
+            if self.ways.row_major:
+                stacks[i] = with_layout_constraint(stacks[i], Layout(tuple(range(stacks[i].ndim))))
         return stacks
 
     def _as_it_is(self) -> Values:
         constants = self.constants
 
         def one(carry: Values, slices: Values) -> tuple[Values, Values]:
-            found = _Level(self.chained).run(self.body, [*constants, *carry, *slices])
+            found = _Level(self.ways).run(self.body, [*constants, *carry, *slices])
             return found[: len(carry)], found[len(carry) :]
 
         carry, stacks = lax.scan(
