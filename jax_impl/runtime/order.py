@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jax_impl.comm.collectives import fence
+from jax_impl.comm.collectives import fence, gated
 from jax_impl.runtime.pipeline import GATHER, GATHER_AHEAD, REDUCE
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
@@ -88,7 +88,7 @@ class Order:
             found: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
                 with jax.named_scope("gather"):
-                    found.append(groups[i].gather(_gated(source, gate)))
+                    found.append(groups[i].gather(gated(source, gate)))
                 if self.chained:
                     found, gate = fence((found, gate))
             return found
@@ -132,7 +132,7 @@ class Order:
             if group.trainable and beside and place.reduced:
                 done = place.reduced[-1]
                 # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
-                values = _gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
+                values = gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
             elif group.trainable and not beside:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
@@ -161,11 +161,3 @@ def _reduced(group: Group, gradients: Sequence[jax.Array]) -> tuple[jax.Array, .
             return group.reduce(gradients)
 
     return marked(REDUCE, reduce)(*gradients)
-
-
-def _gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
-    """The same arrays, not before ``gate``.
-
-    Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
-    """
-    return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)

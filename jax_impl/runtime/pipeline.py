@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_impl.comm.collectives import fence
+from jax_impl.comm.collectives import fence, gated
 from jax_impl.modules.seal import scan_counts
 from jax_impl.runtime.traced import (
     Env,
@@ -83,14 +83,17 @@ def pipelined(function: Callable[..., T], *, chained: bool, row_major: bool) -> 
 class _Level:
     """A program without the bodies of its loops.
 
-    gate: a scalar, True when the gather after the last one may start. in_loop: whether that one was in a loop.
+    gate: a scalar, True when the gather after the last one may start. reduced: True when the last reduction is done.
+    stale: what in the traced program does not know of the loop before, and has to wait for these two instead.
     """
 
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
         self.gate: jax.Array | None = None
-        self.in_loop = False
+        self.reduced: jax.Array | None = None
+        self.stale: frozenset[str | None] = frozenset()
         self._gathered: Sequence[Any] = ()
+        self._reduced: Sequence[Any] = ()
 
     def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> Values:
         env = variables(program, args)
@@ -104,28 +107,40 @@ class _Level:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if mark in _GATHERS:
             self._gathered = equation.outvars
+        if mark == REDUCE:
+            self._reduced = equation.outvars
         if primitive == "optimization_barrier":
-            operands = _variables(equation.invars)
-            return any(v in self._gathered or isinstance(env.get(v), Split) for v in operands)
-        return mark in _GATHERS or (primitive == "scan" and holds(equation, _TRANSFERS))
+            known = (*self._gathered, *self._reduced)
+            return any(v in known or isinstance(env.get(v), Split) for v in _variables(equation.invars))
+        return mark in _TRANSFERS or (primitive == "scan" and holds(equation, _TRANSFERS))
 
     def _special(self, equation: Any, values: Values) -> Values:
-        primitive = equation.primitive.name
+        primitive, mark = equation.primitive.name, mark_of(equation)
         if primitive == "optimization_barrier":
-            values = list(lax.optimization_barrier(values))
-            if not any(v in self._gathered for v in _variables(equation.invars)):
-                return values
-            self._gathered = ()
-            return self._opened(values)
+            return self._barrier(_variables(equation.invars), list(lax.optimization_barrier(values)))
         if primitive == "scan":
-            results, gate = _Loop.of(equation, values, self.ways).run(self.gate)
-            if gate is not None:
-                self.gate, self.in_loop = gate, True
+            loop = _Loop.of(equation, values, self.ways)
+            results, self.gate, self.reduced = loop.run(self.gate, self.reduced)
+            # A loop that stays as it is ends with transfers that nothing is known of, and that nothing runs beside.
+            moved = [(_GATHERS, self.gate), ((REDUCE,), self.reduced)]
+            self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
-        if mark_of(equation) == GATHER_AHEAD and self.in_loop:
-            values[0] = jnp.logical_and(values[0], self.gate)
-        self.in_loop = False
+        if mark in self.stale and not self.ways.chained:
+            if mark == REDUCE and self.reduced is not None:
+                values = list(gated(values, self.reduced))
+            elif self.gate is not None:
+                values[0] = self.gate
+        self.stale -= {REDUCE} if mark == REDUCE else set(_GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
+
+    def _barrier(self, operands: Sequence[Any], values: Values) -> Values:
+        if any(v in self._reduced for v in operands):
+            *values, self.reduced = fence([*values, jnp.array(True)])
+            self._reduced = ()
+        if any(v in self._gathered for v in operands):
+            values = self._opened(values)
+            self._gathered = ()
+        return values
 
     def _opened(self, values: Values) -> Values:
         """What a barrier lets through when a gather is done and its unit's input is there."""
@@ -136,13 +151,16 @@ class _Level:
 class _Pass(_Level):
     """A body without the gather and the reduction that have moved.
 
-    ``gathers``: how many are left in it. ``issue``: starts the next pass's gather, after the last one of this pass.
-    ``ahead``: what it returned.
+    done: True when the reductions of the passes before are done that this pass waits for. issue: starts the next pass's
+    gather, after the last one of this pass. ahead: what it returned.
     """
 
-    def __init__(self, parts: _Parts, ways: Ways, issue: Callable[[jax.Array], Values] | None) -> None:
+    def __init__(
+        self, parts: _Parts, ways: Ways, done: jax.Array, issue: Callable[[jax.Array], Values] | None
+    ) -> None:
         super().__init__(ways)
         self.ahead: Values = []
+        self._done = done
         self._issue = issue
         self._left = sum(mark_of(equation) in _GATHERS for equation in parts.middle)
         self._gathered = parts.gather.outvars if parts.gather else ()
@@ -152,8 +170,10 @@ class _Pass(_Level):
         return super()._special(equation, values)
 
     def _opened(self, values: Values) -> Values:
-        values = super()._opened(values)
-        if self._issue is not None and self._left == 0 and self.gate is not None:
+        if self._left:
+            return super()._opened(values)
+        *values, self.gate = fence([*values, self._done])
+        if self._issue is not None:
             self.ahead = self._issue(self.gate)
             if self.ways.chained:
                 values, self.ahead = fence((values, self.ahead))
@@ -172,12 +192,16 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _State:
-    """Between two passes. ``gathered``: whole weights of the next pass. ``waiting``: what ``late`` needs of the pass before."""
+    """Between two passes. gathered: whole weights of the next one. waiting: what ``late`` needs of the one before.
+
+    done: True when the reductions are done that run beside the passes before.
+    """
 
     carry: Values
     gathered: Values
     waiting: Values
     stacks: Values
+    done: jax.Array
 
 
 jax.tree_util.register_dataclass(_State)
@@ -218,11 +242,13 @@ class _Loop:
             ways,
         )
 
-    def run(self, gate: jax.Array | None) -> tuple[Values, jax.Array | None]:
-        """Results, and the gate of the gather after the last one in here, if there is one that has moved."""
+    def run(
+        self, gate: jax.Array | None, reduced: jax.Array | None
+    ) -> tuple[Values, jax.Array | None, jax.Array | None]:
+        """Results, and ``gate`` and ``reduced`` after the loop; None for that whose transfers have not moved."""
         parts = self.parts
         if parts.gather is None and not parts.late:
-            return self._as_it_is(), None
+            return self._as_it_is(), None, None
         carry, gathered = self.carry, []
         if parts.gather is not None:
             if gate is None:
@@ -233,7 +259,8 @@ class _Loop:
         stacks = [
             jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in self.body.jaxpr.outvars[len(carry) :]
         ]
-        state = _State(carry, gathered, [], stacks)
+        done = jnp.array(True) if reduced is None else reduced
+        state = _State(carry, gathered, [], stacks, done)
         first = int(bool(parts.late) or any(isinstance(x, Split) for x in self.stacked))
         if first:
             state, gate = self._pass(0, state)
@@ -243,10 +270,11 @@ class _Loop:
             )
         if rest:
             state, gate = self._pass(self.length - 1, state, last=True)
-        stacks = state.stacks
+        stacks, reduced = state.stacks, None
         if parts.late:
-            stacks = self._stacked(stacks, self._late(state.waiting), self.length - 1, late=True)
-        return [*state.carry, *stacks], gate if parts.gather is not None else None
+            late, reduced = fence((self._late(state.waiting), jnp.array(True)))
+            stacks = self._stacked(stacks, late, self.length - 1, late=True)
+        return [*state.carry, *stacks], gate if parts.gather is not None else None, reduced
 
     @property
     def _splits(self) -> bool:
@@ -263,7 +291,9 @@ class _Loop:
         if parts.gather is not None:
             env.update(zip(parts.gather.outvars, state.gathered, strict=True))
             issue = None if last else lambda gate: self._gather(k + 1, gate)
-        level = _Pass(parts, self.ways, issue)
+        # What was reduced before the loop may run beside the whole first pass.
+        done = jnp.array(True) if type(k) is int and k == 0 else state.done
+        level = _Pass(parts, self.ways, done, issue)
         late = _made(parts.late)
         now = [v for v in jaxpr.outvars if hasattr(v, "val") or v not in late]
         needed = _needed(parts.late)
@@ -271,14 +301,16 @@ class _Loop:
         results = read(env, now)
         reduced = self._late(state.waiting) if state.waiting else []
         # Transfers of this pass end with it, before its results are copied to where they are stacked.
-        results, waiting, gathered, reduced = fence((results, read(env, needed), level.ahead, reduced))
+        results, waiting, gathered, reduced, done = fence(
+            (results, read(env, needed), level.ahead, reduced, state.done)
+        )
         if self._splits and last:
             stacks = [Split(*both, self.reverse) for both in zip(state.stacks, results[carries:], strict=True)]
         else:
             stacks = self._stacked(state.stacks, results[carries:], k, late=False)
         if reduced:
             stacks = self._stacked(stacks, reduced, k - 1, late=True)
-        return _State(results[:carries], gathered, waiting, stacks), level.gate
+        return _State(results[:carries], gathered, waiting, stacks, done), level.gate
 
     def _gather(self, k: Any, gate: jax.Array) -> Values:
         """Whole weights of pass ``k``."""
