@@ -190,7 +190,7 @@ def _accumulated(
 
         differentiated = jax.value_and_grad(loss, has_aux=True)
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            differentiated = pipelined(differentiated, chained=plan.chained, row_major=is_gpu(plan.mesh))
+            differentiated = pipelined(differentiated, chained=plan.chained, row_major=plan.engine == "shard_map" and is_gpu(plan.mesh))
         (_, (found, variables)), gradients = differentiated(collectors(plan))
         return found, variables, gradients
 
