@@ -18,11 +18,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.comm.mesh import is_gpu
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
-from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
+from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold, ways_of
 from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
 from jax_impl.runtime.memory_kinds import as_before, on_device
 from jax_impl.runtime.pipeline import pipelined
@@ -190,7 +189,7 @@ def _accumulated(
 
         differentiated = jax.value_and_grad(loss, has_aux=True)
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            differentiated = pipelined(differentiated, chained=plan.chained, row_major=plan.engine == "shard_map" and is_gpu(plan.mesh))
+            differentiated = pipelined(differentiated, ways_of(plan))
         (_, (found, variables)), gradients = differentiated(collectors(plan))
         return found, variables, gradients
 

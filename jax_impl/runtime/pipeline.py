@@ -58,19 +58,24 @@ _TRANSFERS = (*_GATHERS, REDUCE)
 
 @dataclass(frozen=True)
 class Ways:
-    """How loops are written. ``chained``: see ``Order``; reductions then stay where they are.
+    """How a program is written.
 
-    row_major: what a loop stacks has the memory layout of its dimensions' order. XLA chooses others for a loop and for
-        the one in backward, and copies all of it from one to the other. Not for TPUs, whose layouts have tiles.
+    chained: see ``Order``.
+    forward: the function has no backward, so that each gather may wait for the input of the unit before.
+    reductions: move them, too. Not where XLA makes them of a sharding: those run where the gradient is computed.
+    row_major: what a loop stacks has the memory layout of its dimensions' order. XLA:GPU chooses others for a loop and
+        for the one in backward, and copies all of it from one to the other. TPUs have tiles, and sharded programs lose
+        the shardings of what has a layout.
     """
 
-    chained: bool
-    row_major: bool
+    chained: bool = False
+    forward: bool = False
+    reductions: bool = True
+    row_major: bool = False
 
 
-def pipelined(function: Callable[..., T], *, chained: bool, row_major: bool) -> Callable[..., T]:
-    """``function`` with its loops' transfers moved; for the keywords see ``Ways``."""
-    ways = Ways(chained, row_major)
+def pipelined(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
+    """``function`` with its loops' transfers moved."""
 
     def run(*args: Any) -> T:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -125,10 +130,10 @@ class _Level:
             moved = [(_GATHERS, self.gate), ((REDUCE,), self.reduced)]
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
-        if mark in self.stale and not self.ways.chained:
+        if not self.ways.chained and (mark in self.stale or self.ways.forward):
             if mark == REDUCE and self.reduced is not None:
                 values = list(gated(values, self.reduced))
-            elif self.gate is not None:
+            elif mark in _GATHERS and self.gate is not None:
                 values[0] = self.gate
         self.stale -= {REDUCE} if mark == REDUCE else set(_GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
@@ -228,7 +233,7 @@ class _Loop:
         constants, carries = scan_counts(equation, body.jaxpr)
         return _Loop(
             body,
-            _parts(body.jaxpr, constants, carries, params["length"], ways.chained),
+            _parts(body.jaxpr, constants, carries, params["length"], ways.reductions and not ways.chained),
             whole(values[:constants]),
             whole(values[constants : constants + carries]),
             # A loop in the other direction begins with the pass that stands apart.
@@ -373,7 +378,7 @@ class _Loop:
         return [*carry, *stacks]
 
 
-def _parts(jaxpr: Any, constants: int, carries: int, length: int, chained: bool) -> _Parts:
+def _parts(jaxpr: Any, constants: int, carries: int, length: int, reductions: bool) -> _Parts:
     equations = list(jaxpr.eqns)
     nothing = _Parts([], None, equations, [])
     nested = any(e.primitive.name == "scan" and holds(e, _TRANSFERS) for e in equations)
@@ -389,7 +394,7 @@ def _parts(jaxpr: Any, constants: int, carries: int, length: int, chained: bool)
         carried = set(jaxpr.invars[constants : constants + carries])
         if carried.isdisjoint(_needed(early) if early else _variables(first.invars[1:])):
             gather = first
-    if last is not None and not chained:
+    if last is not None and reductions:
         late = _after(equations, last)
         made = _made(late)
         if any(not hasattr(v, "val") and v in made for v in jaxpr.outvars[:carries]):
