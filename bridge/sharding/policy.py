@@ -28,6 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAIN_DTYPES = ("float32", "float64")
 _TABLES = ("mesh", "precision", "unit")
 _ALIGN = 'a number of elements >= 1, or "auto"'
+# Keys of [mesh] that are no axes.
+_OPTIONS = ("align", "prefetch")
 _KINDS = ("parameters", "gradients", "optimizer")
 
 
@@ -135,6 +137,9 @@ class ShardingPolicy:
     mesh: one or two data-parallel axes, outer to inner: name -> size, or "all" for what the other axis leaves.
     source: what errors call the policy, such as its file.
     align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
+    prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
+        follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
+        None: the runtime's default. ``[mesh] prefetch``.
     axes: the items of ``mesh``; unlike a mapping they are compared in their order.
     """
 
@@ -143,12 +148,16 @@ class ShardingPolicy:
     precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
     source: str = field(default="policy", compare=False)
     align: Align = DEFAULT_ALIGN
+    prefetch: int | None = None
     axes: tuple[tuple[str, int | str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         with _at(self.source):
             _check_mesh(self.mesh)
             _require(is_align(self.align), "[mesh] align", _ALIGN, self.align)
+            # A type of its own: True equals 1, and so does 1.0.
+            known = self.prefetch is None or (type(self.prefetch) is int and self.prefetch in (0, 1))
+            _require(known, "[mesh] prefetch", "0 or 1", self.prefetch)
             object.__setattr__(self, "axes", tuple(self.mesh.items()))
             object.__setattr__(self, "mesh", dict(self.mesh))
             _require(
@@ -224,9 +233,9 @@ class ShardingPolicy:
             _only(content, _TABLES)
             options: dict[str, Any] = {}
             axes = content.get("mesh")
-            if isinstance(axes, dict) and "align" in axes:
-                options["align"] = axes.pop("align")
-            # A table with nothing but align leaves the axes to the default.
+            if isinstance(axes, dict):
+                options |= {key: axes.pop(key) for key in _OPTIONS if key in axes}
+            # A table with nothing but options leaves the axes to the default.
             if "mesh" in content and (axes or not options):
                 options["mesh"] = axes
             if "precision" in content:
@@ -245,6 +254,8 @@ class ShardingPolicy:
         lines = ["[mesh]", *(f"{name} = {json.dumps(size)}" for name, size in self.axes)]
         if self.align != DEFAULT_ALIGN:
             lines.append(f"align = {json.dumps(self.align)}")
+        if self.prefetch is not None:
+            lines.append(f"prefetch = {self.prefetch}")
         lines += ["", "[precision]"]
         lines += [
             f"{key} = {json.dumps(value)}" for key, value in vars(self.precision).items() if value is not None
@@ -330,7 +341,8 @@ def _check_mesh(mesh: object) -> None:
     if len(mesh) not in (1, 2):
         raise PolicyError(f"[mesh]: expected one or two axes, got {names or 'none'}")
     for name, size in mesh.items():
-        _require(name != "align", "[mesh]", "axes of other names than align, which is a field", name)
+        taken = name in _OPTIONS
+        _require(not taken, "[mesh]", f"axes of other names than {', '.join(_OPTIONS)}, which are options", name)
         legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         _require(legal, "[mesh]", "axis names of letters, digits and _", name)
         _require(
