@@ -12,9 +12,10 @@ from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What ``fully_shard`` was asked for. ``grad_divisor`` None stands for the number of ranks, ``prefetch`` None for 1.
+    """What ``fully_shard`` was asked for.
 
-    ``reshard_after_forward`` None stands for yes, except for the root.
+    ``grad_divisor`` None stands for the number of ranks, ``reshard_after_forward`` None for yes, except for the root,
+    and ``prefetch`` None for 1.
 
     Raises TypeError or ValueError that names the option, what was expected and what was given.
     """

@@ -155,9 +155,9 @@ def _print(out: Console, comparison: Comparison) -> None:
             print_line(out)
             print_line(
                 out,
-                f"{plan.policy} on {plan.mesh.devices} devices ({plan.mesh}), {plan.runtime}, prefetch {plan.prefetch}: "
-                f"device {plan.device} holds most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at "
-                f"rest; peak {human_bytes(plan.peak.total)} in the {plan.peak.moment}",
+                f"{plan.policy} on {plan.mesh.devices} devices ({plan.mesh}), {plan.runtime}: device {plan.device} "
+                f"holds most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at rest; peak "
+                f"{human_bytes(plan.peak.total)} in the {plan.peak.moment}, prefetch {plan.prefetch}",
             )
             print_table(out, *by_unit(plan), left=2)
             print_table(out, *by_axis(plan), left=2)

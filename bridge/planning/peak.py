@@ -40,8 +40,8 @@ JAX differs in these points:
   weights of all layers until its end. A layer also holds a slice of its whole weights, and ``no_shard`` a copy of all.
 
 Without prefetch the peak of the decoder was within 5 % of XLA's, and up to 12 % above XLA's with recomputation
-(``twinshard plan --compile``). What prefetch adds is what the runtimes permit, two units' weights and gradients at once.
-A compiler may take less: of 6 layers on 64 H100s, that are not there, XLA:GPU took one to one and a half of these two.
+(``twinshard plan --compile``). What prefetch adds is what the runtimes permit: two units' weights and two units'
+gradients at once. XLA's scheduler may use less of that.
 
 The sum leaves out the allocator's fragmentation, the framework's and the communication library's own buffers, and
 constants such as rotary tables. A measurement includes them.
@@ -98,9 +98,9 @@ class StepUnit:
 class _Sizes:
     """Bytes of one unit's buffers on a device.
 
-    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs. raw:
-    unsharded gradients. buffer: the buffer of these. beside: what is reduced while the next unit's backward runs. done:
-    reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace. sums: sums of
+    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
+    raw: unsharded gradients. buffer: the buffer of these. beside: what is reduced while the next unit's backward runs.
+    done: reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace. sums: sums of
     earlier microbatches that stay beside the reduced gradients. updated: new main weights beside the old ones. reduced:
     results of the reduction at the end of a step, beside its inputs. freed: whole compute weights that backward frees.
     sliced, copied: slices and copies of whole weights in a loop, see above.

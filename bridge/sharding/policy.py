@@ -137,9 +137,8 @@ class ShardingPolicy:
     mesh: one or two data-parallel axes, outer to inner: name -> size, or "all" for what the other axis leaves.
     source: what errors call the policy, such as its file.
     align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
-    prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
-        follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
-        None: the runtime's default. ``[mesh] prefetch``.
+    prefetch: 1 lets transfers run beside computation, for a second unit's weights and gradients in memory; 0 does not.
+        None: the runtime's default; ``[mesh] prefetch``.
     axes: the items of ``mesh``; unlike a mapping they are compared in their order.
     """
 
@@ -155,9 +154,8 @@ class ShardingPolicy:
         with _at(self.source):
             _check_mesh(self.mesh)
             _require(is_align(self.align), "[mesh] align", _ALIGN, self.align)
-            # A type of its own: True equals 1, and so does 1.0.
-            known = self.prefetch is None or (type(self.prefetch) is int and self.prefetch in (0, 1))
-            _require(known, "[mesh] prefetch", "0 or 1", self.prefetch)
+            legal = self.prefetch in (None, 0, 1) and not isinstance(self.prefetch, bool | float)
+            _require(legal, "[mesh] prefetch", "0 or 1", self.prefetch)
             object.__setattr__(self, "axes", tuple(self.mesh.items()))
             object.__setattr__(self, "mesh", dict(self.mesh))
             _require(
@@ -341,8 +339,10 @@ def _check_mesh(mesh: object) -> None:
     if len(mesh) not in (1, 2):
         raise PolicyError(f"[mesh]: expected one or two axes, got {names or 'none'}")
     for name, size in mesh.items():
-        taken = name in _OPTIONS
-        _require(not taken, "[mesh]", f"axes of other names than {', '.join(_OPTIONS)}, which are options", name)
+        options = ", ".join(_OPTIONS)
+        _require(
+            name not in _OPTIONS, "[mesh]", f"axes of other names than {options}, which are options", name
+        )
         legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         _require(legal, "[mesh]", "axis names of letters, digits and _", name)
         _require(

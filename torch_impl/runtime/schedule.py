@@ -8,7 +8,9 @@ With ``prefetch`` 1, a unit is gathered while the one before it computes, and re
     gather     | 2            | 1            |
     reduce                    | 3            | 2        | 1
 
-With ``prefetch`` 0 nothing runs beside a transfer, and one unit's weights and gradients are there at a time::
+With ``prefetch`` 0 nothing runs beside a transfer, and one unit's weights and gradients are there at a time, besides
+the root's and those of units around it. Only what a program names by ``set_modules_to_forward_prefetch`` and its
+backward twin is gathered ahead then::
 
     forward    gather 1 | unit 1 | gather 2 | unit 2 | gather 3 | unit 3
     backward   gather 3 | unit 3 | reduce 3 | gather 2 | unit 2 | reduce 2 | gather 1 | unit 1 | reduce 1
@@ -89,9 +91,10 @@ class Order:
 
 
 class Schedule:
-    """Shared by units on one device; made by the root when it runs forward first.
+    """Shared by units on one device; ``prefetch`` is 0 or 1.
 
-    ``prefetch``: 0 or 1, of all of them. What ``prefetch()`` is asked for by name is gathered ahead with 0 as well.
+    Each unit makes one, with the ``prefetch`` that it was given. That of the root, which runs forward first, replaces
+    those of all units below: their transfers follow one another, so one of them cannot have an order of its own.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:

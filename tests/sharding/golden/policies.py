@@ -33,7 +33,7 @@ UNITS = [UnitsCase(**{"units": [], "error": []} | case) for case in _EXPECTED["u
 
 
 def canonical(policy: Any) -> dict[str, Any]:
-    """A policy of either package as JSON values, with all defaults filled in but those of ``align`` and ``prefetch``."""
+    """A policy of either package as JSON values, with all defaults filled in but of ``align`` and ``prefetch``."""
     precision = policy.precision
     return {
         "mesh": [list(axis) for axis in policy.axes],

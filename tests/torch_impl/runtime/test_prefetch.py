@@ -161,7 +161,16 @@ def by_name() -> list[str]:
 
 def test_what_is_named_is_gathered_ahead_all_the_same(ranks: RankGroup) -> None:
     forward = ["gather 0", "gather 2", "run 0", "gather 1", "run 1", "run 2", "gather 3", "run 3"]
-    backward = ["gather 3", "gather 1", "reduce 3", "gather 2", "reduce 2", "reduce 1", "gather 0", "reduce 0"]
+    backward = [
+        "gather 3",
+        "gather 1",
+        "reduce 3",
+        "gather 2",
+        "reduce 2",
+        "reduce 1",
+        "gather 0",
+        "reduce 0",
+    ]
     assert ranks.run(WORLD, by_name)[0] == forward + backward
 
 
