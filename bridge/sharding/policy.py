@@ -339,10 +339,7 @@ def _check_mesh(mesh: object) -> None:
     if len(mesh) not in (1, 2):
         raise PolicyError(f"[mesh]: expected one or two axes, got {names or 'none'}")
     for name, size in mesh.items():
-        options = ", ".join(_OPTIONS)
-        _require(
-            name not in _OPTIONS, "[mesh]", f"axes of other names than {options}, which are options", name
-        )
+        _require(name not in _OPTIONS, "[mesh]", f"axes of other names than {' and '.join(_OPTIONS)}", name)
         legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         _require(legal, "[mesh]", "axis names of letters, digits and _", name)
         _require(

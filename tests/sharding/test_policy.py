@@ -102,7 +102,7 @@ def test_shipped_policies_are_read_by_name_and_written_as_they_are(name: str) ->
         (lambda: ShardingPolicy((ROOT,), prefetch=-1), "[mesh] prefetch: expected 0 or 1, got -1"),
         (
             lambda: ShardingPolicy((ROOT,), {"prefetch": 2}),
-            "[mesh]: expected axes of other names than align, prefetch, which are options, got 'prefetch'",
+            "[mesh]: expected axes of other names than align and prefetch, got 'prefetch'",
         ),
         (lambda: ShardingPolicy((ROOT,), "dp"), "[mesh]: expected a table of axes, got 'dp'"),
         (lambda: ShardingPolicy((ROOT,), ["dp"]), "[mesh]: expected a table of axes, got ['dp']"),
