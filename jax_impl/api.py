@@ -103,13 +103,15 @@ def plan_sharding(
         units,
         whole_model(model),
         variable_infos(model),
-        prefetch=_prefetch(options.get("prefetch"), engine, resolved.mesh),
+        prefetch=_prefetch(options.get("prefetch"), policy, engine, resolved.mesh),
     )
     _warn_of_whole_parameters(plan)
     return plan
 
 
-def _prefetch(asked: int | None, engine: str, mesh: Mesh) -> int:
+def _prefetch(asked: int | None, policy: ShardingPolicy | None, engine: str, mesh: Mesh) -> int:
+    if asked is None and policy is not None:
+        asked = policy.prefetch
     if asked is None:
         # XLA's own collectives, with prefetch, need a sixth more memory than those of a step by hand.
         return 0 if engine == "pjit" or is_simulated(mesh) else 1

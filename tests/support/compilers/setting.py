@@ -66,11 +66,14 @@ class Setting:
     rows: int = 2
     length: int = 128
     recommended: bool = False
+    prefetch: int | None = None
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended") if getattr(self, name)]
         parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
-        return "-".join([*parts, *(["units"] if self.units else [])]).replace(" ", "_")
+        parts += ["units"] if self.units else []
+        parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
+        return "-".join(parts).replace(" ", "_")
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
