@@ -103,13 +103,15 @@ def plan_sharding(
         units,
         whole_model(model),
         variable_infos(model),
-        prefetch=_prefetch(options.get("prefetch"), resolved.mesh),
+        prefetch=_prefetch(options.get("prefetch"), policy, resolved.mesh),
     )
     _warn_of_whole_parameters(plan)
     return plan
 
 
-def _prefetch(asked: int | None, mesh: Mesh) -> int:
+def _prefetch(asked: int | None, policy: ShardingPolicy | None, mesh: Mesh) -> int:
+    if asked is None and policy is not None:
+        asked = policy.prefetch
     if asked is None:
         return 0 if is_simulated(mesh) else 1
     if type(asked) is not int or asked not in (0, 1):

@@ -22,7 +22,7 @@ class ShardingPolicy(bridge.sharding.ShardingPolicy):
     ) -> tuple[ShardingPlan, Buffers]:
         """``fully_shard(model, mesh, self, **options)``: the sharding plan, and the main weights in it.
 
-        mesh: of this policy's axes; None: made over all devices of JAX. options: ``engine``, ``stacked`` and
-            ``frozen``, see ``ShardingOptions``. ``model`` is not changed.
+        mesh: of this policy's axes; None: made over all devices of JAX. options: those that ``ShardingOptions`` allows
+            beside a policy. ``model`` is not changed.
         """
         return fully_shard(model, mesh, self, **options)

@@ -49,7 +49,8 @@ class ShardingOptions(TypedDict, total=False):
     recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
         only where a policy says it; then all that is inside runs forward once more.
 
-    With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns:
+    With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns, and
+    ``prefetch`` of the policy's:
 
     stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans, or maps as
         members of an ensemble. Left out, nnx modules that units like "layers/*" name are recognized where flax's own
@@ -58,8 +59,8 @@ class ShardingOptions(TypedDict, total=False):
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
-        Default: 1 for the shard_map engine on accelerators; 0 on simulated devices, where it saves no time, and for the
-        pjit engine. See ``runtime/order.py``.
+        None: what the policy says. Where none says it: 1 for the shard_map engine on accelerators; 0 on simulated
+        devices, where it saves no time, and for the pjit engine. See ``runtime/order.py``.
     """
 
     strategy: str

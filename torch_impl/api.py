@@ -55,6 +55,7 @@ def fully_shard(
     rows: int = 1,
     align: Align = DEFAULT_ALIGN,
     grad_divisor: float | None = None,
+    prefetch: int | None = None,
 ) -> M:
     """Make ``module`` a unit: it owns, shards and gathers all parameters below it that no inner unit owns.
 
@@ -82,6 +83,11 @@ def fully_shard(
         mapping from names of the unit's parameters to these, "row" for those left out.
     align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
+    prefetch: 1 (None: the same) gathers the next unit while one computes, and reduces gradients beside the next unit's
+        backward, so that two units' weights and two units' gradients are in memory at a time. 0 gathers a unit when it
+        is used, and waits for its reduction before the backward goes on: the least memory, one unit's weights and
+        gradients, but nothing runs beside a transfer. Counts in the root, for all units below it, whatever they were
+        given. What ``set_modules_to_forward_prefetch`` and its backward twin name is gathered ahead with 0 as well.
 
     Raises TypeError or ValueError for wrong arguments, NotImplementedError for what FSDP2 has and this package has not,
     and ValueError on all ranks when they disagree on the model; the module is then as before.
@@ -99,6 +105,7 @@ def fully_shard(
         rows,
         align,
         grad_divisor,
+        prefetch,
     )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
@@ -149,7 +156,7 @@ def _build_unit(
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
-    groups, context = [], UnitContext(device)
+    groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
     for index, (members, layout) in enumerate(plans):
         dtypes = group_dtypes(members[0].param.dtype, options.policy)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor

@@ -77,6 +77,7 @@ def _apply(
                 mp_policy=precision,
                 granularity=unit.granularity,
                 align=policy.align_of(unit),
+                prefetch=policy.prefetch,
             )
         except BaseException:
             module.__class__ = given

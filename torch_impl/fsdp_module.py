@@ -155,12 +155,18 @@ class FSDPModule(Unavailable):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Begin to gather the weights of these sharded modules when this one has its own in forward."""
+        """Begin to gather the weights of these sharded modules when this one has its own in forward.
+
+        In place of the one that is expected next, and with ``prefetch=0`` too.
+        """
         units = _units_of("set_modules_to_forward_prefetch", modules)
         self._unit.forward_prefetch = tuple(unit.reference for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Begin to gather the weights of these sharded modules when this one has its own in backward."""
+        """Begin to gather the weights of these sharded modules when this one has its own in backward.
+
+        In place of the one that is expected next, and with ``prefetch=0`` too.
+        """
         units = _units_of("set_modules_to_backward_prefetch", modules)
         self._unit.backward_prefetch = tuple(unit.reference for unit in units)
 

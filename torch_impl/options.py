@@ -12,9 +12,10 @@ from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What ``fully_shard`` was asked for. ``grad_divisor`` None stands for the number of ranks.
+    """What ``fully_shard`` was asked for.
 
-    ``reshard_after_forward`` None stands for yes, except for the root.
+    ``grad_divisor`` None stands for the number of ranks, ``reshard_after_forward`` None for yes, except for the root,
+    and ``prefetch`` None for 1.
 
     Raises TypeError or ValueError that names the option, what was expected and what was given.
     """
@@ -26,6 +27,7 @@ class UnitOptions:
     rows: int
     align: Align
     grad_divisor: float | None
+    prefetch: int | None
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
@@ -43,6 +45,8 @@ class UnitOptions:
         )
         if self.grad_divisor is not None:
             check_divisor(self.grad_divisor)
+        if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch not in (0, 1)):
+            raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {self.prefetch!r}")
 
     @property
     def description(self) -> dict[str, object]:
@@ -57,6 +61,7 @@ class UnitOptions:
             "rows": self.rows,
             "align": self.align,
             "grad_divisor": self.grad_divisor,
+            "prefetch": self.prefetch,
         }
 
 

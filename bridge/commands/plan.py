@@ -61,7 +61,8 @@ def plan(
         bool,
         typer.Option(
             "--compile",
-            help="Check the JAX numbers of a decoder against what XLA compiles for simulated devices.",
+            help="Check the JAX numbers of a decoder against what XLA compiles for simulated devices, without "
+            "prefetch.",
         ),
     ] = False,
     stacked: Annotated[
@@ -156,7 +157,7 @@ def _print(out: Console, comparison: Comparison) -> None:
                 out,
                 f"{plan.policy} on {plan.mesh.devices} devices ({plan.mesh}), {plan.runtime}: device {plan.device} "
                 f"holds most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at rest; peak "
-                f"{human_bytes(plan.peak.total)} in the {plan.peak.moment}",
+                f"{human_bytes(plan.peak.total)} in the {plan.peak.moment}, prefetch {plan.prefetch}",
             )
             print_table(out, *by_unit(plan), left=2)
             print_table(out, *by_axis(plan), left=2)

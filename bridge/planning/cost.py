@@ -74,13 +74,17 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest."""
+    """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
+
+    ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. Only the peak depends on it.
+    """
 
     model: Model
     policy: str
     runtime: str
     mesh: MeshShape
     workload: Workload
+    prefetch: int
     device: int
     units: tuple[UnitPlan, ...]
 
@@ -108,7 +112,14 @@ class Plan:
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
         return step_peak(
-            self.model, units, self.at_rest, self.runtime, work.batch, work.length, work.microbatches
+            self.model,
+            units,
+            self.at_rest,
+            self.runtime,
+            work.batch,
+            work.length,
+            work.microbatches,
+            self.prefetch,
         )
 
     def _stack(self, path: str) -> str | None:
@@ -197,4 +208,5 @@ def make_plan(
         )
         for kind, (paths, groups) in kinds.items()
     )
-    return Plan(model, policy.source, runtime, mesh, workload, device, units)
+    prefetch = 1 if policy.prefetch is None else policy.prefetch
+    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units)

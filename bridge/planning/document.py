@@ -5,7 +5,7 @@ model, parameters, source      name, number of elements, where shapes and activa
 workload      batch, length (per device and microbatch), microbatches
 memory        bytes of a device, or null
 plans         a list, one for each policy, number of devices and runtime:
-  policy, runtime, devices, mesh {axis: size}
+  policy, runtime, devices, mesh {axis: size}, prefetch
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   peak          "moment", "total", "terms" (bytes), "activations_known"
@@ -59,6 +59,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "runtime": plan.runtime,
         "devices": mesh.devices,
         "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "prefetch": plan.prefetch,
         "device": plan.device,
         "at_rest": _at_rest(plan.at_rest),
         "peak": {

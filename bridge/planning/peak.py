@@ -2,21 +2,24 @@
 
 The walk goes through a step's last microbatch segment by segment (see ``activations``), forward and back. At each
 segment it adds up the terms below; the moment of the largest sum is the peak. A unit is gathered while one of its
-segments runs, and so are the units around it. S_a, R_a, m, c, r, g are those of ``at_rest`` and ``traffic``::
+segments runs, and so are the units around it. With prefetch 1, so are the units of the segment that comes next, and the
+gradients of the last unit are being reduced; with 0 nothing is there ahead of its use or after it. S_a, R_a, m, c, r, g
+are those of ``at_rest`` and ``traffic``::
 
     term                 while segment i runs
     main weights         m S_o                                          always
     moments              those of ``at_rest``                           always
     compute weights      those of ``at_rest``: kept between steps       always (JAX: p = 0 whole c S_0, 0 < p < o c S_p)
-    gathered weights     c S_0 of each unit that runs; and PyTorch      p > 0
-                         of the one that is prefetched
+    gathered weights     c S_0 of each unit that runs; prefetch: and    p > 0
+                         of each that runs next
     gradients            of units that backward has finished, g S_o;
                          of others those of earlier microbatches:
                          g S_(g) if K > 1
     gradient buffers     gradients that are not reduced yet:
                          raw c P of the unit's parameters so far,
                          from half of them on in its buffer, r S_0;
-                         and the buffer of the unit before it
+                         prefetch: and the buffer of the unit
+                         before it
     activations          saved of segments before i, or their inputs    recompute
     segment              forward or backward of segment i
 
@@ -28,14 +31,17 @@ JAX differs in these points:
 * Gradients are of level g until the last microbatch. With K > 1 a microbatch's gradients lie beside the sums of the
   earlier ones. Where a reduction is left for the end of the step (g < all axes), units then hold their reduced
   gradients, g S_o, beside the unreduced ones: a moment of its own.
-* Unreduced gradients have no buffer before they are reduced, and nothing is prefetched.
+* Unreduced gradients have no buffer before they are reduced. Those that are reduced at the end of the step only, g = 0,
+  are not in a buffer of the unit before.
+* Scanned layers run nothing ahead or beside. XLA's options that pipeline them add up to a layer's weights.
 * With K = 1 backward frees whole compute weights unit by unit.
 * The update is a program of its own. It makes the new main weights unit by unit and holds no compute weights.
 * Scanned layers (``stacks``) hold the gradients of all layers from the loop's start, and the activations and whole
   weights of all layers until its end. A layer also holds a slice of its whole weights, and ``no_shard`` a copy of all.
 
-The peak of the decoder was within 5 % of XLA's, and up to 12 % above XLA's with recomputation (``twinshard plan
---compile``).
+Without prefetch the peak of the decoder was within 5 % of XLA's, and up to 12 % above XLA's with recomputation
+(``twinshard plan --compile``). What prefetch adds is what the runtimes permit: two units' weights and two units'
+gradients at once. XLA's scheduler may use less of that.
 
 The sum leaves out the allocator's fragmentation, the framework's and the communication library's own buffers, and
 constants such as rotary tables. A measurement includes them.
@@ -92,7 +98,8 @@ class StepUnit:
 class _Sizes:
     """Bytes of one unit's buffers on a device.
 
-    gathered: compute weights, if they are gathered for each use. raw: unsharded gradients. buffer: the buffer of these.
+    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
+    raw: unsharded gradients. buffer: the buffer of these. beside: what is reduced while the next unit's backward runs.
     done: reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace. sums: sums of
     earlier microbatches that stay beside the reduced gradients. updated: new main weights beside the old ones. reduced:
     results of the reduction at the end of a step, beside its inputs. freed: whole compute weights that backward frees.
@@ -100,8 +107,10 @@ class _Sizes:
     """
 
     gathered: int
+    ahead: int
     raw: int
     buffer: int
+    beside: int
     done: int
     before: int
     sums: int = 0
@@ -112,17 +121,23 @@ class _Sizes:
     copied: int = 0
 
     @staticmethod
-    def of(unit: StepUnit, microbatches: int, runtime: str) -> _Sizes:
+    def of(unit: StepUnit, microbatches: int, runtime: str, prefetch: int) -> _Sizes:
         groups = unit.groups
         trained = [group for group in groups if group.shape.trainable]
+        gathered = sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters)
+        ahead = prefetch > 0 and not unit.stack
         if runtime == "jax":
             collected = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in trained)
             late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
             whole = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
             return _Sizes(
-                gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters),
+                gathered=gathered,
+                ahead=gathered if ahead else 0,
                 raw=sum(g.numel * g.compute_bytes for g in trained),
                 buffer=0,
+                beside=sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
+                if ahead
+                else 0,
                 done=collected,
                 before=0,
                 sums=collected if microbatches > 1 else 0,
@@ -136,10 +151,13 @@ class _Sizes:
                 if unit.stack
                 else 0,
             )
+        buffer = sum(g.size(0) * g.reduce_bytes for g in trained)
         return _Sizes(
-            gathered=sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters),
+            gathered=gathered,
+            ahead=gathered if ahead else 0,
             raw=sum(g.numel * g.compute_bytes for g in trained),
-            buffer=sum(g.size(0) * g.reduce_bytes for g in trained),
+            buffer=buffer,
+            beside=buffer if ahead else 0,
             done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
             before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
         )
@@ -173,9 +191,10 @@ def step_peak(
     batch: int,
     length: int,
     microbatches: int,
+    prefetch: int,
 ) -> Peak:
     """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last."""
-    sizes = {unit.path: _Sizes.of(unit, microbatches, runtime) for unit in units}
+    sizes = {unit.path: _Sizes.of(unit, microbatches, runtime, prefetch) for unit in units}
     steps = list(_steps(model, units, batch, length))
     kept = rest.compute_weights.allocated
     if runtime == "jax":
@@ -186,10 +205,9 @@ def step_peak(
         "moments": rest.moments.allocated,
         "compute_weights": kept,
     }
-    ahead = runtime == "torch"
     moments = (
-        *_forward(steps, sizes, ahead),
-        *_backward(steps, sizes, ahead, kept),
+        *_forward(steps, sizes),
+        *_backward(steps, sizes, kept),
         *([_reduction(sizes)] if runtime == "jax" else []),
         _update(sizes, units, runtime),
     )
@@ -201,10 +219,10 @@ def step_peak(
 Moment = tuple[str, dict[str, int]]
 
 
-def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool) -> Iterator[Moment]:
+def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
     before = sum(one.before + one.sums for one in sizes.values())
     for place, step in enumerate(steps):
-        following = steps[place + 1].running if ahead and place + 1 < len(steps) else ()
+        following = steps[place + 1].running if place + 1 < len(steps) else ()
         yield (
             f"forward of {_title(step)}",
             {
@@ -216,14 +234,12 @@ def _forward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool) -
         )
 
 
-def _backward(
-    steps: Sequence[_Step], sizes: Mapping[str, _Sizes], ahead: bool, kept: int
-) -> Iterator[Moment]:
+def _backward(steps: Sequence[_Step], sizes: Mapping[str, _Sizes], kept: int) -> Iterator[Moment]:
     made: Counter[str] = Counter()
     reducing = 0
     for place in reversed(range(len(steps))):
         step = steps[place]
-        following = steps[place - 1].running if ahead and place else ()
+        following = steps[place - 1].running if place else ()
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         # A loop's results are allocated from its start, and its inputs until its end.
         looping = [path for path in sizes if _is_inside(path, step.stack)]
@@ -247,7 +263,7 @@ def _backward(
         )
         finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
         if finished:
-            reducing = finished[-1].buffer
+            reducing = finished[-1].beside
 
 
 def _reduction(sizes: Mapping[str, _Sizes]) -> Moment:
@@ -283,7 +299,8 @@ def _saved(steps: Sequence[_Step], place: int) -> int:
 def _gathered(step: _Step, following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:
     own = sum(sizes[path].sliced for path in step.running)
     looped = sum(one.copied for one in sizes.values()) if step.stack else 0
-    return own + looped + sum(sizes[path].gathered for path in {*step.running, *following})
+    ahead = sum(sizes[path].ahead for path in {*following} - {*step.running})
+    return own + looped + ahead + sum(sizes[path].gathered for path in {*step.running})
 
 
 def _is_inside(path: str, stack: str | None) -> bool:

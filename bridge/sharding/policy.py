@@ -28,6 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAIN_DTYPES = ("float32", "float64")
 _TABLES = ("mesh", "precision", "unit")
 _ALIGN = 'a number of elements >= 1, or "auto"'
+# Keys of [mesh] that are no axes.
+_OPTIONS = ("align", "prefetch")
 _KINDS = ("parameters", "gradients", "optimizer")
 
 
@@ -135,6 +137,8 @@ class ShardingPolicy:
     mesh: one or two data-parallel axes, outer to inner: name -> size, or "all" for what the other axis leaves.
     source: what errors call the policy, such as its file.
     align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
+    prefetch: 1 lets transfers run beside computation, for a second unit's weights and gradients in memory; 0 does not.
+        None: the runtime's default; ``[mesh] prefetch``.
     axes: the items of ``mesh``; unlike a mapping they are compared in their order.
     """
 
@@ -143,12 +147,15 @@ class ShardingPolicy:
     precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
     source: str = field(default="policy", compare=False)
     align: Align = DEFAULT_ALIGN
+    prefetch: int | None = None
     axes: tuple[tuple[str, int | str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         with _at(self.source):
             _check_mesh(self.mesh)
             _require(is_align(self.align), "[mesh] align", _ALIGN, self.align)
+            legal = self.prefetch in (None, 0, 1) and not isinstance(self.prefetch, bool | float)
+            _require(legal, "[mesh] prefetch", "0 or 1", self.prefetch)
             object.__setattr__(self, "axes", tuple(self.mesh.items()))
             object.__setattr__(self, "mesh", dict(self.mesh))
             _require(
@@ -224,9 +231,9 @@ class ShardingPolicy:
             _only(content, _TABLES)
             options: dict[str, Any] = {}
             axes = content.get("mesh")
-            if isinstance(axes, dict) and "align" in axes:
-                options["align"] = axes.pop("align")
-            # A table with nothing but align leaves the axes to the default.
+            if isinstance(axes, dict):
+                options |= {key: axes.pop(key) for key in _OPTIONS if key in axes}
+            # A table with nothing but options leaves the axes to the default.
             if "mesh" in content and (axes or not options):
                 options["mesh"] = axes
             if "precision" in content:
@@ -245,6 +252,8 @@ class ShardingPolicy:
         lines = ["[mesh]", *(f"{name} = {json.dumps(size)}" for name, size in self.axes)]
         if self.align != DEFAULT_ALIGN:
             lines.append(f"align = {json.dumps(self.align)}")
+        if self.prefetch is not None:
+            lines.append(f"prefetch = {self.prefetch}")
         lines += ["", "[precision]"]
         lines += [
             f"{key} = {json.dumps(value)}" for key, value in vars(self.precision).items() if value is not None
@@ -330,7 +339,7 @@ def _check_mesh(mesh: object) -> None:
     if len(mesh) not in (1, 2):
         raise PolicyError(f"[mesh]: expected one or two axes, got {names or 'none'}")
     for name, size in mesh.items():
-        _require(name != "align", "[mesh]", "axes of other names than align, which is a field", name)
+        _require(name not in _OPTIONS, "[mesh]", f"axes of other names than {' and '.join(_OPTIONS)}", name)
         legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         _require(legal, "[mesh]", "axis names of letters, digits and _", name)
         _require(

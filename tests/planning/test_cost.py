@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
 from bridge.planning.comparison import compare
 from bridge.planning.document import document
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model, Parameter
+from bridge.planning.peak import TERMS
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
 from bridge.planning.sizes import parse_bytes, parse_counts
@@ -180,7 +181,8 @@ def test_a_policy_that_does_not_fit_is_one_clear_error() -> None:
 def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
     stacked = replace(SMALL, stacks=("layers",))
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        chosen = parse_policy(policy(strategy), "mine.toml")
+        # In a loop nothing is gathered ahead.
+        chosen = parse_policy(policy(strategy, "prefetch = 0"), "mine.toml")
         plain, scanned = (make_plan(one, chosen, 4, "jax", Workload(1, 1, 3)) for one in (SMALL, stacked))
         assert scanned.at_rest == plain.at_rest
         assert scanned.traffic == plain.traffic
@@ -197,6 +199,33 @@ def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
         ):
             make_plan(stacked, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
         make_plan(SMALL, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
+
+
+@pytest.mark.parametrize("runtime", ["torch", "jax"])
+def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str) -> None:
+    def planned(model: Model, strategy: str, line: str) -> Plan:
+        return make_plan(model, parse_policy(policy(strategy, line), "x"), 4, runtime, Workload())
+
+    serial, ahead, default = (
+        planned(SMALL, "optim_grads_params", line) for line in ("prefetch = 0", "prefetch = 1", "align = 1")
+    )
+    assert [plan.prefetch for plan in (serial, ahead, default)] == [0, 1, 1]
+    assert (serial.at_rest, serial.traffic) == (ahead.at_rest, ahead.traffic)
+    added = {name: ahead.peak.terms[name] - serial.peak.terms[name] for name in TERMS}
+    layer = 4 * 128
+    # The worst moment comes a layer earlier, when that layer's gradients are not there yet.
+    moved = {"gathered_weights": layer, "gradient_buffers": layer, "gradients": -layer // 4}
+    assert added == dict.fromkeys(TERMS, 0) | moved
+    assert default.peak == ahead.peak
+    stacked = replace(SMALL, stacks=("layers",))
+    serial, ahead = (
+        planned(stacked, "optim_grads_params", line) for line in ("prefetch = 0", "prefetch = 1")
+    )
+    more = ahead.peak.terms["gathered_weights"] - serial.peak.terms["gathered_weights"]
+    assert more == (layer if runtime == "torch" else 0)
+    # Whole weights are there anyway, and in JAX gradients that are whole until the end of the step, too.
+    serial, ahead = (planned(SMALL, "optim", line) for line in ("prefetch = 0", "prefetch = 1"))
+    assert ahead.peak.total - serial.peak.total == (layer if runtime == "torch" else 0)
 
 
 def test_a_loop_holds_gradients_of_all_its_layers_from_its_start() -> None:

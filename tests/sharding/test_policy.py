@@ -98,6 +98,12 @@ def test_shipped_policies_are_read_by_name_and_written_as_they_are(name: str) ->
             lambda: ShardingPolicy((ROOT,), {"dp": 2, "TP": 4}, source="m"),
             "m: [mesh]: axis 'TP' is named for model parallelism, expected data-parallel axes only",
         ),
+        (lambda: ShardingPolicy((ROOT,), prefetch=True), "[mesh] prefetch: expected 0 or 1, got True"),
+        (lambda: ShardingPolicy((ROOT,), prefetch=-1), "[mesh] prefetch: expected 0 or 1, got -1"),
+        (
+            lambda: ShardingPolicy((ROOT,), {"prefetch": 2}),
+            "[mesh]: expected axes of other names than align and prefetch, got 'prefetch'",
+        ),
         (lambda: ShardingPolicy((ROOT,), "dp"), "[mesh]: expected a table of axes, got 'dp'"),
         (lambda: ShardingPolicy((ROOT,), ["dp"]), "[mesh]: expected a table of axes, got ['dp']"),
         (lambda: ShardingPolicy((ROOT,), precision={}), "policy: precision: expected a PrecisionPolicy"),
@@ -203,7 +209,8 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
     precision = PrecisionPolicy(
         draw(st.sampled_from(["float32", "float64"])), *(draw(st.none() | DTYPE) for _ in range(3))
     )
-    return ShardingPolicy(tuple(units), mesh, precision, align=draw(ALIGN))
+    prefetch = draw(st.sampled_from([None, 0, 1]))
+    return ShardingPolicy(tuple(units), mesh, precision, align=draw(ALIGN), prefetch=prefetch)
 
 
 @examples(600)
@@ -351,17 +358,22 @@ def toml_of(table: dict[str, Any]) -> str:
     st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE}) | TABLE,
     st.lists(UNIT | PLACED | TABLE, max_size=3),
     st.none() | ALIGN | st.sampled_from([0, -1, 1.5, True, "all"]),
+    st.none() | st.sampled_from([0, 1, 2, 1.0, False, "1"]),
 )
 def test_any_file_is_read_or_refused_as_the_readme_says(
-    mesh: Any, precision: Any, units: list[dict[str, Any]], align: Any
+    mesh: Any, precision: Any, units: list[dict[str, Any]], align: Any, prefetch: Any
 ) -> None:
-    text = "" if mesh is None and align is None else "[mesh]\n" + toml_of(mesh or {})
-    if align is not None:
-        text += toml_of({"align": align})
+    given_ = {"align": align, "prefetch": prefetch}
+    keys = {key: value for key, value in given_.items() if value is not None}
+    text = "" if mesh is None and not keys else "[mesh]\n" + toml_of(mesh or {})
+    if keys:
+        text += toml_of(keys)
         mesh = mesh or None
     text += "" if precision is None else "[precision]\n" + toml_of(precision)
     text += "".join("[[unit]]\n" + toml_of(unit) for unit in units) + '[[unit]]\nmatch = ""\n'
-    if not is_legal(mesh, precision, units) or (align is not None and not is_legal_align(align)):
+    legal = align is None or is_legal_align(align)
+    legal &= prefetch is None or (type(prefetch) is int and prefetch < 2)
+    if not is_legal(mesh, precision, units) or not legal:
         with pytest.raises(PolicyError, match=r"^policy: .*expected .*got "):
             ShardingPolicy.parse(text)
         return
@@ -381,3 +393,4 @@ def test_any_file_is_read_or_refused_as_the_readme_says(
         assert unit.recompute == given_.get("recompute", False)
         assert policy.align_of(unit) == given_.get("align", policy.align)
     assert align is None or policy.align == align
+    assert policy.prefetch == prefetch

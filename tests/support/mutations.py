@@ -97,6 +97,20 @@ TORCH = [
         "torch_impl/runtime/test_schedule.py",
     ),
     M(
+        "gathers run ahead without prefetch",
+        "torch_impl/runtime",
+        "return expected if self._ahead else []",
+        "return expected",
+        "torch_impl/runtime/test_prefetch.py",
+    ),
+    M(
+        "reductions run beside the next backward without prefetch",
+        "torch_impl/runtime",
+        "if not self._ahead:",
+        "if False:",
+        "torch_impl/runtime/test_prefetch.py",
+    ),
+    M(
         "waiting sums not reduced",
         "torch_impl/runtime",
         "unit.reduce_waiting()",
@@ -355,6 +369,13 @@ JAX = [
         "jax_impl/runtime/order.py",
         "gate = place.gate if self.prefetch else None",
         "gate = None",
+        "jax_impl/runtime/test_order.py",
+    ),
+    M(
+        "a policy's prefetch not taken",
+        "jax_impl/api.py",
+        "asked = policy.prefetch",
+        "pass",
         "jax_impl/runtime/test_order.py",
     ),
     M(
@@ -795,6 +816,13 @@ PLANNING = [
         "done=collected,",
         "done=0,",
         "planning/test_plan_peak.py planning/test_cost.py",
+    ),
+    M(
+        "prefetch planned whatever the policy says",
+        "bridge/planning",
+        "1 if policy.prefetch is None else policy.prefetch",
+        "1",
+        "planning/test_cost.py",
     ),
 ]
 PARITY = [

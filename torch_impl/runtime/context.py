@@ -18,8 +18,8 @@ class UnitContext:
     They ask for streams and pool at each use, since a unit is its own root until an outer unit runs first.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.schedule = Schedule(device)
+    def __init__(self, device: torch.device, prefetch: int) -> None:
+        self.schedule = Schedule(device, prefetch)
         self.lifecycle = Lifecycle()
         self.name = ""
 

@@ -1,10 +1,19 @@
 """What the units below one root share: order of execution, prefetching, and the reduction under way.
 
-    forward    | unit 1       | unit 2       | unit 3            while a unit computes, the next one is gathered
+With ``prefetch`` 1, a unit is gathered while the one before it computes, and reduced while the one after it does::
+
+    forward    | unit 1       | unit 2       | unit 3
     gather     | 2            | 3            |
-    backward   | unit 3       | unit 2       | unit 1            and the last one's gradients are reduced
+    backward   | unit 3       | unit 2       | unit 1
     gather     | 2            | 1            |
     reduce                    | 3            | 2        | 1
+
+With ``prefetch`` 0 nothing runs beside a transfer, and one unit's weights and gradients are there at a time, besides
+the root's and those of units around it. Only what a program names by ``set_modules_to_forward_prefetch`` and its
+backward twin is gathered ahead then::
+
+    forward    gather 1 | unit 1 | gather 2 | unit 2 | gather 3 | unit 3
+    backward   gather 3 | unit 3 | reduce 3 | gather 2 | unit 2 | reduce 2 | gather 1 | unit 1 | reduce 1
 
 Which unit is next is not configured but recorded: what followed at this place the last time. The first backward
 expects the reverse of the forward. A program that departs from the record loses the rest of one pass's prefetching,
@@ -82,12 +91,17 @@ class Order:
 
 
 class Schedule:
-    """Shared by units on one device; made by the root when it runs forward first."""
+    """Shared by units on one device; ``prefetch`` is 0 or 1.
 
-    def __init__(self, device: torch.device) -> None:
+    Each unit makes one, with the ``prefetch`` that it was given. That of the root, which runs forward first, replaces
+    those of all units below: their transfers follow one another, so one of them cannot have an order of its own.
+    """
+
+    def __init__(self, device: torch.device, prefetch: int) -> None:
         self.streams = streams_for(device)
         self.pool = BufferPool(device)
         self.reductions = Reductions()
+        self._ahead = prefetch > 0
         self._units: list[weakref.ref[ScheduledUnit]] = []
         self.open_forwards = 0
         self._forward, self._backward = Order(), Order()
@@ -109,7 +123,7 @@ class Schedule:
             self._forward.restart()
             self.pool.forward_begins()
             self._ended = []
-        return self._forward.reach(unit)
+        return self._following(self._forward, unit)
 
     def forward_ended(self, unit: ScheduledUnit) -> None:
         """A forward of ``unit`` ended; after the outermost one nothing that was prefetched is needed."""
@@ -122,7 +136,16 @@ class Schedule:
 
     def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
-        return self._backward.reach(unit)
+        return self._following(self._backward, unit)
+
+    def _following(self, order: Order, unit: ScheduledUnit) -> list[ScheduledUnit]:
+        expected = order.reach(unit)
+        return expected if self._ahead else []
+
+    def unit_reduces(self) -> None:
+        """A unit has begun its reductions; the next one's backward goes on beside them, or after them."""
+        if not self._ahead:
+            self.reductions.finish()
 
     def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
         """Begin to gather the weights of ``units``; those that are not used are dropped when the pass ends."""

@@ -358,6 +358,7 @@ class Unit:
                     group.gradient.keep()
                 else:
                     group.gradient.reduce(self._reduces_all)
+            self.schedule.unit_reduces()
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""

@@ -6,10 +6,13 @@ is.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bridge.planning import Workload, make_plan, resolve_models
+from bridge.sharding import ShardingPolicy, UnitPolicy
 from tests.jax_impl.compilers.conftest import Compile
 from tests.jax_impl.compilers.expected import (
     GATHER,
@@ -22,7 +25,7 @@ from tests.jax_impl.compilers.expected import (
     case,
     wrong,
 )
-from tests.support.compilers.setting import Setting
+from tests.support.compilers.setting import SIZES, Setting
 
 SLOW = pytest.mark.slow
 ALL_REDUCED = wrong("pjit under optim: whole gradients are all-reduced and then cut: twice the bytes")
@@ -87,6 +90,27 @@ def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
 )
 def test_a_step_needs_no_more_memory_than_one_by_hand(gpu: Compile, setting: Setting):
     assert_no_more_memory_than_by_hand(gpu(setting), gpu(by_hand(setting)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_plan_knows_the_memory_of_prefetch(gpu: Compile, tmp_path: Path, recompute: bool):
+    sizes = tmp_path / "sizes.toml"
+    sizes.write_text("[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES["1024"].items()))
+    (model,) = resolve_models(f"decoder:{sizes}", ["jax"]).values()
+    units = (UnitPolicy("layers.*", recompute=recompute), UnitPolicy(""))
+    planned, compiled = [], []
+    for prefetch in (0, 1):
+        plan = make_plan(model, ShardingPolicy(units, prefetch=prefetch), 64, "jax", Workload(1, 64))
+        # Main weights are arguments of the program, and it has no moments.
+        planned.append(plan.peak.total - plan.at_rest.main_weights.allocated - plan.at_rest.moments.allocated)
+        setting = Setting(
+            "h100:64", "shard_map", "1024", rows=1, length=64, recompute=recompute, prefetch=prefetch
+        )
+        compiled.append(gpu(setting).temporary)
+    assert planned == pytest.approx(compiled, rel=0.10)
+    # Else a plan that knew nothing of prefetch would agree, too.
+    assert compiled[1] > 1.15 * compiled[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_impl import data_parallel_mesh, fully_shard, make_gradients, plan_sharding, shard_batch, unshard
+from jax_impl import (
+    ShardingPolicy,
+    UnitPolicy,
+    data_parallel_mesh,
+    fully_shard,
+    make_gradients,
+    plan_sharding,
+    shard_batch,
+    unshard,
+)
 from jax_impl.models import Decoder
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, steps
@@ -46,15 +55,17 @@ class Chain(nnx.Module):
 
 def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
     """Collectives and products of a step on what passes for an accelerator."""
+    jaxpr = traced(monkeypatch, prefetch=prefetch, **options).jaxpr
+    return steps(jaxpr, ("dot_general", "all_gather", "reduce_scatter"))
+
+
+def traced(monkeypatch: Any, **options: Any) -> Any:
     monkeypatch.setattr(ShardingPlan, "chained", False)
-    plan = plan_sharding(
-        nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), prefetch=prefetch, **options
-    )
+    plan = plan_sharding(nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), **options)
     weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
-    traced = jax.make_jaxpr(function)(weights, rows)
-    return steps(traced.jaxpr, ("dot_general", "all_gather", "reduce_scatter"))
+    return jax.make_jaxpr(function)(weights, rows)
 
 
 def parts(found: list[Step], recompute: bool = False) -> dict[str, list[Any]]:
@@ -129,6 +140,17 @@ def test_other_values_of_prefetch_are_refused():
         with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None"):
             plan_sharding(model, data_parallel_mesh(4), prefetch=value)
     assert plan_sharding(model, data_parallel_mesh(4)).prefetch == 0
+
+
+def test_a_policys_prefetch_is_that_of_the_keyword_which_wins_beside_it(monkeypatch):
+    units = (UnitPolicy("layers.*"), UnitPolicy(""))
+    programs = {value: str(traced(monkeypatch, prefetch=value)) for value in (0, 1)}
+    assert programs[0] != programs[1]
+    for value in (0, 1):
+        policy = ShardingPolicy(units, prefetch=value)
+        assert str(traced(monkeypatch, policy=policy)) == programs[value]
+        assert str(traced(monkeypatch, policy=policy, prefetch=None)) == programs[value]
+        assert str(traced(monkeypatch, policy=policy, prefetch=1 - value)) == programs[1 - value]
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -33,11 +33,12 @@ UNITS = [UnitsCase(**{"units": [], "error": []} | case) for case in _EXPECTED["u
 
 
 def canonical(policy: Any) -> dict[str, Any]:
-    """A policy of either package as JSON values, with all defaults filled in but that of ``align``."""
+    """A policy of either package as JSON values, with all defaults filled in but of ``align`` and ``prefetch``."""
     precision = policy.precision
     return {
         "mesh": [list(axis) for axis in policy.axes],
         **({} if policy.align == DEFAULT_ALIGN else {"align": policy.align}),
+        **({} if policy.prefetch is None else {"prefetch": policy.prefetch}),
         "precision": [
             precision.main,
             precision.compute_dtype,

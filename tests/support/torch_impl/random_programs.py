@@ -55,7 +55,10 @@ Route = tuple[Call, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments."""
+    """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments.
+
+    ``ahead``: the ``prefetch`` of ``fully_shard``.
+    """
 
     strategy: str
     reshard_after_forward: bool | None
@@ -63,6 +66,7 @@ class Program:
     units: tuple[str, ...]
     prefetch: tuple[tuple[str, str, tuple[str, ...]], ...]
     ops: tuple[tuple[Any, ...], ...]
+    ahead: int
 
 
 class Stop(Exception):
@@ -177,6 +181,7 @@ def draw(seed: int) -> Program:
         units,
         prefetch,
         tuple(ops),
+        rng.choice((0, 1)),
     )
 
 
@@ -200,6 +205,7 @@ class Player:
                 modules[unit],
                 strategy=program.strategy,
                 reshard_after_forward=program.reshard_after_forward,
+                prefetch=program.ahead,
             )
         self.model.set_buffer_pool(program.pool)
         for unit, direction, others in program.prefetch:

@@ -190,9 +190,9 @@ def test_explicit_lists_replace_the_record(ranks: RankGroup) -> None:
     assert ranks.run(WORLD, explicit)[0] == forward + backward
 
 
-def live(recompute: bool | None, microbatches: int) -> tuple[int, int, int, int]:
+def live(recompute: bool | None, microbatches: int, **options: Any) -> tuple[int, int, int, int]:
     """The most compute buffers and gradient buffers of layers in use at a time, in the second step, and collectives."""
-    model, reference = sharded_chain(), seeded(Chain)
+    model, reference = sharded_chain(**options), seeded(Chain)
     model.recompute = reference.recompute = recompute
     if recompute:
         inputs_need = [x.requires_grad_() for x in rank_inputs()]
