@@ -148,6 +148,7 @@ def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
         recompute=setting.recompute,
         param_dtype=None if setting.dtype == "float32" else setting.dtype,
         stacked=["layers"] if setting.stacked else [],
+        align=setting.align,
         **units,
     )
 
