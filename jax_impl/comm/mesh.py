@@ -181,3 +181,8 @@ def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
 def is_simulated(mesh: Mesh) -> bool:
     """True on CPU devices."""
     return bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def is_tpu(mesh: Mesh) -> bool:
+    """True on TPUs, real ones and those of a topology that only a compiler knows."""
+    return bool(mesh.devices.flat[0].platform == "tpu")
