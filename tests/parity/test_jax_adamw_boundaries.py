@@ -24,6 +24,8 @@ from tests.parity.test_jax_adamw import (
     torch_run,
 )
 
+pytestmark = pytest.mark.optimized
+
 VECTOR_BYTES = 32
 MANY_SIZES = (1, 2, 3, 7, 8, 9, 13, 64, 100, 1001, 4097, 20_011)
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}

@@ -11,6 +11,8 @@ from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gr
 from jax_impl.diagnostics.collectives import Collective
 from tests.support.jax_impl.tiny import decoder, loss, tokens
 
+pytestmark = pytest.mark.optimized
+
 # Gathers and reductions of each unit in one step of K microbatches.
 EXPECTED = {
     "no_shard": lambda k: {"psum": 1},

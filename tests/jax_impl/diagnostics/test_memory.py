@@ -18,6 +18,8 @@ from jax_impl import (
 from jax_impl.models import Decoder, DecoderConfig
 from tests.support.jax_impl.tiny import decoder, loss, tokens
 
+pytestmark = pytest.mark.optimized
+
 LAYERED = DecoderConfig(
     vocab_size=64, d_model=64, n_layers=6, n_heads=2, n_kv_heads=2, head_dim=32, d_ff=256, rope_theta=100
 )

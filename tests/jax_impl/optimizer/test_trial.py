@@ -158,7 +158,10 @@ def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") 
     return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
 
 
-@pytest.mark.parametrize("name", ON_PARAMETERS)
+# Adafactor magnifies rounding where gradients are tiny.
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.optimized if x == "adafactor" else []) for x in ON_PARAMETERS]
+)
 def test_what_looks_at_shapes_or_names_is_given_the_models_parameters(name: str) -> None:
     assert form_of({**transformations(), **COMPOSED}[name]()) == "name"
     assert_trains_as_unsharded(name)
