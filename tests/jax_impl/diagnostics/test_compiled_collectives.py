@@ -21,8 +21,6 @@ from jax_impl.diagnostics.collectives import Collective
 from tests.jax_impl.runtime.test_strategy_matrix import decoder
 from tests.support.jax_impl.tiny import loss, tokens
 
-pytestmark = pytest.mark.optimized
-
 MESHES = {"4": 4, "2x2": {"outer": 2, "inner": 2}, "2x3": {"outer": 2, "inner": 3}}
 # Of a unit: gathers before the microbatches by axis, gathers and reductions in each, and reductions after them. An axis
 # is counted from the innermost; sizes are those of the array that is gathered to, or reduced from.
