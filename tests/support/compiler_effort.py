@@ -28,6 +28,11 @@ def save_effort() -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *QUICK_FLAGS])
 
 
+def inherited_flags() -> str:
+    """The flags of `save_effort`, if any: for processes that set all other flags themselves."""
+    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag in QUICK_FLAGS)
+
+
 def use_full_effort(full: bool) -> None:
     """Whether this process, not those that it starts, compiles as users do from now on."""
     global _full, _patched
