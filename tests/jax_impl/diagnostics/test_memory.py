@@ -18,8 +18,6 @@ from jax_impl import (
 from jax_impl.models import Decoder, DecoderConfig
 from tests.support.jax_impl.tiny import decoder, loss, tokens
 
-pytestmark = pytest.mark.optimized
-
 LAYERED = DecoderConfig(
     vocab_size=64, d_model=64, n_layers=6, n_heads=2, n_kv_heads=2, head_dim=32, d_ff=256, rope_theta=100
 )
@@ -79,6 +77,7 @@ def temporary_bytes(strategy, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.optimized
 def test_a_step_of_optim_grads_params_never_holds_all_gathered_weights(microbatches):
     # A step holds a unit's weights and gradients at a time, besides sharded gradients and few activations; each of
     # the three fences of the unit, if missing, lets XLA keep all weights in one of the two cases.
@@ -86,11 +85,13 @@ def test_a_step_of_optim_grads_params_never_holds_all_gathered_weights(microbatc
     assert temporary < 0.75 * gathered
 
 
+@pytest.mark.optimized
 def test_a_step_of_optim_grads_does_hold_all_gathered_weights():
     temporary, gathered = temporary_bytes("optim_grads", 1)
     assert temporary > gathered
 
 
+@pytest.mark.optimized
 def test_a_recomputed_unit_without_parameters_of_its_own_keeps_its_inputs_alone():
     def values(*shape):
         return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
