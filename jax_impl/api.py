@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
 from jax_impl.comm.collectives import Wire
-from jax_impl.comm.mesh import DataParallelMesh, is_simulated
+from jax_impl.comm.mesh import DataParallelMesh, is_simulated, is_tpu
 from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
@@ -90,11 +90,10 @@ def plan_sharding(
     known = {path for module in modules.values() for path in module.parameters}
     _check_granularities(resolved.units.values(), known)
     frozen = _frozen_paths(model, options.get("frozen", ()))
-    axes = DataParallelMesh.of(resolved.mesh)
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
-        wired = _wired(axes, resolved.precision, module, frozen)
+        wired = _wired(resolved.mesh, resolved.precision, module, frozen)
         groups = tuple(_groups(module, unit, wired, resolved.mesh if engine == "pjit" else None))
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(
@@ -176,7 +175,7 @@ def _logical_group(
 
 
 def _wired(
-    axes: DataParallelMesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
+    mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
 ) -> dict[tuple[bool, Wire], list[int]]:
     """The numbers of a unit's parameters by group: the trainable one, then a frozen one of each dtype."""
     mains: dict[tuple[bool, np.dtype], list[int]] = {}
@@ -195,13 +194,14 @@ def _wired(
         found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
         raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
     return {
-        (trainable, _wire(axes, precision, main)): mains[trainable, main]
+        (trainable, _wire(mesh, precision, main)): mains[trainable, main]
         for trainable, main in sorted(mains, key=lambda kind: not kind[0])
     }
 
 
-def _wire(axes: DataParallelMesh, precision: Precision, main: np.dtype) -> Wire:
-    return Wire(axes, main, precision.compute(main), precision.reduce(main), precision.grad(main))
+def _wire(mesh: Mesh, precision: Precision, main: np.dtype) -> Wire:
+    dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
+    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh))
 
 
 def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:

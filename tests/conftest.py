@@ -23,7 +23,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 import pytest
 
 import tests.support.examples  # noqa: F401  # profiles are registered before hypothesis is told which one to load
-from tests.support import compilation_cache
+from tests.support import compilation_cache, compiler_effort
 from tests.support.pairwise import mark_slow
 from tests.support.ranks import RankGroup
 
@@ -33,10 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow(items)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        compiler_effort.save_effort()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     # Not at the start: most tests do without JAX, whose import takes a second.
     compilation_cache.start()
+    compiler_effort.use_full_effort(item.get_closest_marker("optimized") is not None)
 
 
 @pytest.fixture(scope="session")

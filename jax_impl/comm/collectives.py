@@ -6,6 +6,9 @@ those of ``mesh.py``::
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
     level 2   |. .|. .|. .|. .|. .|. .|    gather up: outer axis      reduce-scatter down: outer axis
+
+On TPUs a shard travels as rows of 128 elements, the last one padded: XLA:TPU makes an all-reduce of a gather of 1-D
+shards of no multiple of 128 elements, and of every reduce-scatter of 1-D arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import jax
@@ -24,6 +26,9 @@ from jax import lax
 from jax_impl.comm.mesh import DataParallelMesh
 
 Tree = TypeVar("Tree")
+
+LANES = 128
+"""Elements in a row of the tiles in which TPUs hold arrays."""
 
 
 def fence(tree: Tree) -> Tree:
@@ -68,7 +73,8 @@ class Wire:
     """Mesh axes, and the dtypes of a group's array.
 
     ``main``: at rest; ``compute``: as gathered; ``reduce``: while gradients are summed; ``grad``: as accumulated over
-    microbatches and given to the optimizer. An axis of one device takes no collective.
+    microbatches and given to the optimizer. An axis of one device takes no collective. ``in_rows``: shards travel as
+    rows of ``LANES`` elements.
 
     Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
     over many devices overflow: there each axis takes the mean (``averages``), as in PyTorch.
@@ -79,6 +85,7 @@ class Wire:
     compute: np.dtype
     reduce: np.dtype
     grad: np.dtype
+    in_rows: bool = False
 
     @property
     def averages(self) -> bool:
@@ -100,7 +107,7 @@ class Wire:
         if narrow:
             gathered = lax.bitcast_convert_type(gathered, np.uint8)
         for axis in reversed(range(to, level)):
-            gathered = self._over(axis, partial(lax.all_gather, tiled=True), gathered)
+            gathered = self._over(axis, self._gather, gathered)
         return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
 
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
@@ -109,7 +116,7 @@ class Wire:
             return round_to(values, self.grad)
         reduced = self._ready(values, range(level, to))
         for axis in range(level, to):
-            reduced = self._over(axis, partial(lax.psum_scatter, tiled=True), reduced)
+            reduced = self._over(axis, self._scatter, reduced)
         return round_to(reduced, self.grad)
 
     def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
@@ -126,6 +133,22 @@ class Wire:
         if self.averages:
             values = divide_exactly(values, math.prod(self.axes.sizes[axis] for axis in axes))
         return round_to(values, self.reduce)
+
+    def _gather(self, shard: jax.Array, axis_name: str) -> jax.Array:
+        if not self.in_rows:
+            return lax.all_gather(shard, axis_name, tiled=True)
+        size = shard.size
+        rows = jnp.pad(shard, (0, -size % LANES)).reshape(-1, LANES)
+        gathered = lax.all_gather(rows, axis_name)
+        return gathered.reshape(len(gathered), -1)[:, :size].reshape(-1)
+
+    def _scatter(self, values: jax.Array, axis_name: str) -> jax.Array:
+        if not self.in_rows:
+            return lax.psum_scatter(values, axis_name, tiled=True)
+        shards = values.reshape(lax.axis_size(axis_name), -1)
+        size = shards.shape[1]
+        rows = jnp.pad(shards, ((0, 0), (0, -size % LANES))).reshape(-1, LANES)
+        return lax.psum_scatter(rows, axis_name, tiled=True).reshape(-1)[:size]
 
     def _over(self, axis: int, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         if self.axes.sizes[axis] == 1:

@@ -186,3 +186,8 @@ def is_gpu(mesh: Mesh) -> bool:
 def is_simulated(mesh: Mesh) -> bool:
     """True on CPU devices."""
     return bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def is_tpu(mesh: Mesh) -> bool:
+    """True on TPUs, real ones and those of a topology that only a compiler knows."""
+    return bool(mesh.devices.flat[0].platform == "tpu")

@@ -69,14 +69,19 @@ def test_the_row_bound_by_hand() -> None:
     assert row_bound([(10, 3)], 4, 8) == 4 * 16  # a shard of 9 is a tile and one more
 
 
+@pytest.fixture(scope="module", params=[(256, 1024, 16384), pytest.param(SHARDS, marks=pytest.mark.slow)])
+def shards(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def cells() -> list[Cell]:
-    return sweep(reference_groups())
+def cells(shards: tuple[int, ...]) -> list[Cell]:
+    return sweep(reference_groups(), shards)
 
 
-def test_every_group_is_at_or_below_its_figures(cells: list[Cell]) -> None:
-    assert len(cells) == 34 * len(SHARDS)
-    assert sum(cell.flat for cell in cells) == 25 * len(SHARDS)
+def test_every_group_is_at_or_below_its_figures(cells: list[Cell], shards: tuple[int, ...]) -> None:
+    assert len(cells) == 34 * len(shards)
+    assert sum(cell.flat for cell in cells) == 25 * len(shards)
     assert violations(cells) == []
 
 
@@ -107,6 +112,8 @@ def test_each_kind_of_violation_is_reported(cells: list[Cell]) -> None:
     assert "align=128: expected from the bound's" in broken(tiled_bound=99.0)[0]
     assert "align=128: expected from the bound's" in broken(tiled_lcm=0.0)[0]
     for n, most in MOST_MEDIAN.items():
+        if n not in {c.shards for c in cells}:
+            continue
         worse = [dataclasses.replace(c, ours=most + 0.01, lcm=1e9) if c.shards == n else c for c in cells]
         assert any(text.startswith(f"median over {n} shards: expected at most") for text in violations(worse))
         worse = [
@@ -118,8 +125,8 @@ def test_each_kind_of_violation_is_reported(cells: list[Cell]) -> None:
 def test_alignment_costs_next_to_nothing_on_usual_widths_and_tensors_start_on_tiles(
     cells: list[Cell],
 ) -> None:
-    assert sum(cell.starts for cell in cells) >= 203
-    assert sum(cell.auto_align == 128 for cell in cells) >= 190
+    assert sum(not cell.starts for cell in cells) <= 1
+    assert sum(cell.auto_align != 128 for cell in cells) <= 14
     for cell in cells:
         if cell.group.startswith(("Llama", "Mixtral")) and cell.shards <= 1024:
             assert cell.tiled - cell.ours < 0.07, cell

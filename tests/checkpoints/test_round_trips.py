@@ -21,6 +21,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.formats import open_checkpoint
 from tests.support.bridge import plain_torch
+from tests.support.compiler_effort import inherited_flags
 from tests.support.ranks import RankGroup
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +108,7 @@ def run_jax(jobs: list[dict[str, Any]], processes: int = 1, devices: int = 8) ->
     for index in range(processes):
         environment = {
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes} {inherited_flags()}",
             "JAX_PLATFORMS": "cpu",
             "OMP_NUM_THREADS": "1",
         }

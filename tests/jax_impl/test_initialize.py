@@ -26,6 +26,8 @@ from jax_impl.initialize import _by_parameter, _on_shards, _op_by_op
 from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.modules.tree_model import as_module
 
+pytestmark = pytest.mark.optimized
+
 WIDTH, DEPTH = 40, 4
 
 

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl import main_weight_adamw
 
+pytestmark = pytest.mark.optimized
+
 STEPS = 100
 DTYPES = [np.float32, np.float64]
 Arrays = list[np.ndarray]

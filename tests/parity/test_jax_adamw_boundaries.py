@@ -24,6 +24,8 @@ from tests.parity.test_jax_adamw import (
     torch_run,
 )
 
+pytestmark = pytest.mark.optimized
+
 VECTOR_BYTES = 32
 MANY_SIZES = (1, 2, 3, 7, 8, 9, 13, 64, 100, 1001, 4097, 20_011)
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
@@ -74,6 +76,7 @@ def test_on_any_number_of_devices_all_but_torchs_tail_has_torchs_bits(
     np.testing.assert_array_equal(found[1][0], expected[1][0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_arrays_are_torchs_tensors_the_tails_have_torchs_bits_too(dtype: type, devices: int) -> None:

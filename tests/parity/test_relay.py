@@ -544,7 +544,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_of_what_differs(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
     _, out = finished
-    leg = Leg("torch", 2, "optim", steps=1)
+    leg = Leg("torch", 1, "optim", steps=1)
     wrong = job(tmp_path / "leg", leg, out / "leg1-torch" / "checkpoint")
     wrong = replace(wrong, model=replace(wrong.model, d_ff=59))
     with pytest.raises(LegError, match=r"layers\.0\.mlp\.w"):

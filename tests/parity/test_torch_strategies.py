@@ -100,7 +100,7 @@ def test_training_equals_the_full_batch_on_one_process(
     for set_to_none in (True, False):
         for mark in (True, False) if microbatches > 1 else (True,):
             rows = ranks.run(
-                world, train_against_full_batch, strategy, microbatches, set_to_none, mark, "float32", 4
+                world, train_against_full_batch, strategy, microbatches, set_to_none, mark, "float32", 2
             )
             if world == 4 and strategy != "no_shard":
                 assert any(empty for empty, _ in rows), (

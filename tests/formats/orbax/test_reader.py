@@ -112,6 +112,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 40)
 
 
+@pytest.mark.optimized  # else arrays that are cut on the device lose the bits of some bfloat16 NaNs
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("kind", SAVES)
 def test_what_stock_orbax_saved_is_read_bit_for_bit(tmp_path: Path, kind: str) -> None:

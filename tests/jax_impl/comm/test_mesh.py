@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from bridge.sharding.mesh_axes import MODEL_AXES
 from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
+from tests.support.compiler_effort import inherited_flags
 
 
 def test_more_devices_than_exist_are_refused():
@@ -98,7 +99,8 @@ def test_devices_that_run_with_the_flags_already_are_kept(monkeypatch):
 
 
 def in_fresh_process(code):
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment["XLA_FLAGS"] = inherited_flags()
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=environment,

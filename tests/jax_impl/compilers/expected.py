@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -39,6 +40,25 @@ def assert_collectives(setting: Setting, found: Compiled) -> None:
         assert found.sizes() == _of_buffers(setting, found)
     else:
         _assert_of_parameters(setting, found)
+
+
+def assert_gathers(setting: Setting, found: Compiled) -> None:
+    """As many gathers as the table of strategies says, of shards that are padded to whole rows of 128 elements."""
+    gathered = Counter({size: times for (kind, size), times in found.sizes().items() if kind == GATHER})
+    whole = {one.size for one in found.stored}
+    expected: Counter[int] = Counter()
+    for (kind, size), times in _of_buffers(setting, found).items():
+        if kind == GATHER:
+            devices = found.shards[size not in whole]
+            expected[devices * math.ceil(size / devices / 128) * 128] += times
+    assert gathered == expected
+
+
+def assert_reduce_scatters(setting: Setting, found: Compiled) -> None:
+    """As many as the table of strategies says, and no all-reduce; XLA:TPU pads what it reduces."""
+    expected = Counter(kind for kind, _ in _of_buffers(setting, found).elements())
+    reduced = Counter(kind for kind, _ in found.sizes().elements())
+    assert {kind: reduced[kind] for kind in (SCATTER, REDUCE)} == {SCATTER: expected[SCATTER], REDUCE: 0}
 
 
 def _of_buffers(setting: Setting, found: Compiled) -> Counter[tuple[str, int]]:

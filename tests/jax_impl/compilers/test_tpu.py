@@ -18,7 +18,9 @@ from tests.jax_impl.compilers.expected import (
     ZERO_3,
     assert_as_much_overlap_as_by_hand,
     assert_collectives,
+    assert_gathers,
     assert_no_more_memory_than_by_hand,
+    assert_reduce_scatters,
     by_hand,
     case,
     wrong,
@@ -27,27 +29,46 @@ from tests.support.compilers.setting import Setting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-UNALIGNED = wrong(
-    "shards of no multiple of 128 elements: every gather and reduction is an all-reduce of all elements"
-)
+SQUARE = wrong("over both axes of a square torus XLA:TPU reduces whole buffers, and cuts them")
+CUBE = wrong("over all three axes of a torus XLA:TPU makes an all-reduce of every gather, of any shape")
+SPILLED = wrong("gathered weights are copied from VMEM, where all of a step this small has room, to HBM")
 ALL_REDUCED = wrong("pjit: gradients are all-reduced and then cut")
-ALONE = wrong("collectives are not asynchronous")
+ALONE = wrong("a smaller share of gathers than by hand is asynchronous, and no reduction")
 
 
-def tpu_case(target: str, engine: str, size: str, *marks: Any, **options: Any) -> Any:
-    return case(target, engine, size, ZERO_3, *marks, length=256, **options)
+def tpu_case(target: str, engine: str, size: str, *marks: Any, strategy: str = ZERO_3, **options: Any) -> Any:
+    return case(target, engine, size, strategy, *marks, length=256, **options)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        tpu_case("v5e:4x4", "shard_map", "256", UNALIGNED),
-        tpu_case("v5e:4x4", "shard_map", "256", UNALIGNED, stacked=True),
-        tpu_case("v5e:4x4", "shard_map", "331", UNALIGNED),
-        tpu_case("v5p:4x4x4", "shard_map", "256", UNALIGNED),
-        tpu_case("v5e:4x4", "pjit", "256", ALL_REDUCED),
+        tpu_case("v5e:4x4", "shard_map", "37", align=1),
+        tpu_case("v5e:4x4", "shard_map", "37", align=1, dtype="bfloat16", microbatches=2),
+        tpu_case("v5p:4x4x4", "shard_map", "37", CUBE, align=1),
+        tpu_case("v5p:4x4x4", "shard_map", "37", align=1, strategy="hfsdp", inner=4),
+        tpu_case("v5e:4x4", "shard_map", "256"),
+        tpu_case("v5e:4x4", "shard_map", "256", stacked=True),
+        tpu_case("v5e:4x4", "shard_map", "331"),
+        tpu_case("v5e:4x4", "shard_map", "331", align=1),
     ],
 )
+def test_every_gather_is_one_whatever_the_alignment(tpu: Compile, setting: Setting):
+    assert_gathers(setting, tpu(setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        tpu_case("v5e:4x4", "shard_map", "256", strategy="hfsdp", inner=4),
+        tpu_case("v5e:4x4", "shard_map", "256", SQUARE),
+    ],
+)
+def test_reductions_over_one_axis_of_the_torus_are_reduce_scatters(tpu: Compile, setting: Setting):
+    assert_reduce_scatters(setting, tpu(setting))
+
+
+@pytest.mark.parametrize("setting", [tpu_case("v5e:4x4", "pjit", "256", ALL_REDUCED)])
 def test_a_step_has_the_collectives_of_its_strategy(tpu: Compile, setting: Setting):
     assert_collectives(setting, tpu(setting))
 
@@ -55,7 +76,7 @@ def test_a_step_has_the_collectives_of_its_strategy(tpu: Compile, setting: Setti
 @pytest.mark.parametrize(
     "setting",
     [
-        tpu_case("v5e:4x4", "shard_map", "256"),
+        tpu_case("v5e:4x4", "shard_map", "256", SPILLED),
         tpu_case("v5e:4x4", "pjit", "256", wrong("pjit: temporary bytes, 1.3 of a step by hand")),
     ],
 )

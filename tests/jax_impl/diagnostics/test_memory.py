@@ -77,6 +77,7 @@ def temporary_bytes(strategy, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.optimized
 def test_a_step_of_optim_grads_params_never_holds_all_gathered_weights(microbatches):
     # A step holds a unit's weights and gradients at a time, besides sharded gradients and few activations; each of
     # the three fences of the unit, if missing, lets XLA keep all weights in one of the two cases.
@@ -84,11 +85,13 @@ def test_a_step_of_optim_grads_params_never_holds_all_gathered_weights(microbatc
     assert temporary < 0.75 * gathered
 
 
+@pytest.mark.optimized
 def test_a_step_of_optim_grads_does_hold_all_gathered_weights():
     temporary, gathered = temporary_bytes("optim_grads", 1)
     assert temporary > gathered
 
 
+@pytest.mark.optimized
 def test_a_recomputed_unit_without_parameters_of_its_own_keeps_its_inputs_alone():
     def values(*shape):
         return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)

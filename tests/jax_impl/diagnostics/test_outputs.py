@@ -19,6 +19,8 @@ from jax_impl import (
 )
 from tests.support.jax_impl import diagnosed
 
+pytestmark = pytest.mark.optimized
+
 OPTIMIZER = main_weight_adamw(1e-3)
 
 

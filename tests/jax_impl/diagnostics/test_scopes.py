@@ -9,6 +9,8 @@ import pytest
 from jax_impl import data_parallel_mesh, fully_shard, make_gradients, shard_batch
 from tests.support.jax_impl import diagnosed
 
+pytestmark = pytest.mark.optimized
+
 OPERATION = re.compile(r' (all-gather|reduce-scatter|tanh|multiply)(?:-start)?\(.*op_name="([^"]*)"')
 
 

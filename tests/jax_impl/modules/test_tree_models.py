@@ -60,11 +60,10 @@ def layer(seed: int) -> Layer:
     return Layer(random(DIM, 7, seed=seed), Down(random(7, DIM, seed=seed + 50), random(DIM, seed=seed + 99)))
 
 
-def parameters() -> dict[str, Any]:
-    """More than ten layers, since "10" sorts before "2"."""
+def parameters(layers: int = 4) -> dict[str, Any]:
     return {
         "embed": random(VOCABULARY, DIM, seed=0),
-        "layers": [layer(seed) for seed in range(1, 13)],
+        "layers": [layer(seed) for seed in range(1, layers + 1)],
         "nothing": None,
         "out": (random(DIM, 3, seed=100), random(3, seed=101)),
     }
@@ -118,11 +117,13 @@ def assert_trains_as_alone(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_over_a_pytree_train(strategy, engine):
+    # More than ten layers, since "10" sorts before "2"; once is enough.
+    layers = 12 if strategy == "optim_grads" else 4
     plan = assert_trains_as_alone(
-        parameters(), loss, rows(), microbatches=3, strategy=strategy, engine=engine
+        parameters(layers), loss, rows(), microbatches=3, strategy=strategy, engine=engine
     )
-    assert list(plan.units) == [*(f"layers/{n}" for n in range(12)), ""]
-    assert plan.parameters.keys() >= {"layers/10/down/bias", "out/1"}
+    assert list(plan.units) == [*(f"layers/{n}" for n in range(layers)), ""]
+    assert plan.parameters.keys() >= {f"layers/{layers - 1}/down/bias", "out/1"}
 
 
 def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
@@ -131,8 +132,8 @@ def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
     kinds = {
         kind: sum(n for each, n in found.items() if each.kind == kind) for kind in ("all_gather", "psum")
     }
-    assert kinds == {"all_gather": 2 * 13, "psum": 1}
-    assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 13
+    assert kinds == {"all_gather": 2 * 5, "psum": 1}
+    assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 5
 
 
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
@@ -159,7 +160,7 @@ def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
         engine=engine,
         stacked=["layers"],
     )
-    assert plan.units["layers"].module.layers == 12
+    assert plan.units["layers"].module.layers == 4
 
 
 @pytest.mark.each_value

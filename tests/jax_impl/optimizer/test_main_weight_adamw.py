@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl import AdamWState, main_weight_adamw
 from jax_impl.optimizer.update import Constants, step_scalars
 
+pytestmark = pytest.mark.optimized
+
 
 def reference(weights, gradients, lr, b1, b2, eps, decay, start=0):
     """AdamW in float64, as in the paper."""

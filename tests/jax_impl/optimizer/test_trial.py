@@ -147,9 +147,11 @@ def assert_trains_as_unsharded(name: str) -> None:
     make = {**transformations(), **COMPOSED}[name]
     found = trained(make())
     expected = by_path(plainly_trained(PLAIN.get(name, make)()))
+    # Adafactor divides by statistics of tiny gradients, and magnifies their rounding.
+    tolerance = 1e-4 if name == "adafactor" else 1e-5
     for path, value in expected.items():
         np.testing.assert_allclose(
-            found[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
+            found[path], value, rtol=tolerance, atol=tolerance * np.max(np.abs(value)), err_msg=path
         )
 
 

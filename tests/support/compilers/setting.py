@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax_impl.diagnostics.scheduled import Array, Scheduled, overlap_share
 
 BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT = "by hand", "by hand, gathers left to XLA", "shard_map", "pjit"
 CONTESTANTS = (BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT)
 SIZES: dict[str, dict[str, int]] = {
+    # Compiled in seconds, also for TPUs; nothing is a multiple of anything.
+    "37": {
+        "vocab_size": 199,
+        "d_model": 37,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": 18,
+        "d_ff": 91,
+    },
     # The shipped decoder's sizes, which divide by nothing in common.
     "331": {"n_layers": 2},
     "256": {
@@ -50,8 +60,8 @@ SIZES: dict[str, dict[str, int]] = {
 class Setting:
     """The gradients of one step, ``rows`` rows of ``length`` tokens for each device and microbatch.
 
-    ``inner``: devices of the inner of two mesh axes; 0 for one axis. ``recommended``: with XLA's options for overlap.
-    ``prefetch``: of an engine.
+    ``inner``: devices of the inner of two mesh axes; 0 for one axis. ``align``: of layouts. ``recommended``: with XLA's
+    options for overlap. ``prefetch``: of an engine.
     """
 
     target: str
@@ -68,12 +78,14 @@ class Setting:
     length: int = 128
     recommended: bool = False
     prefetch: int | None = None
+    align: int | Literal["auto"] = "auto"
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended") if getattr(self, name)]
         parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
+        parts += [] if self.align == "auto" else [f"align{self.align}"]
         return "-".join(parts).replace(" ", "_")
 
     def to_json(self) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
         param_dtype=None if setting.dtype == "float32" else setting.dtype,
         stacked=["layers"] if setting.stacked else [],
         prefetch=setting.prefetch,
+        align=setting.align,
         **units,
     )
 

@@ -39,6 +39,7 @@ from jax_impl import (
 )
 from jax_impl.checkpoint.names import is_key
 from jax_impl.modules.module_tree import parameter_leaves
+from tests.support.compiler_effort import inherited_flags
 from tests.support.jax_impl import checkpoint_runs as runs
 
 _ROOT = Path(__file__).parents[3]
@@ -52,7 +53,8 @@ class Group:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+        environment["XLA_FLAGS"] = inherited_flags()
         for index in range(processes):
             ours, theirs = Pipe()
             arguments = map(str, (port, processes, index, devices, theirs.fileno()))

@@ -272,5 +272,5 @@ def noted(module: nn.Module, seen: set[Step]) -> Iterator[None]:
 
 
 def test_programs_walk_every_row(ranks: RankGroup) -> None:
-    missing = [row.text for row in documented() if row.text not in ranks.run(2, walked)[0]]
-    assert missing == []
+    seen = ranks.run(2, walked)[0]
+    assert [row.text for row in documented() if row.text not in seen] == []
