@@ -24,10 +24,10 @@ from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import call_model, collectors, hold, ways_of
-from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.gradients import Shared
 from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices
 from jax_impl.runtime.memory_kinds import on_device
+from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_this_device
 from jax_impl.train import settled

@@ -18,8 +18,8 @@ from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.runtime.level import Ways
 from jax_impl.runtime.order import Order
-from jax_impl.runtime.pipeline import Ways
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, UnitCall
 from jax_impl.runtime.unit_plan import Group

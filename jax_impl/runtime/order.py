@@ -16,8 +16,8 @@ is waited for by the next reduction, and by the computation of the unit after th
 weights and two units' whole gradients exist at once.
 
 The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
-loop, and in each function that JAX traces apart, the first unit waits for its own input. A layer of a scanned stack
-waits for nothing in its body, so that XLA may gather it in the pass before (``--xla_gpu_enable_pipelined_all_gather``).
+loop, and in each function that JAX traces apart, the first unit waits for its own input. In loops ``pipeline.py`` then
+moves its gather into the pass before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gated
-from jax_impl.runtime.pipeline import GATHER, GATHER_AHEAD, REDUCE
+from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, REDUCE
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
 
@@ -64,11 +64,11 @@ class Order:
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(
-        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool, looped: bool
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool
     ) -> tuple[list[Sequence[jax.Array]], Tree]:
         """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
 
-        ``again``: in backward. ``looped``: one layer of a stack, in the body of a loop.
+        ``again``: in backward.
         """
         if not self.prefetch:
             return self._in_turn(groups, sources, after, again)

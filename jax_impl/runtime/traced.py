@@ -70,7 +70,9 @@ def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
         )
         return read(env, program.jaxpr.outvars)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -103,9 +105,13 @@ def variables(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
     return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
 
 
-def read(env: Env, operands: Iterable[Any]) -> Values:
-    # Literals have a value, and no hash.
-    return [operand.val if hasattr(operand, "val") else env[operand] for operand in operands]
+def operands(atoms: Iterable[Any]) -> Values:
+    """The variables among operands: literals have a value, and no hash."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def read(env: Env, atoms: Iterable[Any]) -> Values:
+    return [atom.val if hasattr(atom, "val") else env[atom] for atom in atoms]
 
 
 def called(equation: Any) -> ClosedJaxpr:
@@ -128,22 +134,25 @@ def evaluate(
 
     Others get no ``Split``.
     """
-    needed = [set(_variables(wanted))]
-    for equation in reversed(equations):
-        needed.append(needed[-1] | set(_variables(equation.invars)))
-    needed.reverse()
+    last = {v: number for number, equation in enumerate(equations) for v in operands(equation.invars)}
+    last.update(dict.fromkeys(operands(wanted), len(equations)))
     plain: list[Any] = []
     for number, equation in enumerate(equations):
         if not special(equation, env):
             plain.append(equation)
             continue
-        _segment(jaxpr, plain, env, needed[number])
+        _segment(jaxpr, plain, env, _used(last, number))
         plain = []
         assert run is not None
         with scope_of(equation):
             values = run(equation, read(env, equation.invars))
         env.update(zip(equation.outvars, values, strict=True))
-    _segment(jaxpr, plain, env, needed[-1])
+    _segment(jaxpr, plain, env, _used(last, len(equations)))
+
+
+def _used(last: dict[Any, int], number: int) -> Callable[[Any], bool]:
+    """Whether an equation from ``number`` on uses a variable; ``last``: which one does so last."""
+    return lambda variable: last.get(variable, -1) >= number
 
 
 def scope_of(equation: Any) -> AbstractContextManager[Any]:
@@ -151,19 +160,15 @@ def scope_of(equation: Any) -> AbstractContextManager[Any]:
     return jax.named_scope(str(equation.source_info.name_stack))
 
 
-def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: set[Any]) -> None:
-    made = [v for equation in equations for v in equation.outvars if v in needed]
-    if not made:
+def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[[Any], bool]) -> None:
+    made = [v for equation in equations for v in equation.outvars if needed(v)]
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    if not made and not effects:
         return
     inside = {v for equation in equations for v in equation.outvars}
-    taken = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in inside)
-    effects = frozenset().union(*(equation.effects for equation in equations))
+    taken = dict.fromkeys(v for equation in equations for v in operands(equation.invars) if v not in inside)
     program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
     env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
-
-
-def _variables(operands: Iterable[Any]) -> list[Any]:
-    return [operand for operand in operands if not hasattr(operand, "val")]
 
 
 def _is_call(equation: Any) -> bool:

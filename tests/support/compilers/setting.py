@@ -54,6 +54,7 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Of ``DecoderConfig``."""
+SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
 
 
 @dataclass(frozen=True)

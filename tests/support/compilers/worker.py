@@ -131,7 +131,7 @@ def model_of(setting: Setting) -> Any:
 
     from jax_impl.models import Decoder, DecoderConfig
 
-    sizes: dict[str, Any] = {**SIZES[setting.size.split("x")[0]], **({"n_layers": int(setting.size.split("x")[1])} if "x" in setting.size else {})}
+    sizes: dict[str, Any] = {**SIZES[setting.size]}
     config = DecoderConfig(**sizes)
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=setting.stacked))
 
