@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_impl.comm.collectives import fence, gated
+from jax_impl.comm.collectives import fence
 from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts
 from jax_impl.runtime.traced import (
     Env,
@@ -99,10 +99,8 @@ class Level:
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
         if not self.ways.chained and (mark in self.stale or self.ways.forward):
-            if mark == REDUCE and self.reduced is not None:
-                values = list(gated(values, self.reduced))
-            elif mark in GATHERS and self.gate is not None:
-                values[0] = self.gate
+            last = self.reduced if mark == REDUCE else self.gate
+            values[0] = values[0] if last is None else last
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
 

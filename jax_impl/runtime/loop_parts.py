@@ -18,7 +18,8 @@ import jax
 
 from jax_impl.runtime.traced import holds, mark_of, operands
 
-# A unit's gather waits for its own input, or, ahead, for that of the unit before. The first operand is True then.
+# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. The
+# first operand, a scalar, is True then.
 GATHER, GATHER_AHEAD, REDUCE = "twinshard_gather", "twinshard_gather_ahead", "twinshard_reduce"
 GATHERS = (GATHER, GATHER_AHEAD)
 TRANSFERS = (*GATHERS, REDUCE)

@@ -127,16 +127,22 @@ class Order:
         if beside:
             # Else XLA may put off gradients of weights, and keep activations for them.
             gradients, inputs = fence((gradients, inputs))
+        done = jnp.array(True)
+        if beside and place.reduced:
+            # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
+            done = place.reduced[-1]
+            done = done if place.gate is None else jnp.logical_and(done, place.gate)
         reduced: Reduced = []
         for group, values in zip(groups, gradients, strict=True):
-            if group.trainable and beside and place.reduced:
-                done = place.reduced[-1]
-                # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
-                values = gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
-            elif group.trainable and not beside:
+            if not group.trainable:
+                reduced.append(())
+            elif beside:
+                reduced.append(_beside(group, done, values))
+            else:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
-            reduced.append(_reduced(group, values) if group.trainable else ())
+                with jax.named_scope("reduce"):
+                    reduced.append(group.reduce(values))
         if beside:
             if any(group.trainable for group in groups):
                 reduced, done = fence((reduced, jnp.array(True)))
@@ -155,9 +161,9 @@ class Order:
         return place
 
 
-def _reduced(group: Group, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    def reduce(*gradients: jax.Array) -> tuple[jax.Array, ...]:
+def _beside(group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
         with jax.named_scope("reduce"):
-            return group.reduce(gradients)
+            return group.reduce(gated(gradients, done))
 
-    return marked(REDUCE, reduce)(*gradients)
+    return marked(REDUCE, reduce)(done, *gradients)

@@ -23,18 +23,22 @@ _NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
 
 
 def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, whose calls have ``name`` in a traced program."""
+    """``function``, whose calls have ``name`` in a traced program. Its first argument is a scalar, true or false."""
 
-    def call(*args: Any) -> T:
-        return function(*args)
+    def call(gate: jax.Array, *args: Any) -> T:
+        return function(gate, *args)
 
     call.__name__ = name
     return jax.jit(call)
 
 
 def mark_of(equation: Any) -> str | None:
-    """The name of a call of a ``marked`` function, or of another jitted one."""
-    name = equation.params.get("name") if _is_call(equation) else None
+    """The name of a call of a ``marked`` function, or of another one like it."""
+    # What JAX moves out of a loop of such a call has its name, too, but not its first argument.
+    gate = equation.invars[0].aval if equation.invars and _is_call(equation) else None
+    if gate is None or gate.shape != () or gate.dtype != bool:
+        return None
+    name = equation.params.get("name")
     return name if isinstance(name, str) else None
 
 
