@@ -51,7 +51,6 @@ def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]
 
     Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
     """
-    arrays, gate = fence((tuple(arrays), gate))
     return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
 
 

@@ -87,6 +87,8 @@ class Order:
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
             found: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
+                # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                source, gate = fence((source, gate))
                 with jax.named_scope("gather"):
                     found.append(groups[i].gather(gated(source, gate)))
                 if self.chained:
