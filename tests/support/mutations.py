@@ -367,8 +367,8 @@ JAX = [
     M(
         "a gather waits for the output of the unit before",
         "jax_impl/runtime/order.py",
-        "gate = place.gate if self.prefetch else None",
-        "gate = None",
+        "name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)",
+        "name, gate = GATHER, None",
         "jax_impl/runtime/test_order.py",
     ),
     M(
