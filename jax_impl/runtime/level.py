@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence, gated
-from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts
+from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts, with_gate
 from jax_impl.runtime.traced import (
     Env,
     Split,
@@ -102,7 +102,7 @@ class Level:
             if mark == REDUCE and self.reduced is not None:
                 values = list(gated(values, self.reduced))
             elif mark in GATHERS and self.gate is not None:
-                values[0] = self.gate
+                values = with_gate(equation, values, self.gate)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
 
