@@ -200,7 +200,9 @@ class _Loop:
         env = variables(self.body, given)
         evaluate(self.body.jaxpr, self.parts.early, env, sources_of(gather))
         with scope_of(gather):
-            return list(jaxpr_as_fun(called(gather))(*with_gate(gather, [env.get(v) for v in gather.invars], gate)))
+            return list(
+                jaxpr_as_fun(called(gather))(*with_gate(gather, [env.get(v) for v in gather.invars], gate))
+            )
 
     def _late(self, waiting: Values) -> Values:
         """Stacked results of a reduction that has moved."""

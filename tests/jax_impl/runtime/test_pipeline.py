@@ -217,6 +217,19 @@ class Stack(nnx.Module):
         return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+class Scanned(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(linen.Dense(WIDTH, name="up")(x)), None
+
+
+class Lifted(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        return linen.scan(Scanned, **options)(name="layers")(x)[0]
+
+
 PAIR = {"layers": {"attention": block(4, seed=10), "mlp": block(4, seed=12)}}
 INSIDE = {"layers": {"scale": random(4, WIDTH, seed=9), "mlp": block(4, seed=12)}}
 LISTS = {"before": [block(seed=20), block(seed=22)], "after": [block(seed=24), block(seed=26)]}
@@ -256,11 +269,15 @@ CASES = {
     "calls": Case(in_calls),
     "in cond": Case(in_cond),
     "lists": Case(among_others, {**LISTS, "layers": block(3, seed=2)}, {"units": ["*/*"]}),
+    "linen": Case(
+        lambda model, x: apply_linen(Lifted(), {"params": {"layers": model["layers"]}}, x),
+        {"layers": {"up": {"kernel": random(3, WIDTH, WIDTH, seed=2), "bias": random(3, WIDTH, seed=3)}}},
+    ),
     "scan_layers": Case(model=lambda: Stack(False)),
     "nnx.scan": Case(model=lambda: Stack(True)),
 }
 FAST = {"two", "recompute", "unroll", "optim_grads", "frozen", "two stacks", "inside", "inputs and outputs"}
-FAST |= {"nothing carried", "looped", "nnx.scan", "lists"}
+FAST |= {"linen", "nothing carried", "looped", "nnx.scan", "lists"}
 FAST_SIMULATED = {"two stacks", "inside"}
 
 
@@ -297,7 +314,9 @@ def assert_right(case: Case, *, engine: str = "shard_map") -> None:
     assert found.keys() == flat.keys() - set(case.options.get("frozen", ()))
     for path, one in found.items():
         scale = float(jnp.abs(flat[path]).max())
-        np.testing.assert_allclose(one, flat[path], rtol=0, atol=(5e-2 if rough else 1e-4) * scale, err_msg=path)
+        np.testing.assert_allclose(
+            one, flat[path], rtol=0, atol=(5e-2 if rough else 1e-4) * scale, err_msg=path
+        )
 
 
 @pytest.mark.parametrize("name", some(FAST))
@@ -318,3 +337,152 @@ def test_gradients_of_the_pjit_engine_are_those_of_the_whole_model(monkeypatch, 
     # One device, where no collectives meet.
     monkeypatch.setattr(ShardingPlan, "chained", chained)
     assert_right(CASES[name], engine="pjit")
+
+
+def traced(monkeypatch: Any, name: str, engine: str = "shard_map", **options: Any) -> Any:
+    """The program of accelerators, of two devices."""
+    monkeypatch.setattr(ShardingPlan, "chained", False)
+    case = CASES[name]
+    options = {"units": ["layers/*"], "stacked": ["layers"], "prefetch": 1, **case.options, **options}
+    plan = plan_sharding(case.parameters, mesh_of(case), engine=engine, **options)
+    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    return jax.make_jaxpr(make_gradients(plan, case.loss))(weights, rows()).jaxpr
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_in_a_pass_transfers_run_beside_a_layer_that_is_not_theirs(monkeypatch, recompute):
+    program = traced(monkeypatch, "unroll", recompute=recompute)
+    whole = (20,)
+    found = [
+        (loop, passes) for loop, passes in loops(program) if list(runs(loop.params["jaxpr"].jaxpr, KINDS[1]))
+    ]
+    (forward, times), (backward, times_back) = found
+    # A pass of each stands apart: the last one of forward, and the first and the last of backward.
+    assert (times, times_back) == (4, 3)
+    for loop in (forward, backward):
+        body = loop.params["jaxpr"].jaxpr
+        found, outputs = steps_and_outputs(body, KINDS)
+        kinds = Counter(step.kind for step in found)
+        assert kinds["all_gather"] == 1
+        assert kinds["reduce_scatter"] == int(loop is backward)
+        products = {step.number for step in found if step.kind == "dot_general"}
+        transfers = {step.number for step in found} - products
+        rows_in = {i for i, v in enumerate(body.invars) if v.aval.shape == (4, WIDTH)}
+        for step in found:
+            if step.kind == "dot_general":
+                assert step.before.isdisjoint(transfers)
+            else:
+                assert step.before.isdisjoint(products)
+            if step.kind == "all_gather":
+                assert not rows_in.isdisjoint(step.inputs)
+        carries = loop.params["num_carry"] if "num_carry" in loop.params else len(body.outvars)
+        # What the next pass begins with is there when all of this one is done; its weights are the only whole ones.
+        begun = [i for i, v in enumerate(body.outvars[:carries]) if v.aval.shape in ((4, WIDTH), whole)]
+        assert all(outputs[i] >= products | transfers for i in begun if outputs[i])
+        assert sum(v.aval.shape == whole for v in body.outvars[:carries]) == 1
+        assert any(outputs[i] for i in begun)
+
+
+@pytest.mark.parametrize("name", ["two", "unroll", "two stacks", "inside"])
+def test_each_layer_is_gathered_twice_and_reduced_once(monkeypatch, name):
+    counted = []
+    for prefetch in (0, 1):
+        program = traced(monkeypatch, name, prefetch=prefetch)
+        found: Counter[Any] = Counter()
+        for kind, phase in (("all_gather", "gather"), ("reduce_scatter", "reduce")):
+            for equation, scope, times in runs(program, kind):
+                unit = scope.partition(f"/{phase}")
+                assert unit[1], scope
+                found[kind, equation.outvars[0].aval.shape, "layers" in unit[0] or "more" in unit[0]] += times
+        counted.append(found)
+    assert counted[0] == counted[1]
+
+
+def test_what_is_refused_is_named_with_its_line():
+    model = CASES["three"].parameters
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
+
+    def outside(model: Any, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+            penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(nnx.state(layer)))
+            return call_unit(apply, layer, x), penalty
+
+        x, penalties = lax.scan(body, x, model["layers"])
+        return jnp.mean(x) + jnp.sum(penalties)
+
+    def uneven(model: Any, x: jax.Array) -> jax.Array:
+        counted = x[:, 0] > 0
+        return jnp.sum(in_turn(x, model["layers"]).sum(-1) * counted) / jnp.sum(counted)
+
+    batch = shard_batch(plan, rows())
+    with pytest.raises(
+        ValueError, match=r"unit 'layers': .*, got integer_pow at .*test_pipeline\.py:\d+: outside"
+    ):
+        jax.make_jaxpr(make_gradients(plan, outside))(weights, batch)
+    with pytest.raises(ValueError, match="quotient by a sum over the batch"):
+        jax.make_jaxpr(make_gradients(plan, uneven))(weights, batch)
+
+
+def test_random_streams_statistics_and_callbacks_are_those_of_loops_as_they_are(monkeypatch):
+    as_accelerators(monkeypatch)
+    model = Stack(lifted=False, varying=True)
+    found, seen = [], []
+
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        x = model(x)
+        return jnp.mean((x - 0.3) ** 2)
+
+    for prefetch in (0, 1):
+        plan, weights = fully_shard(
+            model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=prefetch
+        )
+        results = jax.jit(make_gradients(plan, loss))(
+            weights, shard_batch(plan, rows()), variable_leaves(model)
+        )
+        leaves = [
+            jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            for x in jax.tree.leaves(results)
+        ]
+        found.append(leaves)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    model = CASES["three"].parameters
+
+    def noted(block: Any, x: jax.Array, number: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda number: seen.append(int(number)), number, ordered=True)
+        return apply(block, x)
+
+    def printing(model: Any, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return call_unit(noted, layer[0], x, layer[1]), None
+
+        return jnp.mean(lax.scan(body, x, (model["layers"], jnp.arange(3)))[0])
+
+    monkeypatch.undo()
+    monkeypatch.setattr(ShardingPlan, "chained", False)
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(1), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
+    jax.block_until_ready(jax.jit(make_gradients(plan, printing))(weights, shard_batch(plan, rows())))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_evaluation_is_that_of_the_whole_model(monkeypatch, chained):
+    monkeypatch.setattr(ShardingPlan, "chained", chained)
+    model = CASES["three"].parameters
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(2 if chained else 1), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
+
+    def repeated(model: Any, x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 2, lambda _, x: in_turn(x, model["layers"]), x * model["scale"])
+
+    expected = repeated(model, rows())
+    np.testing.assert_allclose(
+        make_eval_step(plan, repeated)(weights, rows()), expected, rtol=1e-5, atol=1e-6
+    )

@@ -33,31 +33,33 @@ def _mapped(
     for name in reversed(names):
         function = jax.vmap(function, axis_name=name)
 
+    def axes_of(entry: Any) -> tuple[str, ...]:
+        return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
     def cut(spec: PartitionSpec, x: jax.Array) -> jax.Array:
         """Axes of the mesh first."""
-        where = dict.fromkeys(names)
+        where: dict[str, int] = {}
         at = 0
         for size, entry in zip(x.shape, (*spec, *[None] * (x.ndim - len(spec))), strict=True):
-            axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            axes = axes_of(entry)
             parts = [sizes[name] for name in axes]
             where.update((name, at + i) for i, name in enumerate(axes))
             x = x.reshape(*x.shape[:at], *parts, size // math.prod(parts), *x.shape[at + 1 :])
             at += len(axes) + 1
-        x = jnp.moveaxis(
-            x, [i for i in where.values() if i is not None], range(sum(i is not None for i in where.values()))
-        )
+        cut_over = [name for name in names if name in where]
+        x = jnp.moveaxis(x, [where[name] for name in cut_over], range(len(cut_over)))
         for at, name in enumerate(names):
-            if where[name] is None:
+            if name not in where:
                 x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], sizes[name], *x.shape[at:]))
         return x
 
     def joined(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-        used = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name]
+        used = [name for name in names if any(name in axes_of(entry) for entry in spec)]
         for at, name in reversed(list(enumerate(names))):
             if name not in used:
                 x = x[(slice(None),) * at + (0,)]
         for entry_at, entry in enumerate(spec):
-            for name in reversed(entry if isinstance(entry, tuple) else () if entry is None else (entry,)):
+            for name in reversed(axes_of(entry)):
                 at, left = used.index(name), len(used) - 1
                 x = jnp.moveaxis(x, at, left + entry_at)
                 used.remove(name)
