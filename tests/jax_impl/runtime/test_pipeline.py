@@ -60,7 +60,7 @@ def rows(count: int = 8) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """``between``: from the first rows, scaled, to the last, with the blocks of a pytree; or ``model`` with ``loss``."""
+    """``between``: from the first rows, scaled, to the last, with a pytree; or ``model`` does that with ``loss``."""
 
     between: Callable[..., Any] | None = None
     blocks: dict[str, Any] = field(default_factory=dict)
