@@ -175,6 +175,15 @@ def chosen(model: Any, x: jax.Array) -> jax.Array:
     return lax.scan(body, (x, 0), model["layers"])[0][0]
 
 
+def by_a_carried_number(model: Any, x: jax.Array) -> jax.Array:
+    def body(carried: Any, _: None) -> tuple[Any, None]:
+        x, number = carried
+        layer = jax.tree.map(lambda one: one[number], model["layers"])
+        return (call_unit(apply, layer, x), (number + 2) % 3), None
+
+    return lax.scan(body, (x, 0), None, length=3)[0][0]
+
+
 def in_calls(model: Any, x: jax.Array) -> jax.Array:
     return jax.jit(lambda x, layers: in_turn(x, layers, jax.jit(apply)))(x, model["layers"])
 
@@ -266,6 +275,7 @@ CASES = {
     "beside shared": Case(beside_shared, ONE_MORE, {"units": ["layers/*", "first"]}),
     "nothing carried": Case(nothing_carried),
     "cond": Case(chosen),
+    "carried number": Case(by_a_carried_number),
     "calls": Case(in_calls),
     "in cond": Case(in_cond),
     "lists": Case(among_others, {**LISTS, "layers": block(3, seed=2)}, {"units": ["*/*"]}),
@@ -278,7 +288,7 @@ CASES = {
 }
 FAST = {"two", "recompute", "unroll", "optim_grads", "frozen", "two stacks", "inside", "inputs and outputs"}
 FAST |= {"linen", "nothing carried", "looped", "nnx.scan", "lists"}
-FAST_SIMULATED = {"two stacks", "inside"}
+FAST_SIMULATED = {"two stacks", "inside", "carried number"}
 
 
 def some(fast: set[str]) -> list[Any]:
