@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence
-from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts
+from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts, with_gate
 from jax_impl.runtime.traced import (
     Env,
     Split,
@@ -100,7 +100,7 @@ class Level:
             return results
         if not self.ways.chained and (mark in self.stale or self.ways.forward):
             last = self.reduced if mark == REDUCE else self.gate
-            values[0] = values[0] if last is None else last
+            values = values if last is None else with_gate(equation, values, last)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
 

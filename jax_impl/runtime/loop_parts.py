@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from jax_impl.runtime.traced import holds, mark_of, operands
+from jax_impl.runtime.traced import holds, is_gate, mark_of, operands
 
-# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. The
-# first operand, a scalar, is True then.
+# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. One
+# operand is True then, the gate.
 GATHER, GATHER_AHEAD, REDUCE = "twinshard_gather", "twinshard_gather_ahead", "twinshard_reduce"
 GATHERS = (GATHER, GATHER_AHEAD)
 TRANSFERS = (*GATHERS, REDUCE)
@@ -58,12 +58,22 @@ class Parts:
         return Parts(early, gather, middle, late, _needed(late), frozenset(stacked))
 
 
+def sources_of(gather: Any) -> list[Any]:
+    """What a gather gathers."""
+    return operands(v for v in gather.invars if not is_gate(v))
+
+
+def with_gate(transfer: Any, values: Sequence[Any], gate: Any) -> list[Any]:
+    """The values of a transfer's operands, with another gate."""
+    return [gate if is_gate(v) else value for v, value in zip(transfer.invars, values, strict=True)]
+
+
 def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any], Any]:
     """The first gather and what is evaluated for its weights; None for one that depends on what is carried."""
     gather = next((e for e in equations if mark_of(e) in GATHERS), None)
     if gather is None or mark_of(gather) != GATHER:
         return [], None
-    wanted, early = set(operands(gather.invars[1:])), []
+    wanted, early = set(sources_of(gather)), []
     for equation in reversed(equations):
         if not wanted.isdisjoint(equation.outvars):
             wanted.update(operands(equation.invars))

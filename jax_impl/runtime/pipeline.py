@@ -34,7 +34,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import scan_counts
 from jax_impl.runtime.level import Gate, Level, Pass, Scan, Ways
-from jax_impl.runtime.loop_parts import TRANSFERS, Parts
+from jax_impl.runtime.loop_parts import TRANSFERS, Parts, sources_of, with_gate
 from jax_impl.runtime.traced import (
     Split,
     Values,
@@ -198,9 +198,11 @@ class _Loop:
         # Carried values have none here, and are not needed.
         given = [*self.constants, *[None] * len(self.carry), *self._slices(k, self.stacked)]
         env = variables(self.body, given)
-        evaluate(self.body.jaxpr, self.parts.early, env, gather.invars[1:])
+        evaluate(self.body.jaxpr, self.parts.early, env, sources_of(gather))
         with scope_of(gather):
-            return list(jaxpr_as_fun(called(gather))(gate, *read(env, gather.invars[1:])))
+            return list(
+                jaxpr_as_fun(called(gather))(*with_gate(gather, [env.get(v) for v in gather.invars], gate))
+            )
 
     def _late(self, waiting: Values) -> Values:
         """Stacked results of a reduction that has moved."""

@@ -34,12 +34,17 @@ def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
 
 def mark_of(equation: Any) -> str | None:
     """The name of a call of a ``marked`` function, or of another one like it."""
-    # What JAX moves out of a loop of such a call has its name, too, but not its first argument.
-    gate = equation.invars[0].aval if equation.invars and _is_call(equation) else None
-    if gate is None or gate.shape != () or gate.dtype != bool:
+    # What JAX moves out of a loop of such a call has its name, too, but no gate.
+    if not _is_call(equation) or not any(map(is_gate, equation.invars)):
         return None
     name = equation.params.get("name")
     return name if isinstance(name, str) else None
+
+
+def is_gate(operand: Any) -> bool:
+    """Whether an operand is a scalar, true or false."""
+    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the others.
+    return bool(operand.aval.shape == () and operand.aval.dtype == bool)
 
 
 def holds(equation: Any, marks: Sequence[str]) -> bool:
