@@ -102,18 +102,17 @@ def plan_sharding(
         units,
         whole_model(model),
         variable_infos(model),
-        prefetch=_prefetch(options.get("prefetch"), policy, engine, resolved.mesh),
+        prefetch=_prefetch(options.get("prefetch"), policy, resolved.mesh),
     )
     _warn_of_whole_parameters(plan)
     return plan
 
 
-def _prefetch(asked: int | None, policy: ShardingPolicy | None, engine: str, mesh: Mesh) -> int:
+def _prefetch(asked: int | None, policy: ShardingPolicy | None, mesh: Mesh) -> int:
     if asked is None and policy is not None:
         asked = policy.prefetch
     if asked is None:
-        # XLA's own collectives, with prefetch, need a sixth more memory than those of a step by hand.
-        return 0 if engine == "pjit" or is_simulated(mesh) else 1
+        return 0 if is_simulated(mesh) else 1
     if type(asked) is not int or asked not in (0, 1):
         raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {asked!r}")
     return asked

@@ -23,10 +23,11 @@ from jax_impl.batch import Batch, pad_batch, place_shared, shard_batch
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
-from jax_impl.runtime.forward import call_model, collectors, hold
+from jax_impl.runtime.forward import call_model, collectors, hold, ways_of
 from jax_impl.runtime.gradients import Shared
 from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices
 from jax_impl.runtime.memory_kinds import on_device
+from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_this_device
 from jax_impl.train import settled
@@ -104,9 +105,14 @@ class EvalStep:
 
     def _forward(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         plan = self._plan
-        returned, _ = call_model(
-            plan, collectors(plan), hold(plan, weights), variables, self._fn, batch, shared
-        )
+
+        def call(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Any:
+            held = hold(plan, weights)
+            return call_model(plan, collectors(plan), held, variables, self._fn, batch, shared)[0]
+
+        if plan.prefetch:
+            call = pipelined(call, ways_of(plan, forward=True))
+        returned = call(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
             return as_parts(returned, self._has_aux), None
         rows = jax.tree.leaves(batch)[0].shape[0]

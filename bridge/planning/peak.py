@@ -33,7 +33,6 @@ JAX differs in these points:
   gradients, g S_o, beside the unreduced ones: a moment of its own.
 * Unreduced gradients have no buffer before they are reduced. Those that are reduced at the end of the step only, g = 0,
   are not in a buffer of the unit before.
-* Scanned layers run nothing ahead or beside. XLA's options that pipeline them add up to a layer's weights.
 * With K = 1 backward frees whole compute weights unit by unit.
 * The update is a program of its own. It makes the new main weights unit by unit and holds no compute weights.
 * Scanned layers (``stacks``) hold the gradients of all layers from the loop's start, and the activations and whole
@@ -125,18 +124,17 @@ class _Sizes:
         groups = unit.groups
         trained = [group for group in groups if group.shape.trainable]
         gathered = sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters)
-        ahead = prefetch > 0 and not unit.stack
         if runtime == "jax":
             collected = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in trained)
             late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
             whole = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
             return _Sizes(
                 gathered=gathered,
-                ahead=gathered if ahead else 0,
+                ahead=gathered if prefetch else 0,
                 raw=sum(g.numel * g.compute_bytes for g in trained),
                 buffer=0,
                 beside=sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
-                if ahead
+                if prefetch
                 else 0,
                 done=collected,
                 before=0,
@@ -154,10 +152,10 @@ class _Sizes:
         buffer = sum(g.size(0) * g.reduce_bytes for g in trained)
         return _Sizes(
             gathered=gathered,
-            ahead=gathered if ahead else 0,
+            ahead=gathered if prefetch else 0,
             raw=sum(g.numel * g.compute_bytes for g in trained),
             buffer=buffer,
-            beside=buffer if ahead else 0,
+            beside=buffer if prefetch else 0,
             done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
             before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
         )

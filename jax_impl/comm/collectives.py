@@ -46,6 +46,15 @@ def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
+    """The same arrays, not before the scalar ``gate``, which is True.
+
+    Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
+    """
+    # No zeros: JAX takes constants out of a loop, from calls in it too, and hands them to each pass as arrays.
+    return tuple(jnp.where(gate, array, gate.astype(array.dtype)) for array in arrays)
+
+
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
     if dtype.itemsize < 4 and x.dtype != dtype:

@@ -178,6 +178,11 @@ def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def is_gpu(mesh: Mesh) -> bool:
+    """True on GPUs, also on those that a compiler is only told of."""
+    return bool(mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm"))
+
+
 def is_simulated(mesh: Mesh) -> bool:
     """True on CPU devices."""
     return bool(mesh.devices.flat[0].platform == "cpu")

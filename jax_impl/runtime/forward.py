@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
-from jax_impl.comm.mesh import is_simulated
+from jax_impl.comm.mesh import is_gpu
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
@@ -18,6 +18,7 @@ from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.runtime.level import Ways
 from jax_impl.runtime.order import Order
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, UnitCall
@@ -102,9 +103,15 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    order = Order(plan.prefetch, chained=is_simulated(plan.mesh))
+    order = Order(plan.prefetch, chained=plan.chained)
     output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
+
+
+def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
+    """How the program of a step is written. ``forward``: without backward."""
+    written = plan.engine == "shard_map"
+    return Ways(plan.chained, forward, reductions=written, row_major=written and is_gpu(plan.mesh))
 
 
 def _call_unit(

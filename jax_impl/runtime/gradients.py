@@ -21,9 +21,10 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
-from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold
+from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold, ways_of
 from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
 from jax_impl.runtime.memory_kinds import as_before, on_device
+from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
 
@@ -186,7 +187,10 @@ def _accumulated(
             found, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
             return found.value, (found, changed)
 
-        (_, (found, variables)), gradients = jax.value_and_grad(loss, has_aux=True)(collectors(plan))
+        differentiated = jax.value_and_grad(loss, has_aux=True)
+        if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
+            differentiated = pipelined(differentiated, ways_of(plan))
+        (_, (found, variables)), gradients = differentiated(collectors(plan))
         return found, variables, gradients
 
     first = jax.tree.map(lambda x: x[0], parts)

@@ -16,8 +16,8 @@ is waited for by the next reduction, and by the computation of the unit after th
 weights and two units' whole gradients exist at once.
 
 The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
-loop, and in each function that JAX traces apart, the first unit waits for its own input. A layer of a scanned stack
-waits for nothing in its body, so that XLA may gather it in the pass before (``--xla_gpu_enable_pipelined_all_gather``).
+loop, and in each function that JAX traces apart, the first unit waits for its own input. In loops ``pipeline.py`` then
+moves its gather into the pass before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jax_impl.comm.collectives import fence
+from jax_impl.comm.collectives import fence, gated
+from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, REDUCE
+from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
 
 Tree = TypeVar("Tree")
@@ -62,42 +64,60 @@ class Order:
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(
-        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool, looped: bool
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool
     ) -> tuple[list[Sequence[jax.Array]], Tree]:
         """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
 
-        ``again``: in backward. ``looped``: one layer of a stack, in the body of a loop.
+        ``again``: in backward.
         """
-        sharded = any(group.strategy.shard_parameters for group in groups)
+        if not self.prefetch:
+            return self._in_turn(groups, sources, after, again)
+        sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
+        held = list(sources)
+        if again and len(sharded) < len(groups):
+            # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+            held, after = fence((held, after))
+        if not sharded:
+            return held, after
         place = self._place(again)
-        gate = place.gate if self.prefetch else None
-        free = gate is None and looped and self.prefetch > 0 and not self.chained
+        name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)
+        if gate is None:
+            after, gate = fence((after, jnp.array(True)))
+
+        def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
+            found: list[Sequence[jax.Array]] = []
+            for i, source in zip(sharded, sources, strict=True):
+                # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                source, gate = fence((source, gate))
+                with jax.named_scope("gather"):
+                    found.append(groups[i].gather(gated(source, gate)))
+                if self.chained:
+                    found, gate = fence((found, gate))
+            return found
+
+        for i, whole in zip(sharded, marked(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
+            held[i] = whole
+        # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
+        if len(place.reduced) > 1:
+            gate = jnp.logical_and(gate, place.reduced[0])
+        held, after, place.gate = fence((held, after, gate))
+        return held, after
+
+    def _in_turn(
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, again: bool
+    ) -> tuple[list[Sequence[jax.Array]], Tree]:
         held: list[Sequence[jax.Array]] = []
         for group, source in zip(groups, sources, strict=True):
-            if not group.strategy.shard_parameters:
-                if again:
-                    # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
-                    source, after = fence((source, after))
-                held.append(source)
-                continue
-            if gate is not None:
-                source = _gated(source, gate)
-            elif not free:
+            if group.strategy.shard_parameters:
                 source, after = fence((source, after))
-            with jax.named_scope("gather"):
-                source = group.gather(source)
-            if gate is None and not free:
+                with jax.named_scope("gather"):
+                    source = group.gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((source, after))
-            elif self.chained:
-                source, gate = fence((source, gate))
+            elif again:
+                # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+                source, after = fence((source, after))
             held.append(source)
-        if self.prefetch and sharded:
-            # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
-            gate = jnp.array(True) if gate is None else gate
-            if len(place.reduced) > 1:
-                gate = jnp.logical_and(gate, place.reduced[0])
-            held, after, place.gate = fence((held, after, gate))
         return held, after
 
     def reduce(
@@ -109,17 +129,22 @@ class Order:
         if beside:
             # Else XLA may put off gradients of weights, and keep activations for them.
             gradients, inputs = fence((gradients, inputs))
+        done = jnp.array(True)
+        if beside and place.reduced:
+            # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
+            done = place.reduced[-1]
+            done = done if place.gate is None else jnp.logical_and(done, place.gate)
         reduced: Reduced = []
         for group, values in zip(groups, gradients, strict=True):
-            if group.trainable and beside and place.reduced:
-                done = place.reduced[-1]
-                # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
-                values = _gated(values, done if place.gate is None else jnp.logical_and(done, place.gate))
-            elif group.trainable and not beside:
+            if not group.trainable:
+                reduced.append(())
+            elif beside:
+                reduced.append(_beside(group, done, values))
+            else:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
-            with jax.named_scope("reduce"):
-                reduced.append(group.reduce(values) if group.trainable else ())
+                with jax.named_scope("reduce"):
+                    reduced.append(group.reduce(values))
         if beside:
             if any(group.trainable for group in groups):
                 reduced, done = fence((reduced, jnp.array(True)))
@@ -138,9 +163,9 @@ class Order:
         return place
 
 
-def _gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
-    """The same arrays, not before ``gate``.
+def _beside(group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.named_scope("reduce"):
+            return group.reduce(gated(gradients, done))
 
-    Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
-    """
-    return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
+    return marked(REDUCE, reduce)(done, *gradients)

@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.callers import warn_caller
-from jax_impl.comm.mesh import DataParallelMesh
+from jax_impl.comm.mesh import DataParallelMesh, is_simulated
 from jax_impl.diagnostics.layout_report import layout_report
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
@@ -87,6 +87,11 @@ class ShardingPlan:
     @property
     def num_devices(self) -> int:
         return int(self.mesh.devices.size)
+
+    @property
+    def chained(self) -> bool:
+        """Whether collectives must follow one another, as those of simulated devices must."""
+        return is_simulated(self.mesh)
 
     @cached_property
     def axes(self) -> DataParallelMesh:

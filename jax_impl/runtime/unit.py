@@ -27,7 +27,7 @@ import jax
 
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
-from jax_impl.runtime.batched_call import call_batched, is_mapped
+from jax_impl.runtime.batched_call import call_batched
 from jax_impl.runtime.order import Order
 from jax_impl.runtime.residuals import Saved, with_dependence
 from jax_impl.runtime.unit_plan import Group
@@ -42,7 +42,7 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 class UnitCall:
     """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
-    ``order``: of the model's transfers. ``looped``: a layer of a stack, in the body of a loop over its layers.
+    ``order``: of the model's transfers.
 
     What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
     no plain forward or backward.
@@ -53,7 +53,6 @@ class UnitCall:
     groups: Sequence[Group]
     recompute: bool
     order: Order
-    looped: bool = False
 
     def __call__(
         self,
@@ -68,8 +67,7 @@ class UnitCall:
         """
         if any(group.layers is not None for group in self.groups):
             # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
-            looped = is_mapped((sources, inputs)) is None
-            return replace(self, looped=looped)._once(collectors, sources, inner, *inputs)
+            return self._once(collectors, sources, inner, *inputs)
         return call_batched(self._calling, self.apply, collectors, sources, inner, *inputs)
 
     def _calling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +139,5 @@ class UnitCall:
 
     def _weights(self, sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
         """The leaves of each group, which come after ``after``; ``again``: in backward."""
-        held, after = self.order.gather(
-            self.groups, open_sealed(sources), after, again=again, looped=self.looped
-        )
+        held, after = self.order.gather(self.groups, open_sealed(sources), after, again=again)
         return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True)), after

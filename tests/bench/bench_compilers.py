@@ -74,7 +74,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--target", type=_targets, metavar="NAME,...", help=f"among {', '.join(TARGETS)}, default all"
     )
-    parser.add_argument("--size", choices=["1024", "Llama-3-8B", "both"], default="both")
+    parser.add_argument(
+        "--size", choices=["1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
+    )
     parser.add_argument(
         "--layers", choices=["scan", "unrolled", "both"], default="both", help="of the width 1024"
     )
@@ -111,7 +113,7 @@ def _tables(target: str, options: argparse.Namespace) -> Iterator[list[Setting]]
                 Setting(
                     target,
                     CONTESTANTS[0],
-                    "1024",
+                    "1024" if options.size == "both" else options.size,
                     stacked,
                     recompute,
                     length=1024,

@@ -222,7 +222,7 @@ def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str)
         planned(stacked, "optim_grads_params", line) for line in ("prefetch = 0", "prefetch = 1")
     )
     more = ahead.peak.terms["gathered_weights"] - serial.peak.terms["gathered_weights"]
-    assert more == (layer if runtime == "torch" else 0)
+    assert more == layer
     # Whole weights are there anyway, and in JAX gradients that are whole until the end of the step, too.
     serial, ahead = (planned(SMALL, "optim", line) for line in ("prefetch = 0", "prefetch = 1"))
     assert ahead.peak.total - serial.peak.total == (layer if runtime == "torch" else 0)
@@ -232,7 +232,8 @@ def test_a_loop_holds_gradients_of_all_its_layers_from_its_start() -> None:
     chosen = parse_policy(policy("optim_grads_params"), "mine.toml")
     (model,) = resolve_models("decoder:default", ["jax"], ["layers"]).values()
     plan = make_plan(model, chosen, 4, "jax", Workload(2, 64))
-    assert plan.peak.moment == "backward of layers.3"
+    # Beside the backward of the third layer the gradients of the fourth are reduced.
+    assert plan.peak.moment == "backward of layers.2"
     (layers,) = (unit for unit in plan.units if unit.count == 4)
     assert plan.peak.terms["gradients"] == 4 * sum(
         group.size(group.strategy.gradients) * group.grad_bytes for group in layers.groups

@@ -338,9 +338,9 @@ JAX = [
     ),
     M(
         "backward without its unit's name",
-        "jax_impl/runtime",
-        'with jax.named_scope("reduce"):\n                reduced.append',
-        'with jax.named_scope("sum"):\n                reduced.append',
+        "jax_impl/runtime/order.py",
+        'with jax.named_scope("reduce"):\n                    reduced',
+        'with jax.named_scope("sum"):\n                    reduced',
         "jax_impl/diagnostics/test_scopes.py",
     ),
     M(
@@ -367,8 +367,8 @@ JAX = [
     M(
         "a gather waits for the output of the unit before",
         "jax_impl/runtime/order.py",
-        "gate = place.gate if self.prefetch else None",
-        "gate = None",
+        "name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)",
+        "name, gate = GATHER, None",
         "jax_impl/runtime/test_order.py",
     ),
     M(
@@ -391,6 +391,48 @@ JAX = [
         "if len(place.reduced) > 1:",
         "if place.reduced:",
         "jax_impl/runtime/test_order.py",
+    ),
+    M(
+        "a pass gathers its own layer for the next",
+        "jax_impl/runtime/pipeline.py",
+        "self._gather(k + 1, gate)",
+        "self._gather(k, gate)",
+        "jax_impl/runtime/test_pipeline.py",
+    ),
+    M(
+        "gradients are stacked as those of the layer after",
+        "jax_impl/runtime/pipeline.py",
+        "self._stacked(stacks, reduced, k - 1, late=True)",
+        "self._stacked(stacks, reduced, k, late=True)",
+        "jax_impl/runtime/test_pipeline.py",
+    ),
+    M(
+        "a pass ends before its transfers",
+        "jax_impl/runtime/pipeline.py",
+        "results, waiting, gathered, reduced, done = fence(",
+        "results, waiting, gathered, reduced, done = (",
+        "jax_impl/runtime/test_pipeline.py",
+    ),
+    M(
+        "a gather in a loop waits for no layer",
+        "jax_impl/runtime/level.py",
+        "self._issue(self.gate)",
+        "self._issue(jnp.array(True))",
+        "jax_impl/runtime/test_pipeline.py",
+    ),
+    M(
+        "the gate of a gather is its first operand",
+        "jax_impl/runtime/loop_parts.py",
+        "operands(v for v in gather.invars if not is_gate(v))",
+        "operands(gather.invars[1:])",
+        "jax_impl/runtime/test_pipeline.py",
+    ),
+    M(
+        "what a loop carries chooses its next weights",
+        "jax_impl/runtime/loop_parts.py",
+        "if not wanted.isdisjoint(carried) or any(",
+        "if any(",
+        "jax_impl/runtime/test_pipeline.py",
     ),
     M(
         "constants of a unit held by a barrier",

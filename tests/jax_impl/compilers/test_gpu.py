@@ -6,6 +6,7 @@ is.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,10 @@ def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setti
     assert_collectives(setting, gpu(setting))
 
 
-NOTHING_BETWEEN = wrong("nothing is scheduled between the start of a gather and its end")
 AT_ONCE = wrong(
-    "the last unit is gathered for its backward at once, with nothing to run beside: 62 % against 67 %"
+    "the last unit is gathered for its backward at once, with nothing to run beside: 62 and 54 % against 67 %"
 )
-REDUCED_ALONE = wrong("nothing is scheduled between the start of a reduction and its end")
+WHERE_COMPUTED = wrong("pjit: XLA reduces in the unit itself, with less beside: 38 % against 48 %")
 # As by hand, where XLA gathers embedding and head each when it is used.
 APART = ("embed", "layers/*", "lm_head")
 
@@ -72,20 +72,32 @@ def large(target: str, engine: str, *marks: Any, **options: Any) -> Any:
     return case(target, engine, "1024", ZERO_3, *marks, length=1024, **options)
 
 
+def llama(target: str, engine: str, *marks: Any) -> Any:
+    options: dict[str, Any] = {
+        "stacked": True,
+        "recompute": True,
+        "dtype": "bfloat16",
+        "length": 1024,
+        "units": APART,
+    }
+    return case(target, engine, "Llama-3-8B", ZERO_3, *marks, **options)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
         large("h100:64", "shard_map"),
-        large("h100:64", "pjit"),
-        large("h100:8", "shard_map", SLOW),
-        large("h100:8", "pjit", SLOW),
-        large("h100:64", "shard_map", SLOW, stacked=True),
-        large("h100:64", "pjit", SLOW, stacked=True),
+        large("h100:64", "pjit", units=APART),
+        large("h100:64", "shard_map", units=APART, stacked=True),
         *(
-            large("h100:64", engine, SLOW, stacked=stacked, recompute=True)
+            large(target, engine, SLOW, units=APART, stacked=stacked, recompute=recompute)
+            for target in ("h100:8", "h100:64")
             for engine in ("shard_map", "pjit")
             for stacked in (False, True)
+            for recompute in (False, True)
+            if target == "h100:8" or recompute or (engine, stacked) == ("pjit", True)
         ),
+        *(llama("h100:8", engine, SLOW) for engine in ("shard_map", "pjit")),
     ],
 )
 def test_a_step_needs_no_more_memory_than_one_by_hand(gpu: Compile, setting: Setting):
@@ -117,14 +129,19 @@ def test_the_plan_knows_the_memory_of_prefetch(gpu: Compile, tmp_path: Path, rec
     "setting",
     [
         large("h100:64", "shard_map", units=APART),
-        large("h100:64", "pjit", NOTHING_BETWEEN),
+        large("h100:64", "pjit", units=APART),
+        large("h100:64", "shard_map", units=APART, stacked=True),
+        large("h100:64", "pjit", SLOW, units=APART, stacked=True),
         large("h100:8", "shard_map", SLOW, AT_ONCE, units=APART),
-        large("h100:8", "pjit", SLOW, NOTHING_BETWEEN),
+        large("h100:8", "pjit", SLOW, AT_ONCE, units=APART),
         *(
-            large("h100:64", engine, SLOW, NOTHING_BETWEEN, stacked=True, recompute=recompute)
+            large(target, engine, SLOW, units=APART, stacked=True, recompute=recompute)
+            for target in ("h100:8", "h100:64")
             for engine in ("shard_map", "pjit")
             for recompute in (False, True)
+            if target == "h100:8" or recompute
         ),
+        *(llama("h100:8", engine, SLOW) for engine in ("shard_map", "pjit")),
     ],
 )
 def test_gathers_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting: Setting):
@@ -135,10 +152,40 @@ def test_gathers_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting:
     "setting",
     [
         large("h100:64", "shard_map"),
-        large("h100:64", "pjit"),
+        large("h100:64", "shard_map", SLOW, units=APART, stacked=True),
         large("h100:8", "shard_map", SLOW, units=APART),
-        large("h100:8", "pjit", SLOW, REDUCED_ALONE),
+        large("h100:8", "pjit", SLOW, WHERE_COMPUTED, units=APART),
+        llama("h100:8", "shard_map", SLOW),
+        llama("h100:8", "pjit", SLOW, WHERE_COMPUTED),
     ],
 )
 def test_reductions_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting: Setting):
     assert_as_much_overlap_as_by_hand(gpu(setting), gpu(by_hand(setting)), (SCATTER,))
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=SLOW)])
+def test_all_transfers_of_scanned_layers_run_beside_products(gpu: Compile, recompute: bool):
+    (setting,) = large("h100:8", "shard_map", units=APART, stacked=True, recompute=recompute).values
+    found = gpu(setting)
+    (layer,) = (one for one in found.stored if one.layers > 1)
+    each = [one for one in found.collectives if layer.size in (array.size for array in one.arrays)]
+    # Beside the first unit and the last one of a step no product runs.
+    beside = {
+        kind: sum(one.times for one in each if one.kind == kind and one.overlaps)
+        for kind in (GATHER, SCATTER)
+    }
+    assert beside == {GATHER: 2 * layer.layers - 1, SCATTER: layer.layers - 1}
+
+
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])
+def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
+    (setting,) = large("h100:8", "shard_map", units=APART, stacked=stacked, forward=True).values
+    found = gpu(setting)
+    # No product stands before what is not here: the root's scale, the embedding and the first layer.
+    beside = [one for one in found.collectives if one.kind == GATHER and one.overlaps]
+    gathered = Counter(size for one in beside for array in one.arrays for size in [array.size] * one.times)
+    head = max(one.size for one in found.stored)
+    layer = SIZES["1024"]["n_layers"] - 1
+    assert sorted(gathered.values()) == [1, layer]
+    assert gathered[head] == 1
+    assert sum(one.times for one in found.collectives if one.kind == GATHER) == layer + 4

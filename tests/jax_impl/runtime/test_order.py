@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jax_impl.runtime.forward
 from jax_impl import (
     ShardingPolicy,
     UnitPolicy,
@@ -25,6 +24,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.models import Decoder
+from jax_impl.runtime.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, steps
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
@@ -60,7 +60,7 @@ def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
 
 
 def traced(monkeypatch: Any, **options: Any) -> Any:
-    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = plan_sharding(nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), **options)
     weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
@@ -157,7 +157,7 @@ def test_a_policys_prefetch_is_that_of_the_keyword_which_wins_beside_it(monkeypa
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_prefetch_gradients_are_those_of_the_whole_model(monkeypatch, stacked, recompute):
     # The program of accelerators, on one device: on several simulated ones its collectives could meet and hang.
-    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
+    monkeypatch.setattr(ShardingPlan, "chained", False)
     model = Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=stacked)
     plan, weights = fully_shard(
         model, data_parallel_mesh(1), prefetch=1, recompute=recompute, stacked=["layers"] if stacked else []

@@ -54,7 +54,7 @@ def test_no_constant_of_a_unit_is_held_by_a_barrier():
     traced = jax.make_jaxpr(function)(weights, jax.ShapeDtypeStruct((8, 8), jnp.float32))
     made = {}
     held = []
-    for equation, inputs, results in flattened(traced.jaxpr):
+    for equation, inputs, results, _ in flattened(traced.jaxpr):
         if equation.primitive.name == "optimization_barrier":
             held += [(one, variable.aval) for one, variable in zip(inputs, equation.invars, strict=True)]
         made.update((one, inputs) for one in results)

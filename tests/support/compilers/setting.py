@@ -54,6 +54,7 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Of ``DecoderConfig``."""
+SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Setting:
     """The gradients of one step, ``rows`` rows of ``length`` tokens for each device and microbatch.
 
     ``inner``: devices of the inner of two mesh axes; 0 for one axis. ``align``: of layouts. ``recommended``: with XLA's
-    options for overlap.
+    options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients.
     """
 
     target: str
@@ -78,10 +79,11 @@ class Setting:
     length: int = 128
     recommended: bool = False
     prefetch: int | None = None
+    forward: bool = False
     align: int | Literal["auto"] = "auto"
 
     def __str__(self) -> str:
-        flags = [name for name in ("stacked", "recompute", "recommended") if getattr(self, name)]
+        flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
         parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]

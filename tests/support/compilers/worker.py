@@ -165,7 +165,7 @@ def _stored(plan: ShardingPlan) -> Iterator[Stored]:
 def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:
     import jax
 
-    from jax_impl import make_gradients
+    from jax_impl import make_eval_step, make_gradients
     from jax_impl.models import next_token_loss
 
     def loss(model: Any, rows: jax.Array) -> jax.Array:
@@ -176,6 +176,8 @@ def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:
         for key, array in plan.arrays.items()
     }
     rows = _rows(setting, plan.mesh, jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec))
+    if setting.forward:
+        return jax.jit(make_eval_step(plan, loss)).lower(weights, rows)
     return jax.jit(make_gradients(plan, loss, setting.microbatches)).lower(weights, rows)
 
 

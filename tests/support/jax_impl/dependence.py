@@ -1,12 +1,14 @@
 """What must be done before what in a traced program, as XLA sees it.
 
 The program is written out flat: calls, also those with derivatives of their own, are replaced by what they run. Loops
-are not, so that a program with a loop around what is asked for is refused. Of a barrier, XLA drops what nobody uses of
-its results, together with what comes in for it, and so does this.
+are not, so that a program with a loop around what is asked for is refused: their bodies are programs of their own
+(``loops``). Of a barrier, XLA drops what nobody uses of its results, together with what comes in for it, and so does
+this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +23,39 @@ COLLECTIVES = (
     "psum_invariant",
 )
 
-# An equation, and the names of its inputs and results in the whole program.
-Equation = tuple[Any, list[Any], list[Any]]
+# An equation, the names of its inputs and results in the whole program, and its scope.
+Equation = tuple[Any, list[Any], list[Any], str]
 
 
 @dataclass(frozen=True)
 class Step:
-    """An equation that is asked for. ``before``: numbers of the asked-for steps that must be done before it."""
+    """An equation that is asked for. ``before``: numbers of the asked-for steps that must be done before it.
+
+    ``inputs``: places of the program's inputs that it waits for.
+    """
 
     number: int
     kind: str
     scope: str
     before: frozenset[int]
+    inputs: frozenset[int] = frozenset()
 
 
 def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) -> list[Step]:
     """The live equations of ``kinds`` in ``jaxpr``, in the order of the program."""
+    return steps_and_outputs(jaxpr, kinds)[0]
+
+
+def steps_and_outputs(
+    jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)
+) -> tuple[list[Step], list[frozenset[int]]]:
+    """``steps``, and for each output of the program the numbers of those that must be done before it."""
+    names: dict[Any, Any] = {}
     flat: list[Equation] = []
-    outputs = _flatten(jaxpr, {}, flat, [0])
+    outputs = _flatten(jaxpr, names, flat, [0])
     live = set(outputs)
     needed = []
-    for equation, inputs, results in reversed(flat):
+    for equation, inputs, results, scope in reversed(flat):
         if equation.primitive.name == "optimization_barrier":
             used = [one in live for one in results]
             inputs = [one for one, use in zip(inputs, used, strict=True) if use]
@@ -50,18 +64,45 @@ def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) ->
         elif not any(one in live for one in results):
             continue
         live.update(inputs)
-        needed.append((equation, inputs, results))
-    before: dict[Any, frozenset[int]] = {}
+        needed.append((equation, inputs, results, scope))
+    # Of inputs, negative numbers.
+    before = {names[v]: frozenset([-1 - i]) for i, v in enumerate(jaxpr.invars) if v in names}
     found: list[Step] = []
-    for equation, inputs, results in reversed(needed):
+    for equation, inputs, results, scope in reversed(needed):
         known = frozenset().union(*(before.get(one, frozenset()) for one in inputs))
         kind = equation.primitive.name
         if kind in kinds:
-            step = Step(len(found), kind, str(equation.source_info.name_stack), known)
+            earlier = frozenset(one for one in known if one >= 0)
+            step = Step(len(found), kind, scope, earlier, frozenset(-1 - one for one in known if one < 0))
             found.append(step)
             known = known | {step.number}
         before.update((one, known) for one in results)
-    return found
+    return found, [
+        frozenset(n for n in before.get(one, frozenset()) if n >= 0 and one is not None) for one in outputs
+    ]
+
+
+def loops(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Each loop over a known number of passes: its equation, and how often its body runs. Outer ones come first."""
+    for equation in jaxpr.eqns:
+        passes = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        if equation.primitive.name == "scan":
+            yield equation, passes
+        for value in equation.params.values():
+            if jaxpr_of(value) is not None:
+                yield from loops(jaxpr_of(value), passes)
+
+
+def runs(jaxpr: Any, kind: str, times: int = 1, around: str = "") -> Iterator[tuple[Any, str, int]]:
+    """Equations of a kind, with their scope, and how often each runs; ``around``: the scope of ``jaxpr``."""
+    for equation in jaxpr.eqns:
+        scope = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
+        if equation.primitive.name == kind:
+            yield equation, scope, times
+        passes = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for value in equation.params.values():
+            if jaxpr_of(value) is not None:
+                yield from runs(jaxpr_of(value), kind, passes, scope)
 
 
 def flattened(jaxpr: Any) -> list[Equation]:
@@ -71,7 +112,9 @@ def flattened(jaxpr: Any) -> list[Equation]:
     return flat
 
 
-def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int]) -> list[Any]:
+def _flatten(
+    jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int], around: str = ""
+) -> list[Any]:
     """Append ``(equation, inputs, results)`` with names that are one in all of the program; returns the outputs'."""
 
     def name(variable: Any) -> Any:
@@ -85,12 +128,13 @@ def _flatten(jaxpr: Any, names: dict[Any, Any], flat: list[Any], count: list[int
     for equation in jaxpr.eqns:
         inputs = [name(one) for one in equation.invars]
         inner = inner_program(equation)
+        scope = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
         if inner is not None:
-            results = _flatten(inner, dict(zip(inner.invars, inputs, strict=True)), flat, count)
+            results = _flatten(inner, dict(zip(inner.invars, inputs, strict=True)), flat, count, scope)
             names.update(zip(equation.outvars, results, strict=True))
             continue
         if any(jaxpr_of(value) is not None for value in equation.params.values()):
             inside = str(equation.params)
             assert not any(kind in inside for kind in COLLECTIVES), f"{equation.primitive} holds collectives"
-        flat.append((equation, inputs, [name(one) for one in equation.outvars]))
+        flat.append((equation, inputs, [name(one) for one in equation.outvars], scope))
     return [name(one) for one in jaxpr.outvars]

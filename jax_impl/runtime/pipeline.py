@@ -1,0 +1,243 @@
+"""Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of a traced program.
+
+The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass nothing can run
+beside these transfers, so they move into the pass next to it. Backward over layers 3 to 0, a column a pass; the first
+and the last pass stand outside of the loop::
+
+               |          |            |     loop, 2 passes      |            |
+    gather     | 3        | 2          | 1          | 0          |            |
+    backward   |          | 3          | 2          | 1          | 0          |
+    reduce     |          |            | 3          | 2          | 1          | 0
+
+Forward has no reductions, and no first pass outside. Each layer is still gathered and reduced as often as before. A
+gather waits for the input of the layer before (``order.py``), and a pass for the transfers of the pass before, so that
+two layers' whole weights and two layers' whole gradients exist at once.
+
+Which loops a model has is known when it has run, and what they do in backward when JAX has differentiated them. So
+``pipelined`` reads the program of a function and writes these loops anew. A gather moves if it depends on what the loop
+is over, not on what it carries, and a reduction if its results leave the loop stacked. All else stays where it is, such
+as what is inside of ``jax.checkpoint``, ``lax.cond`` and ``lax.while_loop``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_impl.comm.collectives import fence
+from jax_impl.modules.seal import scan_counts
+from jax_impl.runtime.level import Gate, Level, Pass, Scan, Ways
+from jax_impl.runtime.loop_parts import TRANSFERS, Parts, sources_of, with_gate
+from jax_impl.runtime.traced import (
+    Split,
+    Values,
+    called,
+    evaluate,
+    flattened,
+    read,
+    scope_of,
+    variables,
+    whole,
+)
+
+T = TypeVar("T")
+
+
+def pipelined(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
+    """``function`` with its loops' transfers moved."""
+
+    def scan(equation: Any, values: Values, gate: Gate, reduced: Gate) -> tuple[Values, Gate, Gate]:
+        loop = _Loop.of(equation, values, ways)
+        if loop.length > 1 and (loop.parts.gather is not None or loop.parts.late):
+            return loop.run(gate, reduced, scan)
+        return loop.as_it_is(scan), None, None
+
+    def run(*args: Any) -> T:
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        found = Level(ways, scan).run(flattened(program, TRANSFERS), jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _State:
+    """Between two passes. gathered: whole weights of the next one. waiting: what ``late`` needs of the one before.
+
+    done: True when the reductions are done that ran beside the passes before.
+    """
+
+    carry: Values
+    gathered: Values
+    waiting: Values
+    stacks: Values
+    done: jax.Array
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A scan. ``constants``, ``carry``, ``stacked``: its operands."""
+
+    body: ClosedJaxpr
+    parts: Parts
+    constants: Values
+    carry: Values
+    stacked: Values
+    length: int
+    reverse: bool
+    unroll: Any
+    ways: Ways
+
+    @staticmethod
+    def of(equation: Any, values: Values, ways: Ways) -> _Loop:
+        length, reverse, unroll = (equation.params[name] for name in ("length", "reverse", "unroll"))
+        body = flattened(equation.params["jaxpr"], TRANSFERS)
+        constants, carries = scan_counts(equation, body.jaxpr)
+        parts = Parts.of(body.jaxpr, constants, carries, reductions=ways.reductions and not ways.chained)
+        # A loop in the other direction begins with the pass that stands apart.
+        stacked = [
+            x.whole if isinstance(x, Split) and x.reverse == reverse else x
+            for x in values[constants + carries :]
+        ]
+        return _Loop(
+            body,
+            parts,
+            whole(values[:constants]),
+            whole(values[constants : constants + carries]),
+            stacked,
+            length,
+            reverse,
+            unroll,
+            ways,
+        )
+
+    def as_it_is(self, scan: Scan) -> Values:
+        """Results, where no transfer moves."""
+
+        def one(carry: Values, slices: Values) -> tuple[Values, Values]:
+            found = Level(self.ways, scan).run(self.body, [*self.constants, *carry, *slices])
+            return found[: len(carry)], found[len(carry) :]
+
+        carry, stacks = lax.scan(
+            one, self.carry, whole(self.stacked), self.length, reverse=self.reverse, unroll=self.unroll
+        )
+        return [*carry, *stacks]
+
+    def run(self, gate: Gate, reduced: Gate, scan: Scan) -> tuple[Values, Gate, Gate]:
+        """Results, and ``gate`` and ``reduced`` after the loop; None for that whose transfers have not moved."""
+        carry, gathered, gathers = self.carry, [], self.parts.gather is not None
+        if gathers:
+            if gate is None:
+                carry, gate = fence((carry, jnp.array(True)))
+            gathered = self._gather(0, gate)
+        kept = [v.aval for v in self.body.jaxpr.outvars[len(carry) :]]
+        stacks = [jnp.zeros((self.length - self._splits, *one.shape), one.dtype) for one in kept]
+        done = jnp.array(True) if reduced is None else reduced
+        state, gate = _State(carry, gathered, [], stacks, done), None
+        first = int(bool(self.parts.late) or any(isinstance(x, Split) for x in self.stacked))
+        end = self.length - int(gathers)
+        if first:
+            state, gate = self._pass(0, state, scan)
+        if first < end:
+            state = lax.fori_loop(
+                first, end, lambda k, state: self._pass(k, state, scan)[0], state, unroll=self.unroll
+            )
+        if gathers:
+            state, gate = self._pass(end, state, scan, last=True)
+        if not self.parts.late:
+            return [*state.carry, *state.stacks], gate, None
+        late, reduced = fence((self._late(state.waiting), jnp.array(True)))
+        return [*state.carry, *self._stacked(state.stacks, late, self.length - 1, late=True)], gate, reduced
+
+    @property
+    def _splits(self) -> bool:
+        """Whether what the last pass saves stays apart: with a reduction, what is stacked is small."""
+        return self.parts.gather is not None and not self.parts.late
+
+    def _pass(self, k: Any, state: _State, scan: Scan, last: bool = False) -> tuple[_State, Gate]:
+        parts, outputs, carries = self.parts, self.body.jaxpr.outvars, len(self.carry)
+        carry, stacked = state.carry, self.stacked
+        if last and self.ways.row_major:
+            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved arrays more.
+            carry, stacked = fence((carry, stacked))
+        env = variables(self.body, [*self.constants, *carry, *self._slices(k, stacked)])
+        issue = None
+        if parts.gather is not None:
+            env.update(zip(parts.gather.outvars, state.gathered, strict=True))
+            issue = None if last else lambda gate: self._gather(k + 1, gate)
+        # What was reduced before the loop may run beside the whole first pass.
+        done = jnp.array(True) if type(k) is int and k == 0 else state.done
+        level = Pass(self.ways, scan, parts, done, issue)
+        now = [v for i, v in enumerate(outputs) if i - carries not in parts.stacked]
+        level.evaluate(self.body.jaxpr, parts.middle, env, [*now, *parts.waiting])
+        reduced = self._late(state.waiting) if state.waiting else []
+        # Transfers of this pass end with it, before its results are copied to where they are stacked.
+        results, waiting, gathered, reduced, done = fence(
+            (whole(read(env, now)), whole(read(env, parts.waiting)), level.ahead, reduced, state.done)
+        )
+        if self._splits and last:
+            both = zip(state.stacks, results[carries:], strict=True)
+            stacks: Values = [Split(looped, value, self.reverse) for looped, value in both]
+        else:
+            stacks = self._stacked(state.stacks, results[carries:], k, late=False)
+        if reduced:
+            stacks = self._stacked(stacks, reduced, k - 1, late=True)
+        return _State(results[:carries], gathered, waiting, stacks, done), level.gate
+
+    def _gather(self, k: Any, gate: jax.Array) -> Values:
+        """Whole weights of pass ``k``."""
+        gather = self.parts.gather
+        # Carried values have none here, and are not needed.
+        given = [*self.constants, *[None] * len(self.carry), *self._slices(k, self.stacked)]
+        env = variables(self.body, given)
+        evaluate(self.body.jaxpr, self.parts.early, env, sources_of(gather))
+        with scope_of(gather):
+            return list(
+                jaxpr_as_fun(called(gather))(*with_gate(gather, [env.get(v) for v in gather.invars], gate))
+            )
+
+    def _late(self, waiting: Values) -> Values:
+        """Stacked results of a reduction that has moved."""
+        nothing = [None] * (len(self.carry) + len(self.stacked))
+        env = variables(self.body, [*self.constants, *nothing])
+        env.update(zip(self.parts.waiting, waiting, strict=True))
+        outputs = self.body.jaxpr.outvars[len(self.carry) :]
+        wanted = [v for i, v in enumerate(outputs) if i in self.parts.stacked]
+        evaluate(self.body.jaxpr, self.parts.late, env, wanted)
+        return read(env, wanted)
+
+    def _slices(self, k: Any, stacked: Values) -> Values:
+        """What pass ``k`` gets of ``stacked``."""
+        found = []
+        for x in stacked:
+            if not isinstance(x, Split):
+                found.append(lax.dynamic_index_in_dim(x, self._layer(k), keepdims=False))
+            elif type(k) is int and k == 0:
+                found.append(x.last)
+            else:
+                found.append(lax.dynamic_index_in_dim(x.looped, self._layer(k) - x.reverse, keepdims=False))
+        return found
+
+    def _layer(self, k: Any) -> Any:
+        """Of pass ``k``."""
+        return self.length - 1 - k if self.reverse else k
+
+    def _stacked(self, stacks: Values, values: Values, k: Any, late: bool) -> Values:
+        """``stacks`` with the late results of pass ``k``, or with the others."""
+        mine = [i for i in range(len(stacks)) if (i in self.parts.stacked) == late]
+        # The first layer stands apart where the loop ends with it.
+        at = self._layer(k) - int(self._splits and self.reverse)
+        stacks = list(stacks)
+        for i, value in zip(mine, values, strict=True):
+            stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, at, 0)
+            if self.ways.row_major:
+                stacks[i] = with_layout_constraint(stacks[i], Layout(tuple(range(stacks[i].ndim))))
+        return stacks

@@ -1,0 +1,193 @@
+"""Parts of a traced program, found by the names of calls and evaluated apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from jax_impl.modules.seal import inner_program, jaxpr_of
+
+T = TypeVar("T")
+Values = list[Any]
+# Of variables.
+Env = dict[Any, Any]
+
+# What runs a program, and is no call; and what runs one again in backward, by rules of its own.
+_NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
+
+
+def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
+    """``function``, whose calls have ``name`` in a traced program. Its first argument is a scalar, true or false."""
+
+    def call(gate: jax.Array, *args: Any) -> T:
+        return function(gate, *args)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def mark_of(equation: Any) -> str | None:
+    """The name of a call of a ``marked`` function, or of another one like it."""
+    # What JAX moves out of a loop of such a call has its name, too, but no gate.
+    if not _is_call(equation) or not any(map(is_gate, equation.invars)):
+        return None
+    name = equation.params.get("name")
+    return name if isinstance(name, str) else None
+
+
+def is_gate(operand: Any) -> bool:
+    """Whether an operand is a scalar, true or false."""
+    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the others.
+    return bool(operand.aval.shape == () and operand.aval.dtype == bool)
+
+
+def holds(equation: Any, marks: Sequence[str]) -> bool:
+    """Whether calls of these names are in ``equation``, or in what it runs."""
+    return mark_of(equation) in marks or any(
+        holds(one, marks) for inner in _programs(equation) for one in inner.eqns
+    )
+
+
+def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
+    """Whether the equation is a call that runs calls of these names, and no more than that."""
+    return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
+
+
+def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
+    """The program with calls of these names on its own level: calls around them are replaced by what they run."""
+    if not any(is_call_around(equation, marks) for equation in program.jaxpr.eqns):
+        return program
+
+    def run(*args: Any) -> Values:
+        return _flat(program, args)
+
+    def _flat(program: ClosedJaxpr, args: Sequence[Any]) -> Values:
+        env = variables(program, args)
+        evaluate(
+            program.jaxpr,
+            program.jaxpr.eqns,
+            env,
+            program.jaxpr.outvars,
+            special=lambda equation, env: is_call_around(equation, marks),
+            run=lambda equation, values: _flat(called(equation), values),
+        )
+        return read(env, program.jaxpr.outvars)
+
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Split:
+    """What a loop stacked, the last pass apart: ``[L - 1, ...]`` and ``[...]``, that of the first layer if ``reverse``.
+
+    In one array XLA would copy it, and give it another memory layout than in the loop.
+    """
+
+    looped: Any
+    last: Any
+    reverse: bool = field(metadata={"static": True})
+
+    @property
+    def whole(self) -> jax.Array:
+        """``[L, ...]``, in the order of the layers."""
+        parts = [self.looped, jnp.expand_dims(self.last, 0)]
+        return jnp.concatenate(parts[::-1] if self.reverse else parts)
+
+
+def whole(values: Iterable[Any]) -> Values:
+    """The same, no one split."""
+    return [value.whole if isinstance(value, Split) else value for value in values]
+
+
+def variables(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    """The values of a program's constants and inputs."""
+    jaxpr = program.jaxpr
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+
+
+def operands(atoms: Iterable[Any]) -> Values:
+    """The variables among operands: literals have a value, and no hash."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def read(env: Env, atoms: Iterable[Any]) -> Values:
+    return [atom.val if hasattr(atom, "val") else env[atom] for atom in atoms]
+
+
+def called(equation: Any) -> ClosedJaxpr:
+    """What a call runs."""
+    for value in equation.params.values():
+        if jaxpr_of(value) is not None and jaxpr_of(value) is inner_program(equation):
+            return value if hasattr(value, "consts") else ClosedJaxpr(value, ())
+    raise ValueError(f"expected a call, got {equation.primitive}")
+
+
+def evaluate(
+    jaxpr: Jaxpr,
+    equations: Sequence[Any],
+    env: Env,
+    wanted: Iterable[Any],
+    special: Callable[[Any, Env], bool] = lambda equation, env: False,
+    run: Callable[[Any, Values], Values] | None = None,
+) -> None:
+    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then has what is ``wanted``.
+
+    Others get no ``Split``.
+    """
+    last = {v: number for number, equation in enumerate(equations) for v in operands(equation.invars)}
+    last.update(dict.fromkeys(operands(wanted), len(equations)))
+    plain: list[Any] = []
+    for number, equation in enumerate(equations):
+        if not special(equation, env):
+            plain.append(equation)
+            continue
+        _segment(jaxpr, plain, env, _used(last, number))
+        plain = []
+        assert run is not None
+        with scope_of(equation):
+            values = run(equation, read(env, equation.invars))
+        env.update(zip(equation.outvars, values, strict=True))
+    _segment(jaxpr, plain, env, _used(last, len(equations)))
+
+
+def _used(last: dict[Any, int], number: int) -> Callable[[Any], bool]:
+    """Whether an equation from ``number`` on uses a variable; ``last``: which one does so last."""
+    return lambda variable: last.get(variable, -1) >= number
+
+
+def scope_of(equation: Any) -> AbstractContextManager[Any]:
+    """Profiles name what runs in it as if ``equation`` ran it."""
+    return jax.named_scope(str(equation.source_info.name_stack))
+
+
+def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[[Any], bool]) -> None:
+    made = [v for equation in equations for v in equation.outvars if needed(v)]
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    if not made and not effects:
+        return
+    inside = {v for equation in equations for v in equation.outvars}
+    taken = dict.fromkeys(v for equation in equations for v in operands(equation.invars) if v not in inside)
+    program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
+    env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name not in _NO_CALLS and inner_program(equation) is not None
+
+
+def _programs(equation: Any) -> list[Any]:
+    found = []
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if jaxpr_of(one) is not None:
+                found.append(jaxpr_of(one))
+    return found
