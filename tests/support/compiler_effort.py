@@ -1,9 +1,9 @@
 """How much work XLA's CPU compiler puts into the programs of tests: in the fast tier little.
 
-Most of the tests' time was LLVM's, which made machine code fast that ran a few times. `QUICK_FLAGS` leave that out: steps
-of small decoders then compile in a sixth of the time (jaxlib 0.10.2: 9.4 s of CPU time became 1.8 s). What XLA does
-before, such as partitioning, the order of collectives and the assignment of buffers, stays. Fusions differ a little, and
-sums of products are not contracted to fused multiply-adds.
+Most of the tests' time was LLVM's, which made machine code fast that ran a few times. `QUICK_FLAGS` leave that out:
+steps of small decoders then compile in a sixth of the time (jaxlib 0.10.2: 9.4 s of CPU time became 1.8 s). What XLA
+does before, such as partitioning, the order of collectives and the assignment of buffers, stays. Fusions differ a
+little, and sums of products are not contracted to fused multiply-adds.
 
 Tests of compiled programs and of last bits are marked `optimized`, and compile as users do. So do all tests where slow
 ones are asked for: ``make test-all``.
