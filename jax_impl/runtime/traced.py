@@ -44,7 +44,8 @@ def mark_of(equation: Any) -> str | None:
 def is_gate(operand: Any) -> bool:
     """Whether an operand is a scalar, true or false."""
     # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the others.
-    return bool(operand.aval.shape == () and operand.aval.dtype == bool)
+    aval = operand.aval
+    return bool(getattr(aval, "shape", None) == () and aval.dtype == bool)
 
 
 def holds(equation: Any, marks: Sequence[str]) -> bool:
