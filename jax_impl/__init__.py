@@ -150,9 +150,9 @@ device. On simulated devices steps need jax 0.10.2 for it.
 
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 
-**Order of collectives.** Every collective waits for the one before it, because collectives that do not depend on each
-other abort or hang the simulator (see ``simulate_devices``). The order also forbids prefetch: a unit's gather does not
-overlap with the unit before it. Units that do not depend on each other (parallel branches) have unordered collectives:
+**Order of collectives.** On simulated devices every collective waits for the one before it, because collectives that do
+not depend on each other abort or hang the simulator (see ``simulate_devices``). On accelerators a unit is gathered, and
+the unit before it reduced, while another one computes (``prefetch``). Units that do not depend on each other (parallel branches) have unordered collectives:
 fine on accelerators, not in the simulator.
 
 **Diagnostics.** ``print(plan)`` is a table of units. ``parameter_norms`` and ``find_nonfinite`` read weights, gradients

@@ -59,8 +59,8 @@ class ShardingOptions(TypedDict, total=False):
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
-        None: what the policy says. Where none says it: 1 for the shard_map engine on accelerators; 0 on simulated
-        devices, where it saves no time, and for the pjit engine. See ``runtime/order.py``.
+        None: what the policy says. Where none says it: 1 on accelerators, 0 on simulated devices, where it saves no
+        time. See ``runtime/order.py``, and ``runtime/pipeline.py`` for scanned layers.
     """
 
     strategy: str
