@@ -152,8 +152,8 @@ device. On simulated devices steps need jax 0.10.2 for it.
 
 **Order of collectives.** On simulated devices every collective waits for the one before it, because collectives that do
 not depend on each other abort or hang the simulator (see ``simulate_devices``). On accelerators a unit is gathered, and
-the unit before it reduced, while another one computes (``prefetch``). Units that do not depend on each other (parallel branches) have unordered collectives:
-fine on accelerators, not in the simulator.
+the unit before it reduced, while another one computes (``prefetch``). Units that do not depend on each other (parallel
+branches) have unordered collectives: fine on accelerators, not in the simulator.
 
 **Diagnostics.** ``print(plan)`` is a table of units. ``parameter_norms`` and ``find_nonfinite`` read weights, gradients
 or moments where they lie. ``with watch_nonfinite_outputs(plan) as found`` compiles the steps inside anew, with a
