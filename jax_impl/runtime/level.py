@@ -79,10 +79,6 @@ class Level:
 
     def _is_special(self, equation: Any, env: Env) -> bool:
         primitive, mark = equation.primitive.name, mark_of(equation)
-        if mark in GATHERS:
-            self._gathered = equation.outvars
-        if mark == REDUCE:
-            self._reduced = equation.outvars
         if primitive == "optimization_barrier":
             known = (*self._gathered, *self._reduced)
             return any(v in known or isinstance(env.get(v), Split) for v in operands(equation.invars))
@@ -98,17 +94,21 @@ class Level:
             moved = [(GATHERS, self.gate), ((REDUCE,), self.reduced)]
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
+        if mark == REDUCE:
+            self._reduced = equation.outvars
+        else:
+            self._gathered = equation.outvars
         if not self.ways.chained and (mark in self.stale or self.ways.forward):
             last = self.reduced if mark == REDUCE else self.gate
             values = values if last is None else with_gate(equation, values, last)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
         return list(jaxpr_as_fun(called(equation))(*whole(values)))
 
-    def _barrier(self, operands: Sequence[Any], values: Values) -> Values:
-        if any(v in self._reduced for v in operands):
+    def _barrier(self, taken: Sequence[Any], values: Values) -> Values:
+        if any(v in self._reduced for v in taken):
             *values, self.reduced = fence([*values, jnp.array(True)])
             self._reduced = ()
-        if any(v in self._gathered for v in operands):
+        if any(v in self._gathered for v in taken):
             values = self._opened(values)
             self._gathered = ()
         return values

@@ -91,16 +91,17 @@ def reference_backward(
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_equals_the_full_batch_on_one_process(
-    ranks: RankGroup, strategy: str, world: int, microbatches: int
+    ranks: RankGroup, strategy: str, world: int, microbatches: int, steps: int
 ) -> None:
     for set_to_none in (True, False):
         for mark in (True, False) if microbatches > 1 else (True,):
             rows = ranks.run(
-                world, train_against_full_batch, strategy, microbatches, set_to_none, mark, "float32", 2
+                world, train_against_full_batch, strategy, microbatches, set_to_none, mark, "float32", steps
             )
             if world == 4 and strategy != "no_shard":
                 assert any(empty for empty, _ in rows), (

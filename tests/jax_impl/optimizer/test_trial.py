@@ -147,11 +147,9 @@ def assert_trains_as_unsharded(name: str) -> None:
     make = {**transformations(), **COMPOSED}[name]
     found = trained(make())
     expected = by_path(plainly_trained(PLAIN.get(name, make)()))
-    # Adafactor divides by statistics of tiny gradients, and magnifies their rounding.
-    tolerance = 1e-4 if name == "adafactor" else 1e-5
     for path, value in expected.items():
         np.testing.assert_allclose(
-            found[path], value, rtol=tolerance, atol=tolerance * np.max(np.abs(value)), err_msg=path
+            found[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
         )
 
 
@@ -160,7 +158,14 @@ def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") 
     return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
 
 
-@pytest.mark.parametrize("name", ON_PARAMETERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # It divides by statistics of tiny gradients, and magnifies what quickly compiled programs round otherwise.
+        pytest.param(name, marks=pytest.mark.optimized) if name == "adafactor" else name
+        for name in ON_PARAMETERS
+    ],
+)
 def test_what_looks_at_shapes_or_names_is_given_the_models_parameters(name: str) -> None:
     assert form_of({**transformations(), **COMPOSED}[name]()) == "name"
     assert_trains_as_unsharded(name)

@@ -53,14 +53,21 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
 
 
-def train(options: dict[str, Any], shape: tuple[int, int], microbatches: int, set_to_none: bool) -> None:
-    """Three AdamW steps; only the last microbatch is marked as such."""
+@pytest.fixture(params=[3, pytest.param(10, marks=pytest.mark.slow)], ids=lambda n: f"{n} steps")
+def steps(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def train(
+    options: dict[str, Any], shape: tuple[int, int], microbatches: int, set_to_none: bool, steps: int
+) -> None:
+    """AdamW steps; only the last microbatch is marked as such."""
     model = sharded_toy(mesh=mesh_of(*shape), **options)
     reference = Toy()
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     rank = dist.get_rank()
-    for step in range(3):
+    for step in range(steps):
         tokens, targets = batch(step, WORLD, microbatches)
         total = torch.zeros(())
         for k in range(microbatches):
@@ -87,11 +94,11 @@ def train(options: dict[str, Any], shape: tuple[int, int], microbatches: int, se
 @pytest.mark.each_value
 @pytest.mark.parametrize(("parameters", "gradients", "optimizer"), COMBINATIONS)
 def test_every_combination_trains_like_one_process(
-    ranks: RankGroup, parameters: int, gradients: int, optimizer: int
+    ranks: RankGroup, parameters: int, gradients: int, optimizer: int, steps: int
 ) -> None:
     options = {"placements": spelled_out(parameters, gradients, optimizer)}
     for microbatches, set_to_none in ((1, True), (3, False)):
-        ranks.run(WORLD, train, options, (2, 2), microbatches, set_to_none)
+        ranks.run(WORLD, train, options, (2, 2), microbatches, set_to_none, steps)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,9 +106,9 @@ def test_every_combination_trains_like_one_process(
     "strategy", ["hsdp", "hfsdp", "optim_grads_params", "no_shard", "optim", "optim_grads"]
 )
 def test_named_strategies_train_on_any_mesh_of_two_axes(
-    ranks: RankGroup, strategy: str, shape: tuple[int, int]
+    ranks: RankGroup, strategy: str, shape: tuple[int, int], steps: int
 ) -> None:
-    ranks.run(WORLD, train, {"strategy": strategy}, shape, 2, True)
+    ranks.run(WORLD, train, {"strategy": strategy}, shape, 2, True, steps)
 
 
 def mixed(microbatches: int) -> None:
