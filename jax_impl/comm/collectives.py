@@ -51,8 +51,7 @@ def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]
 
     Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
     """
-    # No zeros: JAX takes constants out of a loop, from calls in it too, and hands them to each pass as arrays.
-    return tuple(jnp.where(gate, array, gate.astype(array.dtype)) for array in arrays)
+    return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
 
 
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
