@@ -530,7 +530,7 @@ def test_a_failing_leg_stops_the_run_with_its_own_error(tmp_path: Path, framewor
 
 
 def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Path) -> None:
-    leg = Leg("torch", 2, "optim", steps=1)
+    leg = Leg("torch", 1, "optim", steps=1)
     job(tmp_path / "leg", leg, tmp_path / "nowhere").write()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "bridge.parity.torch_leg", str(tmp_path / "leg" / "job.json")]

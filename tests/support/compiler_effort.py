@@ -42,6 +42,11 @@ def inherited_flags() -> str:
 def use_full_effort(full: bool) -> None:
     """Whether this process, not those that it starts, compiles as users do from now on."""
     global _full, _patched
+    if full and not _full and "jax" in sys.modules:
+        import jax
+
+        # Functions that earlier tests compiled quickly, and share with this one, compile again.
+        jax.clear_caches()
     _full = full
     if _patched or "jax" not in sys.modules:
         return
