@@ -5,6 +5,7 @@
 <leg folder>/memory.json      bytes at rest by kind after the last step, of rank 0 or of each device
 <leg folder>/error-rank<k>    the error that ended rank k, if one did
 <leg folder>/checkpoint       the state after the last step
+<leg folder>/done             empty, written last, by a reference
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Job:
     @property
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
+
+    @property
+    def done(self) -> Path:
+        return self.folder / "done"
 
     def write(self) -> Path:
         """Create the leg's folder and its job file; returns the file's path."""
@@ -125,7 +130,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _reported_errors(folder: Path, rank: int) -> Iterator[None]:
+def reported_errors(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -151,10 +156,10 @@ def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = No
     if rehearse is not None and sys.argv[1] == REHEARSE:
         end_with_parent(signal.SIGKILL)
         for job in map(Job.read, sys.argv[2:]):
-            with suppress(Exception), _reported_errors(job.folder, rank):
+            with suppress(Exception), reported_errors(job.folder, rank):
                 rehearse(job)
         return
     job = Job.read(sys.argv[1])
-    with _reported_errors(job.folder, rank):
+    with reported_errors(job.folder, rank):
         end_with_parent(signal.SIGKILL)
         run(job)

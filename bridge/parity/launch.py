@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.parity.job import REHEARSE, Job, read_metrics
@@ -19,22 +20,48 @@ STALL_SECONDS = 900.0
 REHEARSE_SECONDS = 600.0
 # torchrun itself gives its workers 30 s before it kills them.
 STOP_SECONDS = 45.0
+OUTPUT = "output.log"
+
+# Is told a step's number and its loss.
+OnStep = Callable[[int, float], None]
 
 
 class LegError(RuntimeError):
     """A leg's process ended with an error; the text is the leg's own."""
 
 
-def command(job: Job, reference: str | None = None) -> list[str]:
-    """The command line of a leg, or of a reference: ``reference`` is its dtype, for a repeat "float32 NUMBER"."""
-    file = str(job.folder / "job.json")
-    if reference is not None:
-        return [sys.executable, "-m", "bridge.parity.torch_reference", file, *reference.split()]
+@dataclass(frozen=True)
+class Reference:
+    """A run on one process that never hops. ``repeat``: a repeat's number; its rows are in another order. Else 0."""
+
+    job: Job
+    dtype: str = "float32"
+    repeat: int = 0
+
+
+def command(job: Job) -> list[str]:
+    """The command line of a leg."""
+    file = str(_file_of(job))
     if job.leg.framework == "jax":
         return [sys.executable, "-m", "bridge.parity.jax_leg", file]
     ranks = str(job.leg.ranks)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     return [sys.executable, "-m", "bridge.parity.lifetime", *torchrun, "-m", "bridge.parity.torch_leg", file]
+
+
+def command_of_references(references: Sequence[Reference]) -> list[str]:
+    """The command line of all references, one after another in one process."""
+    arguments = ((str(_file_of(one.job)), one.dtype, str(one.repeat)) for one in references)
+    return [
+        sys.executable,
+        "-m",
+        "bridge.parity.torch_reference",
+        *(word for each in arguments for word in each),
+    ]
+
+
+def _file_of(job: Job) -> Path:
+    return job.folder / "job.json"
 
 
 def environment(processes: int) -> dict[str, str]:
@@ -48,18 +75,45 @@ def environment(processes: int) -> dict[str, str]:
     return env
 
 
-def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | None = None) -> float:
+def run_leg(job: Job, on_step: OnStep) -> float:
     """Run the job's processes to their end; returns wall seconds. ``on_step(step, loss)`` follows each new step.
 
     Raises ``LegError`` with the leg's own error when it fails, or when no step ends in ``STALL_SECONDS``.
     """
     job.write()
-    log = job.folder / "output.log"
-    processes = job.leg.ranks if reference is None and job.leg.framework == "torch" else 1
     started = time.perf_counter()
-    with log.open("wb") as output:
+    with _running(command(job), job, job.leg.ranks if job.leg.framework == "torch" else 1) as process:
+        _follow(process, job, on_step)
+    _require_success(process, job, job)
+    return time.perf_counter() - started
+
+
+def run_references(
+    references: Sequence[Reference], on_step: Callable[[Reference], OnStep]
+) -> Iterator[float]:
+    """Run the references in one process; yields the wall seconds of each at its end.
+
+    ``on_step`` is asked for each reference at its start. Raises ``LegError`` as ``run_leg`` does.
+    """
+    for one in references:
+        one.job.write()
+    first = references[0].job
+    with _running(command_of_references(references), first, 1) as process:
+        for one in references:
+            started = time.perf_counter()
+            _follow(process, one.job, on_step(one))
+            if not one.job.done.exists():
+                _require_success(process, one.job, first)
+            yield time.perf_counter() - started
+    _require_success(process, references[-1].job, first)
+
+
+@contextmanager
+def _running(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, which has ended or is stopped at the end; its output goes to the job's folder."""
+    with (job.folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            command(job, reference),
+            command,
             env=environment(processes),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -67,12 +121,11 @@ def run_leg(job: Job, on_step: Callable[[int, float], None], reference: str | No
             start_new_session=True,
         )
         try:
-            _follow(process, job, on_step)
-        finally:
+            yield process
+        except BaseException:
             _stop(process)
-    if process.returncode:
-        raise LegError(_own_error(job, process.returncode, log))
-    return time.perf_counter() - started
+            raise
+        process.wait()
 
 
 def rehearse(jobs: Sequence[Job]) -> list[str | None]:
@@ -90,7 +143,7 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
         started = []
         for framework, own in by_framework.items():
             files = [str(job.write()) for job in own]
-            log = stack.enter_context((own[0].folder / "output.log").open("wb"))
+            log = stack.enter_context((own[0].folder / OUTPUT).open("wb"))
             process = subprocess.Popen(
                 [sys.executable, "-m", f"bridge.parity.{framework}_leg", REHEARSE, *files],
                 env=environment(len(by_framework)),
@@ -109,9 +162,7 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
                     f"{first.leg.framework}: expected a rehearsal to be done in {REHEARSE_SECONDS:.0f} s, it was not"
                 ) from None
             if status:
-                raise LegError(
-                    f"{first.leg.framework}: {_own_error(first, status, first.folder / 'output.log')}"
-                )
+                raise LegError(f"{first.leg.framework}: {_own_error(first, status, first.folder / OUTPUT)}")
     return [_rehearsed(job) for job in jobs]
 
 
@@ -135,10 +186,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _follow(process: subprocess.Popen[bytes], job: Job, on_step: Callable[[int, float], None]) -> None:
+def _follow(process: subprocess.Popen[bytes], job: Job, on_step: OnStep) -> None:
+    """Until the process has ended, or the job is done."""
     seen, last = 0, time.monotonic()
     while True:
-        ended = process.poll() is not None
+        ended = process.poll() is not None or job.done.exists()
         lines = read_metrics(job.metrics)
         for line in lines[seen:]:
             on_step(int(line["step"]), line["loss"])
@@ -149,6 +201,12 @@ def _follow(process: subprocess.Popen[bytes], job: Job, on_step: Callable[[int, 
         if time.monotonic() - last > STALL_SECONDS:
             raise LegError(f"no step ended in {STALL_SECONDS:.0f} s; its output is in {job.folder}")
         time.sleep(POLL_SECONDS)
+
+
+def _require_success(process: subprocess.Popen[bytes], job: Job, first: Job) -> None:
+    """``first``: the job in whose folder the process's output is."""
+    if process.wait():
+        raise LegError(_own_error(job, process.returncode, first.folder / OUTPUT))
 
 
 def _own_error(job: Job, status: int, log: Path) -> str:

@@ -28,7 +28,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
 from bridge.parity.config import ConfigError, Leg, RelayConfig
 from bridge.parity.job import Job, read_metrics
-from bridge.parity.launch import LegError, rehearse, run_leg
+from bridge.parity.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
 from bridge.parity.norms import Norms
 from bridge.parity.plot import save_picture
 from bridge.parity.report import Hop, LegResult, RelayReport
@@ -63,10 +63,7 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         runner = _Runner(config, out.resolve(), progress)
         runner.rehearse()
         out.mkdir(parents=True)
-        start = runner.initial_checkpoint()
-        fp32 = runner.reference("float32", start)
-        fp64 = runner.reference("float64", start)
-        repeats = [runner.repeat(number, start) for number in range(1, config.repeats + 1)]
+        start, (fp32, fp64, *repeats) = runner.references()
         legs = runner.legs(start)
     report = RelayReport(
         config,
@@ -76,7 +73,7 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         versions(),
         norms_fp32=fp32.norms,
         norms_fp64=fp64.norms,
-        repeats=tuple(repeats),
+        repeats=tuple(one.losses for one in repeats),
     )
     report.write(out / "report.json")
     save_picture(report, out / "relay.png")
@@ -150,23 +147,34 @@ class _Runner:
                 raise _unfit(number, leg, found)
         done(f"{time.perf_counter() - started:.1f} s")
 
-    def initial_checkpoint(self) -> Path:
-        job = self._job("start", Leg("torch", 1, "no_shard", steps=1), None)
-        self._run("initial checkpoint", replace(job, destination=job.folder / "checkpoint"), "float32", 0)
-        return job.folder / "checkpoint"
+    def references(self) -> tuple[Path, list[Measured]]:
+        """The initial checkpoint, and what the fp32 reference, the fp64 reference and the repeats measured."""
+        config = self.config
+        start = self._job("start", Leg("torch", 1, "no_shard", steps=1), None)
+        start = replace(start, destination=start.folder / "checkpoint")
+        titled = {"initial checkpoint": Reference(start)}
+        leg = Leg("torch", 1, "no_shard", steps=config.steps)
+        for dtype in ("float32", "float64"):
+            job = self._job(f"reference-{dtype}", leg, start.destination)
+            titled[f"reference {dtype}"] = Reference(job, dtype)
+        for number in range(1, config.repeats + 1):
+            job = self._job(f"repeat{number}", leg, start.destination)
+            titled[f"repeat {number}"] = Reference(job, repeat=number)
+        titles = list(titled)
+        done: list[Callable[[str], None]] = []
 
-    def reference(self, dtype: str, start: Path) -> Measured:
-        return self._uninterrupted(f"reference-{dtype}", f"reference {dtype}", dtype, start)
+        def follow(reference: Reference) -> OnStep:
+            on_step, at_end = self._following(titles[len(done)], reference.job.leg.steps)
+            done.append(at_end)
+            return on_step
 
-    def repeat(self, number: int, start: Path) -> tuple[float, ...]:
-        """The losses of a repeat of the fp32 reference."""
-        return self._uninterrupted(f"repeat{number}", f"repeat {number}", f"float32 {number}", start).losses
-
-    def _uninterrupted(self, folder: str, title: str, reference: str, start: Path) -> Measured:
-        leg = Leg("torch", 1, "no_shard", steps=self.config.steps)
-        job = self._job(folder, leg, start)
-        self._run(title, job, reference, leg.steps)
-        return self._measured(job)
+        try:
+            for seconds in run_references(list(titled.values()), follow):
+                done[-1](f"{seconds:.1f} s")
+        except LegError as error:
+            raise RelayError(f"{titles[len(done) - 1]} failed: {error}") from error
+        assert start.destination is not None
+        return start.destination, [self._measured(one.job) for one in titled.values() if one.job is not start]
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
         """All legs in order, each from the one before it."""
@@ -182,7 +190,7 @@ class _Runner:
                 checkpoint = target
             destination = job.folder / "checkpoint"
             job = replace(job, source=checkpoint, destination=destination)
-            seconds = self._run(f"leg {number} {leg.title}", job, None, leg.steps)
+            seconds = self._run(f"leg {number} {leg.title}", job)
             size = folder_bytes(destination)
             losses, norms = self._measured(job)
             precision = leg.sharding.compute
@@ -200,18 +208,23 @@ class _Runner:
             raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(lines)}")
         return Measured(*(tuple(line[key] for line in lines) for key in ("loss", "norms")))
 
-    def _run(self, title: str, job: Job, reference: str | None, steps: int) -> float:
-        task, done = self._start(title, max(steps, 1))
-
-        def on_step(step: int, loss: float) -> None:
-            self.progress.update(task, advance=1, note=f"step {step} loss {loss:.5f}")
-
+    def _run(self, title: str, job: Job) -> float:
+        on_step, done = self._following(title, job.leg.steps)
         try:
-            seconds = run_leg(job, on_step, reference)
+            seconds = run_leg(job, on_step)
         except LegError as error:
             raise RelayError(f"{title} failed: {error}") from error
         done(f"{seconds:.1f} s")
         return seconds
+
+    def _following(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
+        """What shows each step of a run, and its end with a note."""
+        task, done = self._start(title, steps)
+
+        def on_step(step: int, loss: float) -> None:
+            self.progress.update(task, advance=1, note=f"step {step} loss {loss:.5f}")
+
+        return on_step, done
 
     def _hop(self, title: str, source: Path, destination: Path) -> Hop:
         _, done = self._start(title, 1)

@@ -8,11 +8,15 @@ Without a source it writes the initial checkpoint of the relay instead: fresh we
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import numpy as np
 import torch
 
 from bridge.parity.corpus import Corpus
-from bridge.parity.job import Job, Metrics, main, resume_position, train_state
+from bridge.parity.job import Job, Metrics, reported_errors, resume_position, train_state
+from bridge.parity.lifetime import end_with_parent
 from bridge.parity.torch_norms import state_norms
 from torch_impl import load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
@@ -65,6 +69,10 @@ def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(lambda job: run(job, DTYPES[sys.argv[2]], *map(int, sys.argv[3:])))
+    # One process runs them all: importing torch takes longer than a short reference.
+    for file, dtype, number in zip(*(iter(sys.argv[1:]),) * 3, strict=True):
+        mine = Job.read(file)
+        with reported_errors(mine.folder, rank=0):
+            end_with_parent(signal.SIGKILL)
+            run(mine, DTYPES[dtype], int(number))
+        mine.done.touch()

@@ -30,8 +30,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str, folder: str) -> None:
     """Start the leg of this folder with the fault."""
     command = launch.command
 
-    def faulty(job: Job, reference: str | None = None) -> list[str]:
-        words = command(job, reference)
+    def faulty(job: Job) -> list[str]:
+        words = command(job)
         if job.folder.name != folder:
             return words
         where = words.index(f"bridge.parity.{job.leg.framework}_leg")
