@@ -100,7 +100,7 @@ CASES = {
     ("mesh", "strategy"), [(4, "optim_grads_params"), ({"outer": 2, "inner": 2}, "hfsdp"), (2, "no_shard")]
 )
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:pjit engine")
 def test_values_are_those_of_the_unsharded_model(case: str, mesh: Any, strategy: str, engine: str) -> None:
     make, options = CASES[case]

@@ -61,7 +61,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 # Shards of odd lengths on 3 devices; 7 elements are nothing but tail in float32.
 @pytest.mark.parametrize("size", [20_480, 20_011, 7, 1])

@@ -241,28 +241,34 @@ EMBEDDING_APART = '[[unit]]\nmatch = "embed"\n[[unit]]\nmatch = ""\n'
 DOUBLE = '[precision]\nmain = "float64"\n[[unit]]\nmatch = ""\n'
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize(
-    ("policy", "ranks", "message"),
-    [
-        ("strategy = 1", 2, "strategy: expected no other keys than mesh, precision, unit, got 'strategy'"),
-        (LEVELS, 3, r"\[mesh\]: expected axes of 3 devices in all, got outer = \"all\" x inner = 2"),
-        (NO_SUCH_UNIT, 2, r"\[\[unit\]\] 1: match: expected modules that 'layer.\*' matches, got none"),
-        (DOUBLE, 2, r"\[precision\] main: expected .*float64 main weights"),
-    ],
-)
-def test_a_rehearsal_finds_a_policy_that_does_not_fit(
-    tmp_path: Path, framework: str, policy: str, ranks: int, message: str
-) -> None:
-    (tmp_path / "bad.toml").write_text(policy)
-    config = RelayConfig.load(relay_of(tmp_path, [(framework, 4, "fsdp"), (framework, ranks, "bad.toml")]))
-    jobs = [job(tmp_path / f"{n}", leg, None) for n, leg in enumerate(config.legs)]
-    good, bad = rehearse(jobs)
-    assert good is None
-    assert bad is not None
-    assert bad.startswith(f"PolicyError: {tmp_path / 'bad.toml'}: ")
-    assert re.search(message, bad), bad
+UNFIT = {
+    "key.toml": (
+        "strategy = 1",
+        2,
+        "strategy: expected no other keys than mesh, precision, unit, got 'strategy'",
+    ),
+    "axes.toml": (LEVELS, 3, r"\[mesh\]: expected axes of 3 devices in all, got outer = \"all\" x inner = 2"),
+    "none.toml": (
+        NO_SUCH_UNIT,
+        2,
+        r"\[\[unit\]\] 1: match: expected modules that 'layer.\*' matches, got none",
+    ),
+    "double.toml": (DOUBLE, 2, r"\[precision\] main: expected .*float64 main weights"),
+}
+
+
+def test_a_rehearsal_finds_each_policy_that_does_not_fit(tmp_path: Path) -> None:
+    legs = [(framework, 4, "fsdp") for framework in ("torch", "jax")]
+    for name, (policy, ranks, _) in UNFIT.items():
+        (tmp_path / name).write_text(policy)
+        legs += [(framework, ranks, name) for framework in ("torch", "jax")]
+    config = RelayConfig.load(relay_of(tmp_path, legs))
+    found = rehearse([job(tmp_path / f"{n}", leg, None) for n, leg in enumerate(config.legs)])
+    assert found[:2] == [None, None]
+    for (framework, _, name), error in zip(legs[2:], found[2:], strict=True):
+        assert error is not None, (framework, name)
+        assert error.startswith(f"PolicyError: {tmp_path / name}: ")
+        assert re.search(UNFIT[name][2], error), error
 
 
 @pytest.mark.slow

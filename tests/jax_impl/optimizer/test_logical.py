@@ -108,7 +108,7 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-5 * scale, err_msg=path)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])

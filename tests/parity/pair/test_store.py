@@ -76,7 +76,9 @@ def _leaves(recording: Recording) -> list[StoredLeaves]:
     return [one for one in found if isinstance(one, StoredLeaves)]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["torch", "jax"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, id="torch", marks=pytest.mark.slow), pytest.param(1, id="jax")]
+)
 def test_nothing_recorded_is_in_memory_or_twice_on_disk(number: int) -> None:
     run = _sides()[number].record(X, "float32")
     every = _leaves(run)
