@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_impl.runtime.flat_group import FlatGroup
 
-_RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "bytes/device"})
+_RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "align", "bytes/device"})
 
 
 class Plan(Protocol):
@@ -33,7 +33,8 @@ class GroupReport:
     whole: those of them that the strategy shards but that are whole on every device (pjit engine).
     numel: elements, of all layers of a stack; padded_numel: with padding, each once however many devices hold it.
     num_shards: how many the main weights are cut into.
-    shard_sizes: elements of a shard of one layer, by buffer; in the pjit engine one number, with the whole ones.
+    shard_sizes: elements of a shard of one layer, by buffer, multiples of align. In the pjit engine align is 1, and the
+    size one number, with the whole ones.
     nbytes: of the main weights at rest on each device, of all layers.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``PrecisionPolicy``.
     fingerprint: of the layout; "" in the pjit engine, which has none.
@@ -46,6 +47,7 @@ class GroupReport:
     padded_numel: int
     num_shards: int
     shard_sizes: tuple[int, ...]
+    align: int
     nbytes: int
     fingerprint: str
     main_dtype: str
@@ -183,11 +185,11 @@ def _group_report(group: Any) -> GroupReport:
     wire, layers = group.wire, group.layers or 1
     num_shards = wire.axes.shards(group.strategy.optimizer)
     whole: tuple[str, ...] = ()
-    fingerprint = ""
+    fingerprint, align = "", 1
     if isinstance(group, FlatGroup):
         layout = group.layout
         numel, padded, sizes = layers * layout.numel, layers * layout.padded_size, layout.shard_sizes
-        fingerprint = layout.fingerprint
+        fingerprint, align = layout.fingerprint, layout.align
     else:
         cut = [math.prod(array.shape) for array in group.arrays if array.dimension is not None]
         kept = [math.prod(array.shape) for array in group.arrays if array.dimension is None]
@@ -203,6 +205,7 @@ def _group_report(group: Any) -> GroupReport:
         padded_numel=padded,
         num_shards=num_shards,
         shard_sizes=sizes,
+        align=align,
         nbytes=layers * sum(sizes) * wire.main.itemsize,
         fingerprint=fingerprint,
         main_dtype=wire.main.name,
@@ -222,6 +225,7 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
         "padding": "",
         "shards": "",
         "shard": "",
+        "align": "",
         "bytes/device": "0",
         "dtypes": "",
     }
@@ -234,6 +238,7 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
         "padding": f"{100 * group.padding:.2f} %",
         "shards": str(group.num_shards),
         "shard": " + ".join(f"{size:,}" for size in group.shard_sizes) or "0",
+        "align": str(group.align),
         "bytes/device": f"{group.nbytes:,}",
         "dtypes": dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes),
     }

@@ -11,6 +11,20 @@ from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.unit import Unit
 
+_HEADER = (
+    "unit",
+    "module",
+    "params",
+    "elements",
+    "padding",
+    "shards",
+    "shard",
+    "align",
+    "strategy",
+    "dtypes",
+)
+_RIGHT = frozenset({"params", "elements", "padding", "shards", "shard", "align"})
+
 
 @dataclass(frozen=True)
 class GroupReport:
@@ -18,7 +32,7 @@ class GroupReport:
 
     parameters: names below the unit's module.
     numel: their elements; padded_numel: with padding, of the whole buffers.
-    shard_sizes: elements of one shard, by buffer; num_shards: how many each buffer is cut into.
+    shard_sizes: elements of one shard, by buffer, multiples of align; num_shards: how many each buffer is cut into.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``MixedPrecisionPolicy``.
     divisor: of summed gradients.
     fingerprint: of the layout.
@@ -30,6 +44,7 @@ class GroupReport:
     padded_numel: int
     num_shards: int
     shard_sizes: tuple[int, ...]
+    align: int
     strategy: str
     mesh: tuple[int, ...]
     divisor: float
@@ -77,20 +92,18 @@ class LayoutReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        header = ("unit", "module", "params", "elements", "padding", "shards", "shard", "strategy", "dtypes")
-        rows: list[tuple[str, ...]] = [header]
+        rows: list[tuple[str, ...]] = [_HEADER]
         for unit in self.units:
             for group in unit.groups or (None,):
                 rows.append(_row(unit, group))
         padding = 100 * (self.padded_numel / self.numel - 1) if self.numel else 0.0
         count = sum(len(group.parameters) for unit in self.units for group in unit.groups)
-        rows.append(("total", "", f"{count}", f"{self.numel:,}", f"{padding:.2f} %", "", "", "", ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        right = {"params", "elements", "padding", "shards", "shard"}
+        rows.append(("total", "", f"{count}", f"{self.numel:,}", f"{padding:.2f} %", *[""] * 5))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
         lines = [
             "  ".join(
-                cell.rjust(width) if title in right else cell.ljust(width)
-                for cell, width, title in zip(row, widths, header, strict=True)
+                cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+                for cell, width, title in zip(row, widths, _HEADER, strict=True)
             ).rstrip()
             for row in rows
         ]
@@ -127,6 +140,7 @@ def _group_report(group: ParameterGroup) -> GroupReport:
         padded_numel=layout.padded_size,
         num_shards=layout.num_shards,
         shard_sizes=layout.shard_sizes,
+        align=layout.align,
         strategy=group.strategy.name,
         mesh=tuple(group.mesh.mesh.shape),
         divisor=group.divisor,
@@ -140,7 +154,7 @@ def _group_report(group: ParameterGroup) -> GroupReport:
 
 def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:
     if group is None:
-        return (unit.name or "(root)", unit.module, "0", "0", "", "", "", "", "")
+        return (unit.name or "(root)", unit.module, "0", "0", *[""] * 6)
     sizes = " + ".join(f"{size:,}" for size in group.shard_sizes) or "0"
     dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
     same = len(set(dtypes)) == 1
@@ -152,6 +166,7 @@ def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:
         f"{100 * group.padding:.2f} %",
         str(group.num_shards),
         sizes,
+        str(group.align),
         group.strategy,
         dtypes[0] if same else "/".join(dtypes),
     )

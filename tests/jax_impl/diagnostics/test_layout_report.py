@@ -41,6 +41,7 @@ def test_numbers_are_those_of_the_arrays(engine, stacked, mesh, strategy):
         assert group.nbytes == sum(weights[key].addressable_shards[0].data.nbytes for key in keys)
         assert sum(group.shard_sizes) * (unit.layers or 1) * 4 == group.nbytes
         assert (group.main_dtype, group.compute_dtype) == ("float32", "bfloat16")
+        assert all(size % group.align == 0 for size in group.shard_sizes)
         assert unit.strategy == strategy
         assert unit.layers == (2 if stacked and unit.name else None)
     assert json.loads(json.dumps(report.as_dict()))["units"][0]["name"] == report.units[0].name
@@ -83,3 +84,13 @@ def test_whole_parameters_are_named():
     assert sorted(layout_report(plan).whole) == sorted(plan.whole_parameters)
     assert last.startswith("whole on every device: layers/0/attention/key/kernel, ")
     assert last.endswith(f" and {len(plan.whole_parameters) - 8} more")
+
+
+@pytest.mark.parametrize("align", [1, 128])
+def test_the_report_tells_of_what_every_shard_is_a_multiple(align: int):
+    plan, _ = fully_shard(Decoder(EVEN, rngs=nnx.Rngs(0)), data_parallel_mesh(4), align=align)
+    report = layout_report(plan)
+    assert {group.align for unit in report.units for group in unit.groups} == {align}
+    header, *rows = str(report).splitlines()[1:]
+    column = header.split().index("align") - len(header.split())
+    assert {row.split()[column] for row in rows[:-1]} == {str(align)}

@@ -289,7 +289,7 @@ def layouts() -> None:
     model.head.float()
     model.blocks[0].up.requires_grad_(False)
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    torch_impl.fully_shard(model.blocks[0], strategy="optim", mp_policy=policy, grad_divisor=5)
+    torch_impl.fully_shard(model.blocks[0], strategy="optim", mp_policy=policy, grad_divisor=5, align=16)
     torch_impl.fully_shard([model.blocks[1].up, model.blocks[1].down], reshard_after_forward=False)
     torch_impl.fully_shard(model, ignored_params=[model.head.bias])
     report = torch_impl.layout_report(model)
@@ -314,10 +314,13 @@ def layouts() -> None:
         for group in unit.groups:
             assert group.padded_numel == group.num_shards * sum(group.shard_sizes) >= group.numel
             assert group.padding == group.padded_numel / group.numel - 1
+            assert all(size % group.align == 0 for size in group.shard_sizes)
+    assert {group.align for group in report.units[1].groups} == {16}
     assert json.loads(json.dumps(report.as_dict()))["units"][1]["groups"][0]["strategy"] == "optim"
     lines = str(report).splitlines()
     assert len(lines) == 8
     assert lines[0].split()[:2] == ["unit", "module"]
+    assert [line.split()[-3] for line in lines[3:5]] == ["16", "16"]
     assert "blocks.0" in lines[3] + lines[4]
     assert "float32/float16/float32/float32" in str(report)
     assert lines[-2].split()[:3] == ["total", "12", f"{report.numel:,}"]
