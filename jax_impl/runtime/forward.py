@@ -38,11 +38,13 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
     """What all microbatches of one step use of the weights at rest.
 
     Each collective starts when the one before is done: independent ones can meet under one rendezvous key in the CPU
-    simulator, which then aborts or hangs.
+    simulator, which then aborts or hangs. They start in the order in which forward needs the weights, so that the
+    later ones can run beside it.
     """
     last: Any = ()
     sources: AllSources = {}
-    for path, unit in plan.units.items():
+    for path in _in_forward(plan):
+        unit = plan.units[path]
         held = []
         for group in unit.groups:
             arrays = tuple(weights[key] for key in group.stored)
@@ -65,11 +67,14 @@ def collectors(plan: ShardingPlan) -> AllCollectors:
 
 
 def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
-    """What was accumulated over microbatches -> gradients as at rest; collectives one after another, as in ``hold``."""
+    """What was accumulated over microbatches -> gradients as at rest.
+
+    Collectives one after another, as in ``hold``, in the order in which backward is done with the units.
+    """
     finished: Buffers = {}
     last: Any = ()
-    for path, unit in plan.units.items():
-        for group, collected in zip(unit.groups, gradients[path], strict=True):
+    for path in reversed(_in_forward(plan)):
+        for group, collected in zip(plan.units[path].groups, gradients[path], strict=True):
             if group.trainable:
                 collected, last = fence((collected, last))
                 with jax.named_scope(scope_of(path)), jax.named_scope("reduce"):
@@ -187,6 +192,11 @@ def _slot_call(
         )
 
     return SlotCall(run), arrays
+
+
+def _in_forward(plan: ShardingPlan) -> list[str]:
+    """Paths of all units, each before the units inside of it."""
+    return [ROOT, *_units_inside(plan, ROOT)]
 
 
 def _units_inside(plan: ShardingPlan, path: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from bridge.sharding import ShardingPolicy, UnitPolicy
 from tests.jax_impl.compilers.conftest import Compile
 from tests.jax_impl.compilers.expected import (
     GATHER,
+    REDUCE,
     SCATTER,
     ZERO_3,
     assert_as_much_overlap_as_by_hand,
@@ -181,6 +182,18 @@ def test_gathers_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting:
 )
 def test_reductions_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting: Setting):
     assert_as_much_overlap_as_by_hand(gpu(setting), gpu(by_hand(setting)), (SCATTER,))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        case("h100:8", "shard_map", "1024", "no_shard", length=1024, units=APART),
+        case("h100:8", "shard_map", "1024", "optim", SLOW, length=1024, units=APART),
+    ],
+)
+def test_transfers_before_and_after_all_units_run_beside_them(gpu: Compile, setting: Setting):
+    # Beside them no product runs: the first gathers, and the reductions of the first layer and the embedding.
+    assert gpu(setting).overlap(GATHER, SCATTER, REDUCE) >= 0.45
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=SLOW)])
