@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
-from jax_impl.comm.mesh import is_gpu
+from jax_impl.comm.mesh import is_gpu, is_tpu
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
@@ -103,7 +103,7 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    order = Order(plan.prefetch, chained=plan.chained)
+    order = Order(plan.prefetch, chained=plan.chained, fuses=is_tpu(plan.mesh))
     output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 

@@ -62,7 +62,18 @@ def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
 
 def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
     """The program with calls of these names on its own level: calls around them are replaced by what they run."""
-    if not any(is_call_around(equation, marks) for equation in program.jaxpr.eqns):
+    return _without_calls(program, lambda equation: is_call_around(equation, marks))
+
+
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with calls of jitted functions replaced by what they run, those of ``marked`` ones apart."""
+    return _without_calls(
+        program, lambda equation: equation.primitive.name == "jit" and mark_of(equation) is None
+    )
+
+
+def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> ClosedJaxpr:
+    if not any(chosen(equation) for equation in program.jaxpr.eqns):
         return program
 
     def run(*args: Any) -> Values:
@@ -75,14 +86,12 @@ def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
             program.jaxpr.eqns,
             env,
             program.jaxpr.outvars,
-            special=lambda equation, env: is_call_around(equation, marks),
+            special=lambda equation, env: chosen(equation),
             run=lambda equation, values: _flat(called(equation), values),
         )
         return read(env, program.jaxpr.outvars)
 
-    return jax.make_jaxpr(run)(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
-    )
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
 
 
 @jax.tree_util.register_dataclass

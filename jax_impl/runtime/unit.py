@@ -29,7 +29,7 @@ from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched
 from jax_impl.runtime.order import Order
-from jax_impl.runtime.residuals import Saved, with_dependence
+from jax_impl.runtime.residuals import Saved, with_dependence, with_derived
 from jax_impl.runtime.unit_plan import Group
 
 Leaves = tuple[jax.Array, ...]
@@ -90,6 +90,11 @@ class UnitCall:
         if not any(group.strategy.shard_parameters for group in self.groups):
             output, vjp = self._differentiated(leaves, inner, *inputs)
             return output, (sources, inner, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp))))
+        if self.order.fuses:
+            output, kept, depends = with_derived(self._differentiated, 2, leaves, inner, *inputs)
+            fenced = [*depends, *[True] * len(kept.varying)]
+            output, varying = fence_some((output, kept.varying), fenced)
+            return output, (sources, inner, replace(kept, varying=varying))
         (output, vjp), depends = with_dependence(self._differentiated, leaves, inner, *inputs)
         output, vjp = fence_some((output, vjp), depends)
         return output, (sources, inner, Saved.of(vjp, depends[len(jax.tree.leaves(output)) :]))
@@ -112,7 +117,7 @@ class UnitCall:
             with jax.named_scope("recompute"):
                 vjp = self._recomputed(leaves, inner, varying)
         else:
-            vjp = replace(rest, varying=varying).whole
+            vjp = replace(rest, varying=varying).whole(leaves, inner)
             vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
