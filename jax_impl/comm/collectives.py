@@ -115,7 +115,7 @@ class Wire:
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
         """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``.
 
-        ``values``: flat, or in rows ``[devices, S / row, row]``, the devices of the axes between, or a multiple of them.
+        ``values``: flat, or in rows ``[..., row]``, of which each shard has whole ones.
         """
         if level == to:
             return round_to(values.reshape(-1), self.grad)
@@ -151,8 +151,7 @@ class Wire:
 
     def _scatter(self, values: jax.Array, axis_name: str) -> jax.Array:
         if values.ndim > 1:
-            rows = lax.psum_scatter(values.reshape(-1, values.shape[-1]), axis_name, tiled=True)
-            return rows.reshape(-1, *values.shape[1:])
+            return lax.psum_scatter(values.reshape(-1, values.shape[-1]), axis_name, tiled=True)
         if not self.in_rows:
             return lax.psum_scatter(values, axis_name, tiled=True)
         shards = values.reshape(lax.axis_size(axis_name), -1)

@@ -38,27 +38,25 @@ def row_size(layout: Layout) -> int | None:
     """Elements of the rows in which TPUs gather and reduce the array; None where a shard is no number of whole rows.
 
     XLA:TPU holds arrays in tiles of 8 rows of 128 elements, a matrix as much as rows of a buffer: what has other rows
-    in the buffer than in the matrix is copied. So a parameter that is alone has its own rows.
+    in the buffer than in the matrix is copied. So a matrix that is alone keeps its own rows.
     """
-    if any(size % LANES for size in layout.shard_sizes):
+    if not layout.shard_size or not _in_rows(layout):
         return None
-    if len(layout.slots) == 1:
-        columns = layout.slots[0].shape[-1] if layout.slots[0].shape else 0
-        if columns and columns % LANES == 0 and layout.shard_size % columns == 0:
-            return columns
+    columns = layout.slots[0].shape[-1] if layout.slots[0].shape else 1
+    if _keeps_rows(layout, columns) and columns % LANES == 0 and layout.shard_size % columns == 0:
+        return columns
     return LANES
 
 
 def pack(layout: Layout, leaves: Sequence[jax.Array], row: int | None = None) -> jax.Array:
     """Parameters in the order of ``layout.slots`` -> flat ``[padded_size]``, zeros between them.
 
-    ``row``: as ``row_size``, to ``[num_shards, shard_size / row, row]``.
+    ``row``: as ``row_size`` says, to ``[num_shards, S / row, row]``.
     """
-    if row is not None and len(leaves) == 1:
+    if row is not None and _keeps_rows(layout, row):
         rows = leaves[0].reshape(-1, row)
-        return jnp.pad(rows, ((0, layout.padded_size // row - len(rows)), (0, 0))).reshape(
-            layout.num_shards, -1, row
-        )
+        padding = layout.padded_size // row - len(rows)
+        return jnp.pad(rows, ((0, padding), (0, 0))).reshape(layout.num_shards, -1, row)
     by_name = {slot.name: leaf for slot, leaf in zip(layout.slots, leaves, strict=True)}
     dtype = leaves[0].dtype if leaves else jnp.float32
     buffers = []
@@ -84,11 +82,11 @@ def pack(layout: Layout, leaves: Sequence[jax.Array], row: int | None = None) ->
 
 
 def unpack(layout: Layout, whole: jax.Array) -> tuple[jax.Array, ...]:
-    """Flat ``[padded_size]``, or in rows as ``pack`` makes them -> parameters in the order of ``layout.slots``."""
-    if whole.ndim > 1 and len(layout.slots) == 1:
+    """Flat ``[padded_size]``, or in rows as of ``pack``, -> parameters in the order of ``layout.slots``."""
+    if whole.ndim > 1 and _keeps_rows(layout, whole.shape[-1]):
         (slot,) = layout.slots
-        row = whole.shape[-1]
-        return (whole.reshape(-1, row)[: slot.end // row].reshape(slot.shape),)
+        rows = whole.reshape(-1, whole.shape[-1])
+        return (rows[: slot.end // rows.shape[1]].reshape(slot.shape),)
     if len(layout.shard_sizes) > 1:
         ranks = _by_rank(layout, whole)
         buffers = [ranks[:, columns].reshape(-1) for columns in _columns(layout)]
@@ -98,6 +96,11 @@ def unpack(layout: Layout, whole: jax.Array) -> tuple[jax.Array, ...]:
         lax.slice(buffers[slot.buffer], (slot.offset,), (slot.end,)).reshape(slot.shape)
         for slot in layout.slots
     )
+
+
+def _keeps_rows(layout: Layout, row: int) -> bool:
+    """Whether the rows of the array are those of the one parameter in it."""
+    return len(layout.slots) == 1 and layout.slots[0].offset == 0 and layout.slots[0].shape[-1:] == (row,)
 
 
 def _by_rank(layout: Layout, array: jax.Array) -> jax.Array:

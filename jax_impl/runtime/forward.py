@@ -103,7 +103,7 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    order = Order(plan.prefetch, chained=plan.chained, fuses=is_tpu(plan.mesh))
+    order = Order(plan.prefetch, chained=plan.chained)
     output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 
@@ -153,7 +153,7 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order)
+    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, is_tpu(plan.mesh))
     output, values = call(collectors, sources[: len(unit.groups)], inner, list(variables), arrays, layer)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)

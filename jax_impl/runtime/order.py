@@ -61,7 +61,6 @@ class Order:
 
     prefetch: int
     chained: bool
-    fuses: bool = False
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(

@@ -66,10 +66,17 @@ def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
 
 
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls of jitted functions replaced by what they run, those of ``marked`` ones apart."""
-    return _without_calls(
-        program, lambda equation: equation.primitive.name == "jit" and mark_of(equation) is None
-    )
+    """The program with calls of jitted functions replaced by what they run, except ``marked`` and sharded ones."""
+
+    def is_plain(equation: Any) -> bool:
+        shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+        return (
+            equation.primitive.name == "jit"
+            and mark_of(equation) is None
+            and not any(isinstance(one, jax.sharding.Sharding) for one in shardings)
+        )
+
+    return _without_calls(program, is_plain)
 
 
 def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> ClosedJaxpr:
