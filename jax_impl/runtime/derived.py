@@ -20,12 +20,64 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax_impl.runtime.traced import inlined, operands
 
 _ELEMENTWISE = frozenset(
-    """
-    abs add and atan2 broadcast_in_dim cbrt ceil clamp convert_element_type copy cos div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pow
-    reduce_precision reshape round rsqrt select_n sign sin sinh cosh sqrt square squeeze stop_gradient sub tan tanh
-    transpose xor
-    """.split()
+    [
+        "abs",
+        "add",
+        "and",
+        "atan2",
+        "broadcast_in_dim",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "reduce_precision",
+        "reshape",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sinh",
+        "cosh",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+    ]
 )
 # Of the bytes of an array: how many may be saved instead, with such as the maxima of its rows, and how many may be read
 # to make it anew. Without a limit all layers' outputs would be read for a sum over them.
@@ -54,7 +106,9 @@ def derive(program: ClosedJaxpr, results: int, given: int) -> Derived:
     for variable in sorted(dict.fromkeys(operands(wanted)), key=origins.place):
         found = origins.find([variable], {*free, *saved})
         new = [v for v in found.read if v not in saved and v not in free]
-        cheap = _bytes(new) <= _SAVED * _bytes([variable]) and _bytes(found.read) <= _READ * _bytes([variable])
+        cheap = _bytes(new) <= _SAVED * _bytes([variable]) and _bytes(found.read) <= _READ * _bytes(
+            [variable]
+        )
         saved.update(dict.fromkeys(new if cheap else [variable]))
     equations = [jaxpr.eqns[i] for i in origins.find(operands(wanted), {*free, *saved}).equations]
     whole = Jaxpr(
@@ -92,7 +146,7 @@ class _Origins:
         return self.made.get(variable, -1)
 
     def find(self, wanted: Iterable[Any], known: Container[Any]) -> _Found:
-        """What elementwise operations make ``wanted`` of: ``known`` variables, and those that no such operation makes."""
+        """What elementwise operations make ``wanted`` of: what is ``known``, and what no such operation makes."""
         read: dict[Any, None] = {}
         equations: set[int] = set()
         left = list(wanted)

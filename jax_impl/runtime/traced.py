@@ -98,7 +98,9 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
         )
         return read(env, program.jaxpr.outvars)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
+    )
 
 
 @jax.tree_util.register_dataclass

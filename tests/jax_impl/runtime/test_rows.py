@@ -1,4 +1,4 @@
-"""The way of TPUs, on simulated devices: arrays in rows, and residuals made anew, give the gradients of the plain model."""
+"""The way of TPUs, on simulated devices: arrays in rows, and residuals made anew, give the plain model's gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import jax_impl.runtime.forward
 from bridge.sharding import Layout, Slot
 from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gradients, plan_layout, unshard
 from jax_impl.models import Decoder
+from jax_impl.modules.seal import jaxpr_of
 from jax_impl.runtime.buffer import pack, row_size, unpack
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
@@ -31,7 +32,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("num_shards", [1, 3, 4])
+@pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_hold_what_the_flat_array_holds(name, num_shards):
     layout = plan_layout(SHAPES[name], num_shards, align=128)
@@ -39,9 +40,7 @@ def test_rows_hold_what_the_flat_array_holds(name, num_shards):
     if not layout.shard_size:
         assert row is None
         return
-    values = [
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(SHAPES[name].values())
-    ]
+    values = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(SHAPES[name].values())]
     flat, rows = pack(layout, values), pack(layout, values, row)
     assert rows.shape == (num_shards, layout.shard_size // row, row)
     np.testing.assert_array_equal(rows.reshape(-1), flat)
@@ -73,29 +72,35 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "engine", "strategy", "devices", "options"),
     [
-        (WIDE, "shard_map", "optim_grads_params", 4, {"units": ["embed", "layers/*", "lm_head"]}),
         (WIDE, "shard_map", "hfsdp", {"outer": 2, "inner": 2}, {"stacked": ["layers"], "prefetch": 1}),
-        (CONFIG, "shard_map", "hsdp", {"outer": 2, "inner": 2}, {"prefetch": 1}),
-        (CONFIG, "shard_map", "optim_grads_params", 3, {"stacked": ["layers"], "recompute": True}),
-        (WIDE, "pjit", "optim_grads_params", 4, {"stacked": ["layers"]}),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                (WIDE, "shard_map", "optim_grads_params", 4, {"units": ["embed", "layers/*", "lm_head"]}),
+                (CONFIG, "shard_map", "hsdp", {"outer": 2, "inner": 2}, {"prefetch": 1}),
+                (CONFIG, "shard_map", "optim_grads_params", 3, {"stacked": ["layers"], "recompute": True}),
+                (WIDE, "pjit", "optim_grads_params", 4, {"stacked": ["layers"]}),
+            )
+        ),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(as_on_tpus, config, engine, strategy, devices, options):
-    model = Decoder(config, rngs=nnx.Rngs(1), dtype=jnp.float64, stacked="stacked" in options)
     rows = tokens(24)
 
     def value(model: Any) -> jax.Array:
         return loss(model, rows)
 
-    expected, gradients = nnx.jit(nnx.value_and_grad(value))(model)
-    plan, weights = fully_shard(
-        model, data_parallel_mesh(devices), strategy=strategy, engine=engine, **options
-    )
-    found, reduced = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, rows)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-    for path, one in unshard(plan, reduced).items():
-        wanted = np.asarray(named(gradients)[path])
-        np.testing.assert_allclose(one, wanted, atol=1e-11 * np.abs(wanted).max(), err_msg=path)
+    with jax.enable_x64(True):
+        model = Decoder(config, rngs=nnx.Rngs(1), dtype=jnp.float64, stacked="stacked" in options)
+        expected, gradients = nnx.jit(nnx.value_and_grad(value))(model)
+        plan, weights = fully_shard(
+            model, data_parallel_mesh(devices), strategy=strategy, engine=engine, **options
+        )
+        found, reduced, *_ = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        for path, one in unshard(plan, reduced).items():
+            wanted = np.asarray(named(gradients)[path])
+            np.testing.assert_allclose(one, wanted, atol=1e-11 * np.abs(wanted).max(), err_msg=path)
 
 
 def test_as_many_transfers_and_fewer_residuals(monkeypatch):
@@ -105,7 +110,7 @@ def test_as_many_transfers_and_fewer_residuals(monkeypatch):
         plan = jax_impl.plan_sharding(model, data_parallel_mesh(4))
         weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
         function = make_gradients(plan, loss)
-        batch = jax.ShapeDtypeStruct((8, 7), jnp.int32)
+        batch = jax.ShapeDtypeStruct((16, 33), jnp.int32)
         return count_collectives(function, weights, batch), held(jax.make_jaxpr(function)(weights, batch))
 
     plain, before = traced()
@@ -118,8 +123,6 @@ def test_as_many_transfers_and_fewer_residuals(monkeypatch):
 
 def held(program: Any) -> int:
     """Bytes that barriers let through."""
-    from jax_impl.modules.seal import jaxpr_of
-
     jaxpr = jaxpr_of(program)
     size = 0
     for equation in jaxpr.eqns:
