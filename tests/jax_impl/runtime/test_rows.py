@@ -65,8 +65,13 @@ WIDE = dataclasses.replace(CONFIG, vocab_size=24, d_model=128, n_heads=2, n_kv_h
 
 @pytest.fixture
 def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (jax_impl.api, jax_impl.runtime.forward):
-        monkeypatch.setattr(module, "is_tpu", lambda mesh: True)
+    on_tpus(monkeypatch)
+
+
+def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards travel in rows, and units save what ``derived.py`` says."""
+    monkeypatch.setattr(jax_impl.api, "is_tpu", lambda mesh: True)
+    monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +119,7 @@ def test_as_many_transfers_and_fewer_residuals(monkeypatch):
         return count_collectives(function, weights, batch), held(jax.make_jaxpr(function)(weights, batch))
 
     plain, before = traced()
-    for module in (jax_impl.api, jax_impl.runtime.forward):
-        monkeypatch.setattr(module, "is_tpu", lambda mesh: True)
+    on_tpus(monkeypatch)
     transfers, after = traced()
     assert transfers == plain
     assert after < 0.75 * before
