@@ -157,9 +157,7 @@ class Order:
             reduced, inputs, place.gate = fence((reduced, inputs, place.gate))
         return reduced, inner, inputs
 
-    def _beside(
-        self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def _beside(self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope("reduce"):
                 return group.reduce(gated(gradients, done) if self.gates_reductions else gradients)
