@@ -128,7 +128,8 @@ class LogicalGroup:
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
-        return self._lying(rounded, self.strategy.gradients, one_layer=True)
+        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is cut there.
+        return self._lying(rounded, self.strategy.gradients or self.strategy.optimizer, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return self._lying(gradients, self.strategy.optimizer)

@@ -57,10 +57,13 @@ class Order:
 
     ``chained``: collectives also follow one another, which simulated devices need: what waits for a unit's gradients
     then waits for their reduction.
+    gates_reductions: False where XLA reduces gradients as they are computed: what waits for a gate there is reduced
+    already, and copied.
     """
 
     prefetch: int
     chained: bool
+    gates_reductions: bool
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(
@@ -139,7 +142,7 @@ class Order:
             if not group.trainable:
                 reduced.append(())
             elif beside:
-                reduced.append(_beside(group, done, values))
+                reduced.append(self._beside(group, done, values))
             else:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
@@ -154,6 +157,13 @@ class Order:
             reduced, inputs, place.gate = fence((reduced, inputs, place.gate))
         return reduced, inner, inputs
 
+    def _beside(self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
+            with jax.named_scope("reduce"):
+                return group.reduce(gated(gradients, done) if self.gates_reductions else gradients)
+
+        return marked(REDUCE, reduce)(done, *gradients)
+
     def _place(self, backward: bool) -> _Place:
         """Of the present trace; empty where nothing is known of it."""
         place = self._places[backward]
@@ -161,11 +171,3 @@ class Order:
         if place.trace != trace:
             place.trace, place.gate, place.reduced = trace, None, []
         return place
-
-
-def _beside(group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
-        with jax.named_scope("reduce"):
-            return group.reduce(gated(gradients, done))
-
-    return marked(REDUCE, reduce)(done, *gradients)
