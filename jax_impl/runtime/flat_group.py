@@ -161,7 +161,8 @@ class FlatGroup:
         return (index[-1].start or 0) // self.layout.shard_size if self.layout.shard_size else 0
 
     def _check_layer(self, array: jax.Array) -> None:
-        if array.ndim != 1:
+        # Of what is no stack, JAX's own error tells more: see unnamed_stack.
+        if self.layers is not None and array.ndim != 1:
             raise ValueError(
                 f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
                 "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
