@@ -108,7 +108,9 @@ class Computation:
         """Raises ``ValueError`` where the text lacks it."""
         names = operation.operands
         if place >= len(names) or names[place] not in self.by_name:
-            raise ValueError(f"{operation.op} {operation.name}: expected an operand {place}, got ({operation.given})")
+            raise ValueError(
+                f"{operation.op} {operation.name}: expected an operand {place}, got ({operation.given})"
+            )
         return self.by_name[names[place]]
 
 
@@ -142,7 +144,12 @@ class Module:
         named = _CONDITION.search(loop.attributes)
         condition = self.computations.get(named[1]) if named else None
         for one in condition.operations if condition else ():
-            if condition and one.op == "compare" and "direction=LT" in one.attributes and len(one.operands) == 2:
+            if (
+                condition
+                and one.op == "compare"
+                and "direction=LT" in one.attributes
+                and len(one.operands) == 2
+            ):
                 counter, limit = (condition.by_name.get(name) for name in one.operands)
                 number = re.match(r"\d+", limit.given) if limit and limit.op == "constant" else None
                 if number and counter and counter.op == "get-tuple-element" and counter.result[:5] == "s32[]":

@@ -75,9 +75,7 @@ def _on_fabric(transfer: Transfer, group: tuple[int, ...], links: Fabric) -> flo
     return _TIMES_AROUND[transfer.kind] * transfer.bytes * (members - 1) / members / rate
 
 
-def _on_torus(
-    transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: tuple[int, ...]
-) -> float:
+def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: tuple[int, ...]) -> float:
     places = [_coordinates(device, sizes) for device in group]
     lengths = [len({place[axis] for place in places}) for axis in range(len(sizes))]
     # A part of an axis is a line, whatever closes the axis.

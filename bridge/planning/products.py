@@ -1,8 +1,8 @@
 """Floating-point operations of the matrix products in a compiled program, by the speed class of their operands.
 
 A product of sums over ``k`` has ``2 k`` operations for each element of its result. Products appear as ``dot``, as
-``convolution`` (what the TPU compiler makes of all of them), and as calls to cuBLAS and cuDNN. What is elementwise is no
-product: memory bounds its time.
+``convolution`` (what the TPU compiler makes of all of them), and as calls to cuBLAS and cuDNN. What is elementwise is
+no product: memory bounds its time.
 
 Classes: ``bf16`` (also float16), ``f8``, ``s8``, ``f64``; float32 by the precision that the program asks for: ``f32``
 (XLA's default: TF32 on GPUs, one pass in bfloat16 on TPUs), ``f32_high`` and ``f32_highest``.
@@ -54,7 +54,9 @@ def _contraction(computation: Computation, operation: Operation) -> tuple[int, A
     if named is None:
         raise ValueError(f"product {operation.name}: expected its contracting dimensions, got none")
     contracted = [int(one.strip(' "')) for one in named[1].split(",") if one.strip(' "')]
-    return 2 * operation.arrays[0].size * math.prod(left.shape[one] for one in contracted), _wider(left, right)
+    return 2 * operation.arrays[0].size * math.prod(left.shape[one] for one in contracted), _wider(
+        left, right
+    )
 
 
 def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple[int, Array]:

@@ -123,9 +123,7 @@ class _Reader:
             else:
                 yield from self._issued(computation, operation, under_way)
 
-    def _issued(
-        self, computation: Computation, operation: Operation, under_way: set[str]
-    ) -> Iterator[Step]:
+    def _issued(self, computation: Computation, operation: Operation, under_way: set[str]) -> Iterator[Step]:
         """``under_way``: chains of the TPU compiler's asynchronous collectives, which is brought up to date."""
         wrapped = collectives_of(self._module, operation)
         begun, ended = (self._marked(operation, mark) if wrapped else set() for mark in (_START, _DONE))

@@ -20,7 +20,14 @@ _ELEMENTWISE = {
     "floor", "is-finite", "log", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "reshape", "rsqrt",
     "select", "sine", "sqrt", "subtract", "tanh", "transpose", "logistic", "xor",
 }  # fmt: skip
-_COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"}
+_COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+}
 _MOVED = {"bitcast", "copy", "reshape", "convert"}
 
 
@@ -37,7 +44,9 @@ def traffic(module: Module, computation: Computation, operation: Operation) -> i
         # cuBLAS and cuDNN have scratch memory as their last result.
         results = results[: max(1, len(results) - 1)]
     if operation.op in _SLICES:
-        return _hbm(results) + sum(_capped(array, results[0].size) for array in _operand(computation, operation, 0))
+        return _hbm(results) + sum(
+            _capped(array, results[0].size) for array in _operand(computation, operation, 0)
+        )
     if operation.op == "dynamic-update-slice":
         update = _operand(computation, operation, 1)
         written = sum(array.size for array in update)

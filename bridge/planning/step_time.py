@@ -1,4 +1,4 @@
-"""A time for a compiled step, from what it does and what a device can do at most: a roofline walked in the order of issue.
+"""A time for a compiled step: a roofline, walked in the order in which the program issues its operations.
 
 ::
 
@@ -39,15 +39,18 @@ class Efficiency:
     def __post_init__(self) -> None:
         for name in ("products", "memory", "links"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"efficiency of {name}: expected above 0 and up to 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"efficiency of {name}: expected above 0 and up to 1, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step, which add up to ``total``.
 
-    ``products``: operations whose matrix products take longest. ``memory``: those whose memory traffic does. ``exposed``:
-    waiting for transfers. ``communication``: all transfers between devices, exposed or not, which is no part of the total.
+    ``products``: operations whose matrix products take longest. ``memory``: those whose memory traffic does.
+    ``exposed``: waiting for transfers. ``communication``: all transfers between devices, exposed or not; no part of
+    the total.
     ``flops``: of matrix products on one device, by class; ``product_peak``: seconds of these at their peaks.
     """
 

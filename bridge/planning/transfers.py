@@ -54,7 +54,11 @@ def transfer(module: Module, wrapped: list[Operation], outer: Operation, partiti
     found = Transfer(KINDS[kind], 0, groups)
     size = sum(array.bytes for one in wrapped for array in _full(one, found.members))
     # A fusion that reduces and keeps a shard is a reduce-scatter.
-    if outer.op == "fusion" and kind == "all-reduce" and any(one.op == "dynamic-slice" for _, one in module.within(outer)):
+    if (
+        outer.op == "fusion"
+        and kind == "all-reduce"
+        and any(one.op == "dynamic-slice" for _, one in module.within(outer))
+    ):
         found = replace(found, kind="reduce_scatter")
     return replace(found, bytes=size)
 
@@ -99,7 +103,9 @@ def _groups(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...
         axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
         chosen = [one.strip(" '") for one in mesh[2].split(",")]
         if not axes.keys() >= set(chosen):
-            raise ValueError(f"{operation.name}: expected a collective over whole axes of its mesh, got {mesh[0]}")
+            raise ValueError(
+                f"{operation.name}: expected a collective over whole axes of its mesh, got {mesh[0]}"
+            )
         order = [list(axes).index(name) for name in [*(set(axes) - set(chosen)), *chosen]]
         members = math.prod(axes[name] for name in chosen)
         return (tuple(_transposed(place, list(axes.values()), order) for place in range(members)),)
