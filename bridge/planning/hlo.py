@@ -25,7 +25,7 @@ _OPERATION = re.compile(r"^\s+(ROOT )?%?(\S+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _NAME = re.compile(r"%([^\s,()]+)")
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|called_computations=\{)=?%([^\s,)}]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{|(?:true|false)_computation=)([^}\s]*)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([^\s,)}]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"\bcondition=%([^\s,)}]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -79,7 +79,8 @@ class Operation:
 
     @cached_property
     def branches(self) -> tuple[str, ...]:
-        listed = ",".join(_BRANCHES.findall(self.attributes)) if self.op == "conditional" else ""
+        found = _BRANCHES.findall(self.attributes) if self.op == "conditional" else []
+        listed = ",".join(several or one for several, one in found)
         return tuple(one.strip(" %") for one in listed.split(",") if one)
 
 

@@ -139,11 +139,14 @@ class _Reader:
             yield Done(chain)
         under_way |= begun
         under_way -= ended
-        moved = traffic(self._module, computation, operation)
+        flops = product_flops(self._module, computation, operation)
         if operation.op.endswith("-start") and not wrapped:
+            if flops:
+                # Computed beside other operations, but on the same units: as if it were computed here.
+                yield Work(operation.name, dict(flops))
             yield Start(operation.name, Transfer(COPY, self._copied(operation)))
             return
-        flops = product_flops(self._module, computation, operation)
+        moved = traffic(self._module, computation, operation)
         if flops or moved:
             yield Work(operation.name, dict(flops), moved)
 

@@ -28,7 +28,7 @@ _COLLECTIVES = {
     "ragged-all-to-all",
     "collective-permute",
 }
-_MOVED = {"bitcast", "copy", "reshape", "convert"}
+_MOVED = {"bitcast", "copy", "reshape", "convert", "get-tuple-element"}
 
 
 def traffic(module: Module, computation: Computation, operation: Operation) -> int:
@@ -60,17 +60,23 @@ def is_collective(operation: Operation) -> bool:
     return operation.op.removesuffix("-start") in _COLLECTIVES
 
 
+def _is_transfer(operation: Operation) -> bool:
+    return is_collective(operation) or 'custom_call_target="AsyncCollective' in operation.attributes
+
+
 def _fused(module: Module, computation: Computation, fusion: Operation) -> int:
     inner = next(module.called(fusion), None)
     if inner is None:
         raise ValueError(f"fusion {fusion.name}: expected its computation in the text, got none")
+    root = inner.root
+    if _is_transfer(root):
+        return 0
     demands: dict[str, int] = {}
     total = 0
     for one in inner.operations:
         if one.op == "parameter":
             for array in _operand(computation, fusion, int(one.given)):
                 total += _capped(array, _demand(inner, one, demands))
-    root = inner.root
     parts = [inner.by_name[name] for name in root.operands] if root.op == "tuple" else [root]
     if len(parts) != len(elements(fusion.result)):
         return total + _hbm(fusion.arrays)
@@ -86,7 +92,8 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
     size = sum(array.size for array in value.arrays)
     needed = size if value.is_root else 0
     for user in inner.users.get(value.name, []):
-        if is_collective(user):
+        # What a transfer reads, and what is passed on, is not read here.
+        if _is_transfer(user) or (user.op == "tuple" and user.is_root and value.op == "parameter"):
             continue
         if user.op in _SLICES and user.operands[0] == value.name:
             needed += user.arrays[0].size
@@ -106,9 +113,11 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
 def _written(inner: Computation, value: Operation) -> int:
     """How many elements of a fusion's result are written: of what is updated in place the update alone."""
     size = sum(array.size for array in value.arrays)
-    while value.op in _MOVED and value.operands:
+    if value.op == "parameter":
+        return 0
+    while value.op in _MOVED:
         value = inner.operand(value, 0)
-    if is_collective(value):
+    if _is_transfer(value):
         return 0
     if value.op == "dynamic-update-slice":
         return sum(array.size for array in inner.operand(value, 1).arrays)
