@@ -26,7 +26,9 @@ def run(job: Job) -> None:
     world = int(os.environ["WORLD_SIZE"])
     if world != job.leg.ranks:
         # Before they form a group: a rank that raises earlier than another one breaks its connections.
-        raise ValueError(f"expected {job.leg.ranks} ranks as the relay file says, got {world} from the launcher")
+        raise ValueError(
+            f"expected {job.leg.ranks} ranks as the relay file says, got {world} from the launcher"
+        )
     # NCCL refuses two ranks on one GPU, so a leg with more ranks than GPUs runs on the CPU.
     device = "cuda" if torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":

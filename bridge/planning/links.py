@@ -17,7 +17,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from bridge.planning.hardware import Fabric, Hardware, Torus
+from bridge.planning.errors import PlanError
+from bridge.planning.hardware import HARDWARE, Fabric, Hardware, Torus
 from bridge.planning.transfers import Transfer
 
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
@@ -36,13 +37,25 @@ class Machine:
     def __post_init__(self) -> None:
         axes = self.hardware.links.axes if isinstance(self.hardware.links, Torus) else 1
         if len(self.sizes) != axes or min(self.sizes) < 1:
-            raise ValueError(
+            raise PlanError(
                 f"{self.hardware.name}: expected {axes} sizes of at least 1, got {'x'.join(map(str, self.sizes))}"
             )
 
     @property
     def devices(self) -> int:
         return math.prod(self.sizes)
+
+
+def machine_named(name: str) -> Machine:
+    """``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` for another name."""
+    kind, _, sizes = name.partition(":")
+    numbers = sizes.split("x")
+    if kind not in HARDWARE or not all(one.isdecimal() for one in numbers):
+        raise PlanError(
+            f"target: expected GPUs or TPUs of a known kind, {', '.join(HARDWARE)}, and how many, such as h100:64 or "
+            f"v5e:4x4, got {name!r}"
+        )
+    return Machine(HARDWARE[kind], tuple(map(int, numbers)))
 
 
 def seconds_on_links(transfer: Transfer, machine: Machine) -> float:

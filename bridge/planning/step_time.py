@@ -148,7 +148,6 @@ class _Clock:
         self._pass(max(products, memory), "products" if products >= memory else "memory")
 
     def _start(self, start: Start) -> None:
-        self._wait(start.key)
         copy = start.transfer.kind == COPY
         seconds = self._seconds(start.transfer)
         over = max(self.now, self._free[copy]) + seconds

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bridge.planning.errors import PlanError
 from bridge.planning.hardware import HARDWARE, Fabric
-from bridge.planning.links import Machine, seconds_on_links
+from bridge.planning.links import Machine, machine_named, seconds_on_links
 from bridge.planning.transfers import Transfer
 
 GB = 10**9
@@ -13,9 +14,7 @@ GB = 10**9
 
 def seconds(machine: str, kind: str, group: range | tuple[int, ...]) -> float:
     """Of a gigabyte."""
-    name, _, sizes = machine.partition(":")
-    found = Machine(HARDWARE[name], tuple(map(int, sizes.split("x"))))
-    return seconds_on_links(Transfer(kind, GB, (tuple(group),)), found)
+    return seconds_on_links(Transfer(kind, GB, (tuple(group),)), machine_named(machine))
 
 
 @pytest.mark.parametrize(
@@ -63,21 +62,31 @@ def test_the_slowest_pair_of_a_permutation_counts() -> None:
 
 
 def test_a_program_of_more_devices_is_refused() -> None:
-    with pytest.raises(ValueError, match="program for 8 devices, as the machine has, got a psum with device 15"):
+    with pytest.raises(
+        ValueError, match="program for 8 devices, as the machine has, got a psum with device 15"
+    ):
         seconds("h100:8", "psum", range(16))
 
 
-def test_a_machine_has_the_axes_of_its_hardware() -> None:
-    with pytest.raises(ValueError, match="v5p: expected 3 sizes"):
-        Machine(HARDWARE["v5p"], (4, 4))
+def test_a_machine_by_name() -> None:
+    assert machine_named("v5e:4x8") == Machine(HARDWARE["v5e"], (4, 8))
+    assert machine_named("v5e:4x8").devices == 32
+    for wrong in ("h900:8", "h100", "h100:", "h100:x", "v5e:4x-4"):
+        with pytest.raises(PlanError, match="target: expected GPUs or TPUs of a known kind"):
+            machine_named(wrong)
+    for name in ("v5p:4x4", "h100:0", "h100:8x8"):
+        with pytest.raises(PlanError, match="expected [13] sizes of at least 1"):
+            machine_named(name)
 
 
 def test_the_table_is_ordered_as_the_cards_are() -> None:
     """A slip of a digit or unit would break an order that the data sheets have."""
     for one in HARDWARE.values():
         peaks = one.peaks
-        assert peaks["f32_highest"] < peaks["f32_high"] <= peaks["f32"] <= peaks["bf16"] <= peaks["f8"] <= 5e15
-        assert 1e14 < peaks["bf16"]
+        assert (
+            peaks["f32_highest"] < peaks["f32_high"] <= peaks["f32"] <= peaks["bf16"] <= peaks["f8"] <= 5e15
+        )
+        assert peaks["bf16"] > 1e14
         # Products of 8192 are bound by compute, by far.
         assert 100 < peaks["bf16"] / one.bandwidth < 600
         assert 16e9 <= one.memory <= 200e9
@@ -85,5 +94,5 @@ def test_the_table_is_ordered_as_the_cards_are() -> None:
             assert one.bandwidth > one.links.inside > one.links.between > 1e10
         else:
             assert one.bandwidth > 6 * one.links.link > 2e11
-    with pytest.raises(ValueError, match="v5e: expected matrix products in bf16, .*, got f64"):
+    with pytest.raises(ValueError, match=r"v5e: expected matrix products in bf16, .*, got f64"):
         HARDWARE["v5e"].peak("f64")

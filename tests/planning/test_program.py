@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -55,7 +56,8 @@ def test_attention_by_cudnn_is_two_products_forward_and_five_backward() -> None:
         found = work(
             "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
             "%k = bf16[2,128,4,64]{3,2,1,0} parameter(1)",
-            f'%c = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k), custom_call_target="__cudnn${target}", '
+            f"%c = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k), "
+            f'custom_call_target="__cudnn${target}", '
             'backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16",'
             '"dimensions":["2","4","128","128"]}}}',
         )
@@ -70,7 +72,12 @@ def test_attention_by_cudnn_is_two_products_forward_and_five_backward() -> None:
         # Stride 2, by hand: results 0, 1, 2 meet 0..2, 2..4, 4..5.
         (((1, 6, 1), (3, 1, 1), (1, 3, 1)), "size=3 stride=2 pad=0_1", "b0f_0io->b0f", 8),
         # How the TPU compiler writes 4 products of [3, 5] by [5, 7]: each result meets one tap of the kernel.
-        (((4, 3, 5), (4, 5, 7), (4, 3, 7)), "size=4 stride=3 pad=0_0 lhs_dilate=4", "0bf_0io->0bf", 4 * 3 * 5 * 7),
+        (
+            ((4, 3, 5), (4, 5, 7), (4, 3, 7)),
+            "size=4 stride=3 pad=0_0 lhs_dilate=4",
+            "0bf_0io->0bf",
+            4 * 3 * 5 * 7,
+        ),
         # The same, for the heads of an attention, which lie on an axis of padding: a full product for each head.
         (((1, 3, 5), (4, 5, 7), (4, 3, 7)), "size=4 pad=3_3 rhs_reversal=1", "0bf_0io->0bf", 4 * 3 * 5 * 7),
     ],
@@ -85,6 +92,27 @@ def test_a_convolution_counts_what_meets_the_image(
         f"%c = f32[{result}]{{2,1,0}} convolution(%x, %y), window={{{window}}}, dim_labels={labels}",
     )
     assert found.flops == {"bf16": 2 * products}
+
+
+def test_convolutions_against_a_count_of_all_places() -> None:
+    for stride, pad, dilation, spread, kernel in itertools.product(
+        (1, 2, 3, 4), (-1, 0, 2), (1, 2, 3, 4), (1, 2), (1, 3, 4)
+    ):
+        result = 5
+        places = (
+            place * stride + tap * spread - pad
+            for place, tap in itertools.product(range(result), range(kernel))
+        )
+        met = sum(place % dilation == 0 and 0 <= place // dilation < 3 for place in places)
+        found = read_program(
+            program(
+                "%x = bf16[1,3,1]{2,1,0} parameter(0)",
+                f"%y = bf16[{kernel},1,1]{{2,1,0}} parameter(1)",
+                f"%c = f32[1,{result},1]{{2,1,0}} convolution(%x, %y), window={{size={kernel} stride={stride} "
+                f"pad={pad}_9 lhs_dilate={dilation} rhs_dilate={spread}}}, dim_labels=b0f_0io->b0f",
+            )
+        )
+        assert found.flops.total() == 2 * met
 
 
 def test_a_fusion_has_the_products_inside_and_the_traffic_outside() -> None:
@@ -208,10 +236,17 @@ def test_a_transfer_and_the_work_beside_it() -> None:
         ("f32[80]{0} all-reduce(%s), replica_groups={}", "psum", 320, tuple(range(8))),
         ("f32[10]{0} reduce-scatter(%s), replica_groups={{0,1,2,3}}", "reduce_scatter", 160, (0, 1, 2, 3)),
         ("f32[80]{0} all-to-all(%s), replica_groups=mesh['x'=2,'y'=4] {'x'}", "all_to_all", 320, (0, 4)),
-        ("f32[80]{0} all-to-all(%s), replica_groups=mesh['x'=2,'y'=4] {'y'}", "all_to_all", 320, (0, 1, 2, 3)),
+        (
+            "f32[80]{0} all-to-all(%s), replica_groups=mesh['x'=2,'y'=4] {'y'}",
+            "all_to_all",
+            320,
+            (0, 1, 2, 3),
+        ),
     ],
 )
-def test_collectives_that_nothing_runs_beside(written: str, kind: str, size: int, group: tuple[int, ...]) -> None:
+def test_collectives_that_nothing_runs_beside(
+    written: str, kind: str, size: int, group: tuple[int, ...]
+) -> None:
     steps = read_program(program("%s = f32[80]{0} parameter(0)", f"%c = {written}")).steps
     assert steps == (Start("c", Transfer(kind, size, (group,))), Done("c"))
 
@@ -224,11 +259,12 @@ def test_a_permutation_has_its_pairs() -> None:
 
 def test_the_fusions_of_a_tpu_are_one_transfer() -> None:
     gather = "%g = bf16[8192]{0} all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}"
+    begun = "(bf16[2048]{0}, bf16[8192]{0}, u32[]{:S(2)})"
     first, second = (
-        computation(name, "%x = bf16[2048]{0} parameter(0)", gather, mark.format(name=name))
+        computation(name, "%x = bf16[2048]{0} parameter(0)", gather, mark)
         for name, mark in (
-            ("begin", 'ROOT %m = bf16[8192]{{0}} custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
-            ("end", 'ROOT %m = bf16[8192]{{0}} custom-call(%g), custom_call_target="AsyncCollectiveDone"'),
+            ("begin", f'ROOT %m = {begun} custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
+            ("end", 'ROOT %m = bf16[8192]{0} custom-call(%x, %g), custom_call_target="AsyncCollectiveDone"'),
         )
     )
     beside = computation(
@@ -244,17 +280,19 @@ def test_the_fusions_of_a_tpu_are_one_transfer() -> None:
         program(
             *FACTORS,
             "%s = bf16[2048]{0} parameter(2)",
-            "%f1 = bf16[8192]{0} fusion(%s), kind=kCustom, calls=%begin",
+            f"%f1 = {begun} fusion(%s), kind=kCustom, calls=%begin",
             "%f2 = (bf16[512,128]{1,0}, bf16[8192]{0}) fusion(%s, %a, %b), kind=kCustom, calls=%beside",
             "%f3 = bf16[8192]{0} fusion(%s), kind=kCustom, calls=%end",
+            gather.replace("%x", "%s"),
             computations=first + beside + second,
         )
     ).steps
-    start, product, done = steps
+    start, product, done, *again = steps
     assert isinstance(start, Start)
     assert start.transfer == Transfer("all_gather", 2 * 8192, ((0, 1, 2, 3),))
     assert product == Work("f2", {"bf16": PRODUCT_FLOPS}, PRODUCT_BYTES)
     assert done == Done(start.key)
+    assert again == [Start("g", start.transfer), Done("g")]
 
 
 def test_a_fused_reduction_that_keeps_a_shard_is_a_reduce_scatter() -> None:

@@ -75,7 +75,19 @@ def test_what_is_never_waited_for_ends_with_the_program() -> None:
 
 def test_a_copy_runs_beside_transfers_and_counts_as_memory() -> None:
     copy = Transfer(COPY, 20)
-    assert parts(time(Start("a", transfer(2)), Start("c", copy), products(1), Done("c"), Done("a"))) == (1, 1, 0, 2)
+    assert parts(time(Start("a", transfer(2)), Start("c", copy), products(1), Done("c"), Done("a"))) == (
+        1,
+        1,
+        0,
+        2,
+    )
+    assert parts(time(Start("c", copy), Start("a", transfer(2)), products(1), Done("a"), Done("c"))) == (
+        1,
+        0,
+        1,
+        2,
+    )
+    assert parts(time(Start("c", copy), Start("d", copy), Done("d"))) == (0, 4, 0, 0)
 
 
 def test_a_loop_multiplies() -> None:
@@ -92,6 +104,8 @@ def test_a_transfer_that_a_turn_starts_for_the_next_one() -> None:
         found = time(Loop(turns, body))
         assert parts(found) == pytest.approx((2 * turns, 0, turns, 3 * turns))
     assert parts(time(Loop(1000, body), products(5))) == pytest.approx((2005, 0, 999, 3000))
+    queued = time(Loop(1000, body), Start("b", transfer(1)), Done("b"))
+    assert parts(queued) == pytest.approx((2000, 0, 1001, 3001))
 
 
 def test_a_backlog_that_grows_with_each_turn_is_not_cut_short() -> None:
@@ -123,7 +137,7 @@ def test_a_text_becomes_a_time_and_an_overlap_taken_away_makes_it_longer() -> No
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
-    with pytest.raises(ValueError, match="abacus: expected matrix products in bf16, f32, .*, got f8"):
+    with pytest.raises(ValueError, match=r"abacus: expected matrix products in bf16, f32, .*, got f8"):
         time(Work("p", {"f8": 1}, 0))
 
 
