@@ -75,7 +75,7 @@ def test_a_machine_by_name() -> None:
         with pytest.raises(PlanError, match="target: expected GPUs or TPUs of a known kind"):
             machine_named(wrong)
     for name in ("v5p:4x4", "h100:0", "h100:8x8"):
-        with pytest.raises(PlanError, match="expected [13] sizes of at least 1"):
+        with pytest.raises(PlanError, match=r"expected [13] sizes of at least 1"):
             machine_named(name)
 
 
