@@ -7,6 +7,8 @@ as the part that is written. Caches are not modelled: what two operations read i
 
 from __future__ import annotations
 
+import re
+
 from bridge.planning.hlo import Array, Computation, Module, Operation, elements
 
 _FREE = {
@@ -28,6 +30,8 @@ _COLLECTIVES = {
     "ragged-all-to-all",
     "collective-permute",
 }
+# Custom calls by which the TPU compiler notes something and moves nothing.
+_NOTES = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
 _MOVED = {"bitcast", "copy", "reshape", "convert", "get-tuple-element"}
 
 
@@ -37,7 +41,7 @@ def traffic(module: Module, computation: Computation, operation: Operation) -> i
         return 0
     if operation.op == "fusion":
         return _fused(module, computation, operation)
-    if operation.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in operation.attributes:
+    if operation.op == "custom-call" and _NOTES.search(operation.attributes):
         return 0
     results = operation.arrays
     if operation.op == "custom-call" and 'custom_call_target="__cu' in operation.attributes:

@@ -171,7 +171,8 @@ def test_what_lies_in_vmem_and_what_moves_nothing_is_free() -> None:
         "%a = f32[100]{0:T(128)} parameter(0)",
         "%t = (f32[100]{0:T(128)}, f32[100]{0:T(128)}) tuple(%a, %a)",
         "%g = f32[100]{0:T(128)} get-tuple-element(%t), index=1",
-        "%b = f32[10,10]{1,0:T(8,128)} bitcast(%g)",
+        '%k = f32[100]{0:T(128)} custom-call(%g), custom_call_target="ConcatBitcast"',
+        "%b = f32[10,10]{1,0:T(8,128)} bitcast(%k)",
         "%n = f32[10,10]{1,0:T(8,128)S(1)} negate(%b)",
     )
     assert found == Work("n", {}, 400)
