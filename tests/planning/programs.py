@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bridge.planning.program import Work, read_program
+
 
 def program(*lines: str, computations: str = "", partitions: int = 8) -> str:
     """An entry computation of ``lines``, after others."""
@@ -13,6 +15,13 @@ def program(*lines: str, computations: str = "", partitions: int = 8) -> str:
 def computation(name: str, *lines: str) -> str:
     body = "\n".join(f"  {line}" for line in lines)
     return f"%{name} (p: f32[1]) -> f32[1] {{\n{body}\n}}\n"
+
+
+def work(*lines: str, computations: str = "") -> Work:
+    """The only operation that costs something."""
+    (found,) = read_program(program(*lines, computations=computations)).steps
+    assert isinstance(found, Work)
+    return found
 
 
 # 2 x 512 x 256 x 128 operations on 2 x (512 x 256 + 256 x 128 + 512 x 128) bytes.

@@ -6,7 +6,9 @@ Skipped where the ``compilers`` extra is not installed.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,12 @@ from bridge.planning.links import Machine
 from bridge.planning.program import Done, Loop, Program, Start, Step, read_program
 from bridge.planning.step_time import step_time
 from bridge.planning.transfers import COPY
+from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import SHARD_MAP, SIZES, Setting
 from tests.support.compilers.targets import why_not
 from tests.support.compilers.worker import Compiler
 
-Read = Callable[[Setting], tuple[Program, Any]]
+Read = Callable[[Setting], tuple[Program, str, Any]]
 H100 = Setting("h100:8", SHARD_MAP, "256", units=("embed", "layers/*", "lm_head"))
 
 
@@ -34,12 +37,12 @@ def _read(platform: str, folder: Path) -> Iterator[Read]:
         patch.setenv("TWINSHARD_DUMP", str(folder))
         compiler = Compiler(platform)
 
-        def read(setting: Setting) -> tuple[Program, Any]:
+        def read(setting: Setting) -> tuple[Program, str, Any]:
             compiler.compile(setting)
-            costs = json.loads((folder / f"{setting}.costs.json").read_text())
-            return read_program((folder / f"{setting}.hlo").read_text()), costs
+            text = (folder / f"{setting}.hlo").read_text()
+            return read_program(text), text, json.loads((folder / f"{setting}.costs.json").read_text())
 
-        yield read
+        yield functools.cache(read)
         compiler.close()
 
 
@@ -63,13 +66,15 @@ def closed_formula(setting: Setting) -> int:
     return 6 * weights * tokens + 12 * scores
 
 
-def shares(program: Program) -> dict[str, float]:
-    """Bytes that travel, by kind."""
-    found: dict[str, float] = {}
+def assert_collectives_as_another_reader_finds_them(program: Program, text: str) -> None:
+    found: Counter[str] = Counter()
     for one, times in program.transfers:
         if one.kind != COPY:
-            found[one.kind] = found.get(one.kind, 0) + times * one.bytes
-    return found
+            found[one.kind] += times * one.bytes
+    expected: Counter[str] = Counter()
+    for collective in read_collectives(text):
+        expected[collective.kind] += collective.bytes
+    assert found == expected
 
 
 def without_overlap(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -89,14 +94,15 @@ def without_overlap(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scanned"])
 def test_products_on_gpus_are_those_of_the_closed_formula(gpu: Read, stacked: bool) -> None:
     setting = replace(H100, stacked=stacked)
-    program, _ = gpu(setting)
+    program, text, _ = gpu(setting)
     assert program.flops.keys() == {"f32_highest"}
     assert program.flops.total() == pytest.approx(closed_formula(setting), rel=0.02)
+    assert_collectives_as_another_reader_finds_them(program, text)
 
 
 @pytest.mark.slow
 def test_overlap_on_gpus_makes_a_step_shorter_by_what_it_hides(gpu: Read) -> None:
-    program, _ = gpu(H100)
+    program, _, _ = gpu(H100)
     machine = Machine(HARDWARE["h100"], (8,))
     found = step_time(program, machine)
     plain = step_time(Program(without_overlap(program.steps)), machine)
@@ -108,19 +114,9 @@ def test_overlap_on_gpus_makes_a_step_shorter_by_what_it_hides(gpu: Read) -> Non
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_twice_and_gradients_reduced_once(gpu: Read) -> None:
-    program, _ = gpu(H100)
-    sizes = SIZES["256"]
-    layer = 4 * 256 * 256 + 3 * 256 * 768 + 2 * 256
-    whole = 4 * (2 * 256 * sizes["vocab_size"] + sizes["n_layers"] * layer + 256)
-    found = shares(program)
-    assert found["reduce_scatter"] == pytest.approx(whole, rel=0.02)
-    assert whole < found["all_gather"] < 2.02 * whole
-
-
-@pytest.mark.slow
 def test_products_on_tpus_are_those_of_the_closed_formula_and_of_xla(tpu: Read) -> None:
     setting = Setting("v5e:4x4", SHARD_MAP, "256", units=H100.units)
-    program, costs = tpu(setting)
+    program, text, costs = tpu(setting)
     assert program.flops.total() == pytest.approx(closed_formula(setting), rel=0.02)
     assert program.flops.total() == pytest.approx(costs["flops"], rel=0.02)
+    assert_collectives_as_another_reader_finds_them(program, text)
