@@ -1,14 +1,16 @@
 """What a device can do at most, by its makers' data sheets: products, memory, links. ``HARDWARE`` has them by name.
 
-Sources:
+Sources, of GPUs their makers' figures for SXM cards without sparsity:
 
-* a100: NVIDIA A100 80GB SXM data sheet; DGX A100 (one 200 Gb/s adapter a GPU).
-* h100, h200: NVIDIA H100 and H200 SXM data sheets, halved where they count sparsity, to the digit as at
-  glennklockwood.com/garden/processors/h100; DGX H100 and H200 (one 400 Gb/s adapter a GPU).
-* b200: NVIDIA HGX B200 data sheet, an eighth of its board, halved where it counts sparsity; DGX B200 (one 400 Gb/s
-  adapter a GPU). Memory bandwidth as XLA's own description of the card has it.
-* v4, v5e, v5p, v6e: the tables of jax-ml.github.io/scaling-book/tpus, for a chip, which is one device. v5p's first
-  chapters round memory bandwidth to 2.5e12; the table has 2.8e12.
+* a100: NVIDIA's A100 80GB data sheet as at glennklockwood.com/garden/processors/A100; one 200 Gb/s adapter a GPU, as a
+  DGX A100 has.
+* h100, h200: NVIDIA's data sheets as at glennklockwood.com/garden/processors/h100, H200 with 141 GB at 4.8 TB/s; one
+  400 Gb/s adapter a GPU, as a DGX H100 has.
+* b200: an eighth of NVIDIA's HGX B200, as at hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200, with 180 GB; one 400 Gb/s
+  adapter a GPU, as a DGX B200 has.
+* v4, v5e, v5p, v6e: the tables of jax-ml.github.io/scaling-book/tpus, for a chip, which is one device.
+
+Bandwidths of GPU memory are those of XLA's own descriptions of the cards.
 """
 
 from __future__ import annotations
