@@ -41,7 +41,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|condition)=%([^\s,)}]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{|(?:true|false)_computation=)([^}\s]*)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([^\s,)}]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # From jax 0.11 on: replica_groups=mesh['dp_outer'=2,'dp'=4] {'dp'}
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[([^\]]*)\][^{]*\{([^}]*)\})")
@@ -249,7 +249,8 @@ class _Reader:
 
     @staticmethod
     def _branches(operation: _Operation) -> list[str]:
-        listed = ",".join(_BRANCHES.findall(operation.rest)) if operation.op == "conditional" else ""
+        found = _BRANCHES.findall(operation.rest) if operation.op == "conditional" else []
+        listed = ",".join(several or one for several, one in found)
         return [one.strip(" %") for one in listed.split(",") if one]
 
 

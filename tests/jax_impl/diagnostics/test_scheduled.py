@@ -134,9 +134,18 @@ def test_a_loop_of_a_tpu_has_its_length_in_its_condition():
     assert found.times == 32
 
 
-def test_a_collective_in_a_branch_is_refused():
+@pytest.mark.parametrize(
+    "branches",
+    [
+        "branch_computations={%one, %none}",
+        "branch_computations={%none, %one}",
+        "true_computation=%none, false_computation=%one",
+    ],
+)
+def test_a_collective_in_a_branch_is_refused(branches: str):
     before = computation("one", f"ROOT %g = f32[64]{{0}} all-gather(%x), {GROUPS}")
-    line = "%c = f32[64]{0} conditional(%p, %x, %x), branch_computations={%one, %one}"
+    before += computation("none", "ROOT %n = f32[64]{0} negate(%x)")
+    line = f"%c = f32[64]{{0}} conditional(%p, %x, %x), {branches}"
     with pytest.raises(ValueError, match="expected no collective in a branch"):
         read_collectives(program(line, before=before))
 

@@ -113,6 +113,7 @@ def compiled(setting: Setting) -> Compiled:
     assert text is not None
     if folder := os.environ.get("TWINSHARD_DUMP"):
         Path(folder, f"{setting}.hlo").write_text(text)
+        Path(folder, f"{setting}.costs.json").write_text(json.dumps(program.cost_analysis()))
     return Compiled(seconds, found.temp_size_in_bytes, tuple(read_collectives(text)), stored, shards)
 
 

@@ -1,0 +1,105 @@
+"""What a device can do at most, by its makers' data sheets: products, memory, links. ``HARDWARE`` has them by name.
+
+Sources, of GPUs their makers' figures for SXM cards without sparsity:
+
+* a100: NVIDIA's A100 80GB data sheet as at glennklockwood.com/garden/processors/A100; one 200 Gb/s adapter a GPU, as a
+  DGX A100 has.
+* h100, h200: NVIDIA's data sheets as at glennklockwood.com/garden/processors/h100, H200 with 141 GB at 4.8 TB/s; one
+  400 Gb/s adapter a GPU, as a DGX H100 has.
+* b200: an eighth of NVIDIA's HGX B200, as at hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200, with 180 GB; one 400 Gb/s
+  adapter a GPU, as a DGX B200 has.
+* v4, v5e, v5p, v6e: the tables of jax-ml.github.io/scaling-book/tpus, for a chip, which is one device.
+
+Bandwidths of GPU memory are those of XLA's own descriptions of the cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links of GPUs, in bytes a second and direction of one device.
+
+    ``inside``: NVLink, by switches to all GPUs of the host alike. ``between``: its own network adapter to other hosts.
+    """
+
+    inside: float
+    between: float
+    host: int = 8
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Links of TPUs: ``link`` bytes a second and direction to each of two neighbours on each of ``axes`` axes.
+
+    A slice's axis is a ring where its size is a multiple of ``ring``, else a line. ``cubes``: rings need that of all
+    axes.
+    """
+
+    link: float
+    axes: int
+    ring: int
+    cubes: bool = False
+
+    def rings(self, sizes: tuple[int, ...]) -> tuple[bool, ...]:
+        """Of a slice of ``sizes`` chips, which axes are rings."""
+        whole = tuple(size % self.ring == 0 for size in sizes)
+        return tuple(all(whole) for _ in sizes) if self.cubes else whole
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device. ``peaks``: flop/s of dense matrix products by class (``products.py``).
+
+    ``bandwidth``: of its main memory, in bytes a second; ``memory``: its size in bytes.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    bandwidth: float
+    memory: int
+    links: Fabric | Torus
+
+    def peak(self, dtype: str) -> float:
+        """Raises ``ValueError`` for a class without a peak."""
+        if dtype not in self.peaks:
+            raise ValueError(
+                f"{self.name}: expected matrix products in {', '.join(self.peaks)}, whose peaks are known, got {dtype}"
+            )
+        return self.peaks[dtype]
+
+
+def _gpu(bf16: float, f8: float, s8: float, tf32: float, f32: float, f64: float) -> dict[str, float]:
+    """From Tflop/s. XLA takes TF32 below the highest precision, and no tensor core at the highest."""
+    found = {"bf16": bf16, "f8": f8, "s8": s8, "f32": tf32, "f32_high": tf32, "f32_highest": f32, "f64": f64}
+    return {dtype: value * 1e12 for dtype, value in found.items()}
+
+
+def _tpu(bf16: float, s8: float) -> dict[str, float]:
+    """From flop/s. float32 takes 1, 3 or 6 passes in bfloat16 by precision; float8 is widened to bfloat16."""
+    return {"bf16": bf16, "f8": bf16, "s8": s8, "f32": bf16, "f32_high": bf16 / 3, "f32_highest": bf16 / 6}
+
+
+HARDWARE = {
+    one.name: one
+    for one in (
+        # Ampere has no float8: XLA widens it.
+        Hardware("a100", _gpu(312, 312, 624, 156, 19.5, 19.5), 2.039e12, 80 * 10**9, Fabric(300e9, 25e9)),
+        Hardware(
+            "h100", _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9), 3.352e12, 80 * 10**9, Fabric(450e9, 50e9)
+        ),
+        Hardware(
+            "h200", _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9), 4.8e12, 141 * 10**9, Fabric(450e9, 50e9)
+        ),
+        Hardware("b200", _gpu(2250, 4500, 4500, 1125, 75, 37), 7.67e12, 180 * 10**9, Fabric(900e9, 50e9)),
+        # A cube of 4 x 4 x 4 chips is the smallest with links that close its rings.
+        Hardware("v4", _tpu(2.75e14, 2.75e14), 1.2e12, 32 * 10**9, Torus(4.5e10, 3, 4, cubes=True)),
+        Hardware("v5p", _tpu(4.59e14, 9.18e14), 2.8e12, 96 * 10**9, Torus(9e10, 3, 4, cubes=True)),
+        # Only the whole length of a pod of 16 x 16 chips is a ring.
+        Hardware("v5e", _tpu(1.97e14, 3.94e14), 8.1e11, 16 * 10**9, Torus(4.5e10, 2, 16)),
+        Hardware("v6e", _tpu(9.20e14, 1.84e15), 1.6e12, 32 * 10**9, Torus(9e10, 2, 16)),
+    )
+}

@@ -1,0 +1,116 @@
+"""How long a collective takes at least on a machine's links.
+
+On a ring of ``n`` devices an all-gather of ``B`` bytes brings ``B (n - 1) / n`` to every device; a reduce-scatter takes
+as long, an all-reduce both.
+
+* GPUs of one host receive them by NVLink. Of a group that spans hosts, ``r`` GPUs of a host bring in each the ``r``-th
+  part by their own adapters, on as many rings, and share it by NVLink: ``min(inside, r between)`` bytes a second.
+* A chip of a TPU torus receives from two neighbours on each axis of its group at once: ``2 link`` bytes a second an
+  axis, ``link`` where the axis is a line, at whose end is one neighbour.
+
+Latency is left out: many small transfers take longer than this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from bridge.planning.errors import PlanError
+from bridge.planning.hardware import HARDWARE, Fabric, Hardware, Torus
+from bridge.planning.transfers import Transfer
+
+_TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``sizes``: the number of GPUs, or a TPU slice's axes in chips.
+
+    Devices are numbered host by host, and on a torus along its first axis first, as JAX lists them.
+    """
+
+    hardware: Hardware
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        axes = self.hardware.links.axes if isinstance(self.hardware.links, Torus) else 1
+        if len(self.sizes) != axes or min(self.sizes) < 1:
+            raise PlanError(
+                f"{self.hardware.name}: expected {axes} sizes of at least 1, got {'x'.join(map(str, self.sizes))}"
+            )
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+
+def machine_named(name: str) -> Machine:
+    """``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` for another name."""
+    kind, _, sizes = name.partition(":")
+    numbers = sizes.split("x")
+    if kind not in HARDWARE or not all(one.isdecimal() for one in numbers):
+        raise PlanError(
+            f"target: expected GPUs or TPUs of a known kind, {', '.join(HARDWARE)}, and how many, such as h100:64 or "
+            f"v5e:4x4, got {name!r}"
+        )
+    return Machine(HARDWARE[kind], tuple(map(int, numbers)))
+
+
+def seconds_on_links(transfer: Transfer, machine: Machine) -> float:
+    """At the links' peak. Raises ``ValueError`` for devices that the machine lacks."""
+    if not transfer.groups:
+        return 0.0
+    highest = max(max(group) for group in transfer.groups)
+    if highest >= machine.devices:
+        raise ValueError(
+            f"expected a program for {machine.devices} devices, as the machine has, got a {transfer.kind} with "
+            f"device {highest}"
+        )
+    links = machine.hardware.links
+    if isinstance(links, Fabric):
+        return max(_on_fabric(transfer, group, links) for group in transfer.groups)
+    return max(_on_torus(transfer, group, links, machine.sizes) for group in transfer.groups)
+
+
+def _on_fabric(transfer: Transfer, group: tuple[int, ...], links: Fabric) -> float:
+    members, hosts = len(group), Counter(device // links.host for device in group)
+    if len(set(group)) < 2:
+        return 0.0
+    if transfer.kind == "ppermute":
+        return transfer.bytes / (links.inside if len(hosts) == 1 else links.between)
+    fewest = min(hosts.values())
+    if transfer.kind == "all_to_all":
+        outside = transfer.bytes * (members - fewest) / members / links.between if len(hosts) > 1 else 0.0
+        return max(transfer.bytes * (members - 1) / members / links.inside, outside)
+    rate = links.inside if len(hosts) == 1 else min(links.inside, fewest * links.between)
+    return _TIMES_AROUND[transfer.kind] * transfer.bytes * (members - 1) / members / rate
+
+
+def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: tuple[int, ...]) -> float:
+    places = [_coordinates(device, sizes) for device in group]
+    lengths = [len({place[axis] for place in places}) for axis in range(len(sizes))]
+    # A part of an axis is a line, whatever closes the axis.
+    rates = [
+        links.link * (2 if ring and length == size else 1)
+        for length, size, ring in zip(lengths, sizes, links.rings(sizes), strict=True)
+        if length > 1
+    ]
+    members = len(group)
+    if not rates:
+        return 0.0
+    if transfer.kind == "ppermute":
+        return transfer.bytes / links.link
+    if transfer.kind == "all_to_all":
+        # Pieces go half a ring's length at most, a quarter on average, on the longest axis, both ways.
+        return transfer.bytes * max(lengths) / 4 / min(rates)
+    return _TIMES_AROUND[transfer.kind] * transfer.bytes * (members - 1) / members / sum(rates)
+
+
+def _coordinates(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for size in sizes:
+        device, place = divmod(device, size)
+        found.append(place)
+    return tuple(found)

@@ -1,0 +1,186 @@
+"""A compiled step as a schedule: what is computed, what moves, and what is under way meanwhile.
+
+``read_program`` reads the text of ``jax.stages.Compiled.as_text()`` for a GPU or a TPU. Its steps stand in the order in
+which the device gets them::
+
+    Start("ag.1", Transfer("all_gather", ...))
+    Work("gemm", flops={"bf16": ...}, bytes=...)      beside the transfer
+    Done("ag.1")
+    Loop(32, (...))
+
+The GPU compiler writes a start and a done as operations. The TPU compiler writes both, and what runs between them, as
+fusions that each repeat the collective; custom calls in them, ``AsyncCollectiveStart`` and ``AsyncCollectiveDone``,
+tell which is which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bridge.planning.hlo import Computation, Module, Operation, read_module
+from bridge.planning.products import product_flops
+from bridge.planning.program_traffic import is_collective, traffic
+from bridge.planning.transfers import COPY, Transfer, collectives_of, partitions_of, transfer
+
+_CHAIN = re.compile(r'channel_id=(\d+)|chain_id="(\d+)"')
+_START, _DONE = (f'custom_call_target="AsyncCollective{half}"' for half in ("Start", "Done"))
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation: ``flops`` of its matrix products by class (``products.py``), ``bytes`` of memory traffic."""
+
+    name: str
+    flops: Mapping[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    key: str
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Done:
+    """``key``: of a start in the same turn of a loop, or in the one before."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    times: int
+    steps: tuple[Step, ...]
+
+
+Step = Work | Start | Done | Loop
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one device does in one run."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def flops(self) -> Counter[str]:
+        """Of all matrix products, by class."""
+        found: Counter[str] = Counter()
+        for one, times in _each(self.steps, 1):
+            if isinstance(one, Work):
+                for dtype, count in one.flops.items():
+                    found[dtype] += times * count
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Of memory traffic, without collectives."""
+        works = (times * one.bytes for one, times in _each(self.steps, 1) if isinstance(one, Work))
+        return sum(works) + sum(times * one.bytes for one, times in self.transfers if one.kind == COPY)
+
+    @property
+    def transfers(self) -> list[tuple[Transfer, int]]:
+        """Each with how often it runs."""
+        return [(one.transfer, times) for one, times in _each(self.steps, 1) if isinstance(one, Start)]
+
+
+def read_program(text: str) -> Program:
+    """Raises ``ValueError`` for what is no scheduled program, and for a loop of unknown length."""
+    module = read_module(text)
+    return Program(tuple(_Reader(module, partitions_of(text)).steps(module.entry)))
+
+
+def _each(steps: tuple[Step, ...], times: int) -> Iterator[tuple[Step, int]]:
+    for one in steps:
+        if isinstance(one, Loop):
+            yield from _each(one.steps, times * one.times)
+        else:
+            yield one, times
+
+
+class _Reader:
+    def __init__(self, module: Module, partitions: int) -> None:
+        self._module = module
+        self._partitions = partitions
+
+    def steps(self, computation: Computation) -> Iterator[Step]:
+        under_way: set[str] = set()
+        for operation in computation.operations:
+            if operation.op == "while":
+                body = next(self._module.called(operation))
+                yield Loop(self._module.trips(operation), tuple(self.steps(body)))
+            elif operation.op == "call":
+                for called in self._module.called(operation):
+                    yield from self.steps(called)
+            elif operation.op == "conditional":
+                yield from self._longest_branch(operation)
+            elif operation.op.endswith("-done"):
+                yield Done(self._started(computation, operation))
+            else:
+                yield from self._issued(computation, operation, under_way)
+
+    def _issued(self, computation: Computation, operation: Operation, under_way: set[str]) -> Iterator[Step]:
+        """``under_way``: chains of the TPU compiler's asynchronous collectives, which is brought up to date."""
+        wrapped = collectives_of(self._module, operation)
+        begun, ended = (self._marked(operation, mark) if wrapped else set() for mark in (_START, _DONE))
+        at_once = [one for one in wrapped if _chain(one) not in begun | under_way]
+        if at_once:
+            yield Start(operation.name, transfer(self._module, at_once, operation, self._partitions))
+            if not operation.op.endswith("-start"):
+                yield Done(operation.name)
+        for one in wrapped:
+            if _chain(one) in begun:
+                yield Start(_chain(one), transfer(self._module, [one], operation, self._partitions))
+        for chain in sorted(ended):
+            yield Done(chain)
+        under_way |= begun
+        under_way -= ended
+        flops = product_flops(self._module, computation, operation)
+        if operation.op.endswith("-start") and not wrapped:
+            if flops:
+                # Computed beside other operations, but on the same units: as if it were computed here.
+                yield Work(operation.name, dict(flops))
+            yield Start(operation.name, Transfer(COPY, self._copied(operation)))
+            return
+        moved = traffic(self._module, computation, operation)
+        if flops or moved:
+            yield Work(operation.name, dict(flops), moved)
+
+    def _longest_branch(self, operation: Operation) -> tuple[Step, ...]:
+        branches = [Program(tuple(self.steps(branch))) for branch in self._module.called(operation)]
+        if not branches:
+            return ()
+        return max(branches, key=lambda one: (one.flops.total(), one.bytes)).steps
+
+    def _copied(self, operation: Operation) -> int:
+        """Of ``copy-start``, ``slice-start`` and what runs asynchronously otherwise: its result is in HBM, or its
+        operand, or both."""
+        arrays = operation.arrays
+        size = min((array.bytes for array in arrays if array.shape), default=0)
+        return size * sum(array.in_hbm for array in arrays if array.shape)
+
+    def _started(self, computation: Computation, done: Operation) -> str:
+        name = done.operands[0] if done.operands else done.name
+        while name in computation.by_name:
+            operation = computation.by_name[name]
+            if operation.op.endswith("-start") or not operation.operands:
+                return name
+            name = operation.operands[0]
+        return name
+
+    def _marked(self, operation: Operation, marker: str) -> set[str]:
+        """The chains that a fusion starts, or ends."""
+        if operation.op != "fusion":
+            return set()
+        inner = [one for _, one in self._module.within(operation)]
+        marked = {name for one in inner if marker in one.attributes for name in one.operands}
+        return {_chain(one) for one in inner if is_collective(one) and one.name in marked}
+
+
+def _chain(operation: Operation) -> str:
+    """What all pieces of one asynchronous collective of the TPU compiler have in common."""
+    return str(_CHAIN.findall(operation.attributes))

@@ -1,0 +1,194 @@
+"""A time for a compiled step: a roofline, walked in the order in which the program issues its operations.
+
+::
+
+    program = read_program(compiled.as_text())
+    machine = Machine(HARDWARE["h100"], (64,))
+    time = step_time(program, machine)
+    print(time.total, time.exposed, throughput(time, machine, tokens=64 * 4096, parameters=8e9).mfu)
+
+Every operation takes as long as its products at their peak, or as its memory traffic, whichever is longer. A transfer
+runs beside what stands between its start and its done; what is not over by then is waited for and is exposed. Transfers
+share the links: one runs after the other. It is an estimate, no measurement: latencies, the host, and the slowing of
+products beside transfers are left out, and ``Efficiency`` stands for all that keeps a device below its peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bridge.planning.links import Machine, seconds_on_links
+from bridge.planning.program import Done, Loop, Program, Start, Step, Work
+from bridge.planning.transfers import COPY, Transfer
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Parts of the peaks that are reached.
+
+    ``products``: large bfloat16 products of cuBLAS reach 0.7 to 0.8 of an H100's peak, at which the card lowers its
+    clock; TPUs reach more. ``memory``: what copies reach of HBM's nominal rate is 0.8 to 0.9, and fusions with
+    reductions are slower. ``links``: large collectives of NCCL reach about 0.8 of NVLink's nominal rate.
+    """
+
+    products: float = 0.75
+    memory: float = 0.8
+    links: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("products", "memory", "links"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"efficiency of {name}: expected above 0 and up to 1, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, which add up to ``total``.
+
+    ``products``: operations whose matrix products take longest. ``memory``: those whose memory traffic does.
+    ``exposed``: waiting for transfers. ``communication``: all transfers between devices, exposed or not; no part of
+    the total.
+    ``flops``: of matrix products on one device, by class; ``product_peak``: seconds of these at their peaks.
+    """
+
+    products: float
+    memory: float
+    exposed: float
+    communication: float
+    flops: Mapping[str, int] = field(default_factory=dict)
+    product_peak: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.memory + self.exposed
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of transfers that cost nothing."""
+        return max(0.0, self.communication - self.exposed)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """``mfu``: the model's operations, 6 for each parameter and token, as a part of all devices' peak. ``hfu``: the
+    program's own, each class at its own peak, so also what recomputation and attention add. ``dollars``: of a million
+    tokens; None without a price."""
+
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+    dollars: float | None
+
+
+def step_time(program: Program, machine: Machine, efficiency: Efficiency | None = None) -> StepTime:
+    """Raises ``ValueError`` for a dtype without a peak, and for a program of more devices than the machine has."""
+    clock = _Clock(machine, efficiency or Efficiency())
+    clock.run(program.steps)
+    clock.finish()
+    peak = sum(count / machine.hardware.peak(dtype) for dtype, count in program.flops.items())
+    return StepTime(
+        clock.spent["products"],
+        clock.spent["memory"],
+        clock.spent["exposed"],
+        clock.spent["communication"],
+        dict(program.flops),
+        peak,
+    )
+
+
+def throughput(
+    time: StepTime,
+    machine: Machine,
+    *,
+    tokens: float,
+    parameters: float,
+    dtype: str = "bf16",
+    price: float | None = None,
+) -> Throughput:
+    """``tokens``: of a step on all devices. ``dtype``: whose peak ``mfu`` is a part of. ``price``: of a device-hour."""
+    rate = tokens / time.total
+    peak = machine.devices * machine.hardware.peak(dtype)
+    dollars = None if price is None else price * machine.devices / 3600 / rate * 1e6
+    return Throughput(rate, 6 * parameters * rate / peak, time.product_peak / time.total, dollars)
+
+
+class _Clock:
+    def __init__(self, machine: Machine, efficiency: Efficiency) -> None:
+        self._machine = machine
+        self._efficiency = efficiency
+        self._peaks = machine.hardware
+        self.now = 0.0
+        self.spent = dict.fromkeys(("products", "memory", "exposed", "communication"), 0.0)
+        # When the links, and the copies inside the device, are free again.
+        self._free = {False: 0.0, True: 0.0}
+        self._due: dict[str, tuple[float, bool]] = {}
+
+    def run(self, steps: tuple[Step, ...]) -> None:
+        for one in steps:
+            if isinstance(one, Work):
+                self._work(one)
+            elif isinstance(one, Start):
+                self._start(one)
+            elif isinstance(one, Done):
+                self._wait(one.key)
+            else:
+                self._loop(one)
+
+    def finish(self) -> None:
+        for key in list(self._due):
+            self._wait(key)
+
+    def _work(self, work: Work) -> None:
+        products = sum(count / self._peaks.peak(dtype) for dtype, count in work.flops.items())
+        products /= self._efficiency.products
+        memory = work.bytes / self._peaks.bandwidth / self._efficiency.memory
+        self._pass(max(products, memory), "products" if products >= memory else "memory")
+
+    def _start(self, start: Start) -> None:
+        copy = start.transfer.kind == COPY
+        seconds = self._seconds(start.transfer)
+        over = max(self.now, self._free[copy]) + seconds
+        self._free[copy] = over
+        self._due[start.key] = over, copy
+        if not copy:
+            self.spent["communication"] += seconds
+
+    def _seconds(self, transfer: Transfer) -> float:
+        if transfer.kind == COPY:
+            return transfer.bytes / self._peaks.bandwidth / self._efficiency.memory
+        return seconds_on_links(transfer, self._machine) / self._efficiency.links
+
+    def _wait(self, key: str) -> None:
+        # In the first turn of a loop a done may stand before its start.
+        if key in self._due:
+            over, copy = self._due.pop(key)
+            self._pass(max(0.0, over - self.now), "memory" if copy else "exposed")
+
+    def _pass(self, seconds: float, part: str) -> None:
+        self.now += seconds
+        self.spent[part] += seconds
+
+    def _loop(self, loop: Loop) -> None:
+        """Turn by turn until a turn ends as the one before did; all further turns are then like it."""
+        ahead = self._ahead()
+        for turn in range(1, loop.times + 1):
+            began, spent = self.now, dict(self.spent)
+            self.run(loop.steps)
+            before, ahead = ahead, self._ahead()
+            if before.keys() == ahead.keys() and all(abs(before[key] - ahead[key]) < 1e-12 for key in ahead):
+                left = loop.times - turn
+                shift = left * (self.now - began)
+                self.now += shift
+                self._free = {copy: free + shift for copy, free in self._free.items()}
+                self._due = {key: (over + shift, copy) for key, (over, copy) in self._due.items()}
+                for part, seconds in self.spent.items():
+                    self.spent[part] += left * (seconds - spent[part])
+                return
+
+    def _ahead(self) -> dict[str, float]:
+        """How long, from now, links and transfers are still busy."""
+        busy = {f"copies {copy}": max(0.0, free - self.now) for copy, free in self._free.items()}
+        return busy | {key: max(0.0, over - self.now) for key, (over, _) in self._due.items()}

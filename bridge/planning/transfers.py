@@ -1,0 +1,123 @@
+"""The collectives of a compiled program: what travels, and between which devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from bridge.planning.hlo import Array, Module, Operation, arrays_of, elements
+from bridge.planning.program_traffic import is_collective
+
+KINDS = {
+    "all-gather": "all_gather",
+    "all-reduce": "psum",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+}
+COPY = "copy"
+"""The kind of a copy inside a device, between a TPU's main memory and its VMEM."""
+
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_PAIR = re.compile(r"source_target_pairs=\{(.*?)\}\}")
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)")
+_AXIS = re.compile(r"'([^']*)'=(\d+)")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """``kind``: JAX's name of a collective, or ``COPY``. ``bytes``: of the full arrays; of a copy, read and written.
+
+    ``groups``: numbers of the devices that take part together, one group of several alike; for ``ppermute`` the pairs.
+    """
+
+    kind: str
+    bytes: int
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def members(self) -> int:
+        return len(self.groups[0]) if self.groups else 1
+
+
+def transfer(module: Module, wrapped: list[Operation], outer: Operation, partitions: int) -> Transfer:
+    """``wrapped``: collectives of one kind that run as one, inside or instead of the operation ``outer``."""
+    kinds = {one.op.removesuffix("-start") for one in wrapped}
+    if len(kinds) > 1:
+        raise ValueError(f"expected one kind of collective in {outer.name}, got {sorted(kinds)}")
+    (kind,) = kinds
+    groups = _groups(wrapped[0], partitions)
+    found = Transfer(KINDS[kind], 0, groups)
+    size = sum(array.bytes for one in wrapped for array in _full(one, found.members))
+    # A fusion that reduces and keeps a shard is a reduce-scatter.
+    if (
+        outer.op == "fusion"
+        and kind == "all-reduce"
+        and any(one.op == "dynamic-slice" for _, one in module.within(outer))
+    ):
+        found = replace(found, kind="reduce_scatter")
+    return replace(found, bytes=size)
+
+
+def collectives_of(module: Module, operation: Operation) -> list[Operation]:
+    """The collectives that an operation is, or that stand behind it."""
+    if is_collective(operation):
+        return [operation]
+    if operation.op not in ("async-start", "fusion"):
+        return []
+    return [one for _, one in module.within(operation) if is_collective(one)]
+
+
+def partitions_of(text: str) -> int:
+    written = _PARTITIONS.match(text)
+    return int(written[1]) if written else 1
+
+
+def _full(operation: Operation, members: int) -> tuple[Array, ...]:
+    kind = operation.op.removesuffix("-start")
+    if operation.op == kind or kind == "all-reduce":
+        scale = members if kind == "reduce-scatter" else 1
+        return tuple(replace(array, shape=(scale, *array.shape)) for array in operation.arrays)
+    # (operands, results, and what a platform adds)
+    parts = elements(operation.result)
+    return arrays_of(parts[0] if kind == "reduce-scatter" else parts[1])
+
+
+def _groups(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...]:
+    text = operation.attributes
+    if operation.op.startswith("collective-permute"):
+        pairs = _PAIR.search(text)
+        numbers = [int(one) for one in re.findall(r"\d+", pairs[1])] if pairs else []
+        return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    if listed := _LISTED.search(text):
+        return (tuple(int(one) for one in listed[1].split(",") if one),)
+    if iota := _IOTA.search(text):
+        sizes = [int(one) for one in iota[3].split(",")]
+        order = [int(one) for one in iota[4].split(",")] if iota[4] else list(range(len(sizes)))
+        return (tuple(_transposed(place, sizes, order) for place in range(int(iota[2]))),)
+    if mesh := _MESH.search(text):
+        axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+        chosen = [one.strip(" '") for one in mesh[2].split(",")]
+        if not axes.keys() >= set(chosen):
+            raise ValueError(
+                f"{operation.name}: expected a collective over whole axes of its mesh, got {mesh[0]}"
+            )
+        order = [list(axes).index(name) for name in [*(set(axes) - set(chosen)), *chosen]]
+        members = math.prod(axes[name] for name in chosen)
+        return (tuple(_transposed(place, list(axes.values()), order) for place in range(members)),)
+    return (tuple(range(partitions)),)
+
+
+def _transposed(place: int, sizes: list[int], order: list[int]) -> int:
+    """The number at ``place`` of ``arange(prod(sizes)).reshape(sizes).transpose(order).ravel()``."""
+    indices = [0] * len(sizes)
+    for axis in reversed(order):
+        place, indices[axis] = divmod(place, sizes[axis])
+    number = 0
+    for index, size in zip(indices, sizes, strict=True):
+        number = number * size + index
+    return number
