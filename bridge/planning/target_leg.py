@@ -1,0 +1,156 @@
+"""The process that compiles a step for a target: ``python -m bridge.planning.target_leg``, see ``leg_process.py``.
+
+A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
+alive beside a program, such as the moments while gradients are computed, counts in its peak::
+
+    gradients   weights, batch -> gradients    + temporary    beside them: moments
+    update      weights, moments, gradients -> the same arrays, donated, + temporary    beside them: the batch
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import warnings
+from typing import Any
+
+from bridge.planning.compile_cache import key_of, load, save
+from bridge.planning.compilers import devices_of, options_of, versions
+from bridge.planning.leg_process import serve
+from bridge.planning.runtimes import framework, part
+from bridge.planning.target_step import StepRequest
+from bridge.planning.targets import Target, target_named
+
+PROGRAMS = ("gradients", "update")
+_SIZES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main() -> None:
+    serve(answer)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """``request``: step, policy (text), source, target, engine."""
+    jax = framework("jax")
+    target = target_named(request["target"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        plan, state, batch, lowered = lowered_step(request, target)
+    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    used = versions(target.platform)
+    options = options_of(target)
+    texts = [one.as_text() for one in lowered]
+    key = key_of([str(target), str(options), str(sorted(used.items())), *texts])
+    kept = load(key)
+    if kept is not None:
+        return {**kept, "warnings": told, "cached": True}
+    held = {
+        "weights": _bytes(state.weights),
+        "moments": _bytes(state.opt_state),
+        "gradients": _bytes(
+            {
+                key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
+                for key, array in lowered[0].out_info[1].items()
+            }
+        ),
+        "batch": _bytes(batch),
+        "variables": _bytes(state.variables),
+    }
+    begun = time.monotonic()
+    programs: dict[str, Any] = {}
+    for name, one in zip(PROGRAMS, lowered, strict=True):
+        try:
+            programs[name] = one.compile(options)
+        except framework("jax.errors").JaxRuntimeError as error:
+            needed = exhausted(str(error))
+            if needed is None:
+                raise
+            needed += held["moments"] if name == "gradients" else 0
+            found = {"held": held, "exhausted": needed, "seconds": time.monotonic() - begun, "versions": used}
+            return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
+    seconds = time.monotonic() - begun
+    hlo = {name: one.as_text() for name, one in programs.items()}
+    memory = {name: _memory(one, name, held) for name, one in programs.items()}
+    found = {
+        "held": held,
+        "memory": memory,
+        "collectives": [one for name in PROGRAMS for one in _collectives(name, hlo[name])],
+        "seconds": seconds,
+        "versions": used,
+    }
+    return {**save(key, found, hlo), "warnings": told, "cached": False}
+
+
+def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any, tuple[Any, Any]]:
+    """Sharding plan, abstract state and batch, and the two programs of the step."""
+    runtime, jax, np = framework("jax_impl"), framework("jax"), framework("numpy")
+    step = StepRequest.from_json(request["step"])
+    policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
+    sizes = policy.mesh_sizes(target.devices)
+    mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
+    plan = runtime.plan_sharding(
+        step.abstract_model(), mesh, policy, stacked=step.stacked, engine=request["engine"]
+    )
+    optimizer = runtime.main_weight_adamw(1e-3)
+    training = runtime.make_train_step(
+        plan, step.loss_function(), optimizer, microbatches=step.workload.microbatches
+    )
+    state, batch = runtime.abstract_state(plan, optimizer), step.global_batch(plan)
+    return plan, state, batch, training.lower_programs(state, batch)
+
+
+def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
+    """Bytes on one device. ``peak``: the most bytes alive while the program runs, ``beside`` it those it is not given."""
+    found = program.memory_analysis()
+    parts = {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "temporary": found.temp_size_in_bytes,
+        "aliased": found.alias_size_in_bytes,
+    }
+    own = parts["arguments"] + parts["outputs"] + parts["temporary"] - parts["aliased"]
+    given = {
+        "gradients": ("weights", "batch", "variables"),
+        "update": ("weights", "moments", "gradients"),
+    }[name]
+    alive = sum(size for kind, size in held.items() if name == "update" or kind != "gradients")
+    # Frozen weights may be left out of a program's arguments, and are alive all the same.
+    left_out = max(0, sum(held[kind] for kind in given) - parts["arguments"])
+    beside = alive - sum(held[kind] for kind in given) + left_out
+    return {**parts, "beside": beside, "peak": own + beside}
+
+
+def _collectives(program: str, text: str) -> list[dict[str, Any]]:
+    scheduled = part("jax", "diagnostics.scheduled")
+    return [
+        {
+            "program": program,
+            "kind": one.kind,
+            "arrays": [{"dtype": array.dtype, "size": array.size} for array in one.arrays],
+            "times": one.times,
+            "bytes": one.bytes,
+            "overlaps": one.overlaps,
+            "name": one.name,
+        }
+        for one in scheduled.read_collectives(text)
+    ]
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    jax = framework("jax")
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def exhausted(message: str) -> int | None:
+    """Bytes that a step needs on a device, where a compiler refused it for them; None for other errors."""
+    found = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?)i?B? of [\d.]+[KMGT]?i?B? hbm", message)
+    return int(float(found[1]) * _SIZES[found[2] or "B"]) if found else None
+
+
+if __name__ == "__main__":
+    main()
