@@ -105,10 +105,11 @@ class TargetRow:
             "engine": self.task.engine,
             "devices": target.devices,
             "mesh": self.task.policy.mesh_sizes(target.devices),
-            "memory": self.memory,
+            "device_memory": self.memory,
             "reserve": RESERVE,
             "fits": self.fits,
             "peak": self.peak,
+            "temporary": self.temporary,
             "failed": self.failed,
             **(self.found or {}),
         }

@@ -57,7 +57,7 @@ def _transfers(row: TargetRow, kinds: tuple[str, ...], known: bool) -> tuple[str
     if not known:
         return "", ""
     times, nbytes, share = row.collectives(kinds)
-    return f"{times}, {nbytes / 1e6:,.4g} MB", f"{share:.0%}" if nbytes else ""
+    return f"{times}, {human_bytes(nbytes)}", f"{share:.0%}" if nbytes else ""
 
 
 def notes(plan: TargetPlan) -> Iterator[str]:
