@@ -184,8 +184,8 @@ def plan(
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
         print_json(out, {**found, "targets": compiled and compiled.as_dict()})
-    elif compiled:
-        print_targets(out, models["jax"], work, compiled)
+    elif compiled and step:
+        print_targets(out, models["jax"], step, compiled)
     else:
         _print(out, comparison)
         for check in checks:

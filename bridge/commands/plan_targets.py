@@ -44,7 +44,9 @@ class TargetOptions:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
             if loss is not None or batch_shapes is not None:
-                raise PlanError("--loss, --batch-shapes: expected --target NAME,..., which compiles such a step")
+                raise PlanError(
+                    "--loss, --batch-shapes: expected --target NAME,..., which compiles such a step"
+                )
             return None
         if runtime == "torch":
             raise PlanError("--target: expected --runtime jax or none, since XLA compiles JAX, got torch")
@@ -64,7 +66,11 @@ class TargetOptions:
         return tuple(dict.fromkeys(one.devices for one in self.targets))
 
     def step(self, model: str, work: Workload, stacked: tuple[str, ...]) -> StepRequest:
-        return StepRequest(model, work, stacked, self.loss, self.batch)
+        found = StepRequest(model, work, stacked, self.loss, self.batch)
+        if self.loss is not None:
+            # A wrong path is told at once, not by each of many compilations.
+            found.loss_function()
+        return found
 
 
 def compile_targets(
@@ -124,12 +130,17 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(out: Console, model: Model, work: Workload, plan: TargetPlan) -> None:
+def print_targets(out: Console, model: Model, step: StepRequest, plan: TargetPlan) -> None:
     """The table, and what is to say of it."""
+    work = step.workload
+    batch = (
+        f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
+        if step.is_decoder
+        else f"{work.microbatches} x {', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())}"
+    )
     print_line(
         out,
-        f"{model.name}: {model.numel:,} parameters; {work.microbatches} microbatches a step; bytes of one device, by "
-        "XLA's compilers",
+        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
     )
     print_line(out)
     print_table(out, *table(plan), left=LEFT)

@@ -43,7 +43,7 @@ def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
     if len(rows) != 1:
         raise PlanError(
             f"batch shapes {path}: expected one or more arrays of the same first dimension, rows of a device and "
-            f"microbatch, got {({name: list(array.shape) for name, array in found.items()})}"
+            f"microbatch, got { ({name: list(array.shape) for name, array in found.items()}) }"
         )
     return found
 

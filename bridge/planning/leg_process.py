@@ -43,7 +43,7 @@ class Leg:
         return self._process is not None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises ``PlanError`` for what the request asks wrongly, ``LegError`` for all else that fails."""
+        """Raises ``LegError`` where there is no answer."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -60,8 +60,6 @@ class Leg:
                 f"the compiler's process ended with {status}: {self._errors.read()[-_LONGEST:].strip()}"
             )
         answer: dict[str, Any] = json.loads(line)
-        if "refused" in answer:
-            raise PlanError(answer["refused"])
         if "error" in answer:
             raise LegError(answer["error"])
         return answer
@@ -99,7 +97,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
             try:
                 found = answer(json.loads(line))
             except PlanError as error:
-                found = {"refused": str(error)}
+                found = {"error": str(error)}
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
             print(json.dumps(found), file=answers, flush=True)

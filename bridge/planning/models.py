@@ -110,9 +110,7 @@ def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
         model = factory.jax_module()
         parameters, modules = _nnx_shapes(name, model, stacked)
         return {
-            "jax": Model(
-                name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked)
-            )
+            "jax": Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
         }
     model = factory.torch_module()
     if stacked:

@@ -101,7 +101,7 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
 
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
-    """Bytes on one device. ``peak``: the most bytes alive while the program runs, ``beside`` it those it is not given."""
+    """Bytes on one device. ``beside``: alive, but not given to the program. ``peak``: alive while the program runs."""
     found = program.memory_analysis()
     parts = {
         "arguments": found.argument_size_in_bytes,

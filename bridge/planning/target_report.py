@@ -41,6 +41,7 @@ def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
 def _row(row: TargetRow) -> Row:
     task = row.task
     first = (task.policy.source, task.target.name, task.engine, str(task.target.devices))
+    held: Row
     if row.found is None:
         held = ("",) * 5
     else:

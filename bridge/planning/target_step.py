@@ -58,9 +58,7 @@ class StepRequest:
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> StepRequest:
-        batch = {
-            name: BatchArray(tuple(one["shape"]), one["dtype"]) for name, one in found["batch"].items()
-        }
+        batch = {name: BatchArray(tuple(one["shape"]), one["dtype"]) for name, one in found["batch"].items()}
         return StepRequest(
             found["model"], Workload(**found["workload"]), tuple(found["stacked"]), found["loss"], batch
         )

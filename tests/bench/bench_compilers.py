@@ -73,9 +73,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--target", type=_targets, metavar="NAME,...", help=f"default {','.join(TARGETS)}"
-    )
+    parser.add_argument("--target", type=_targets, metavar="NAME,...", help=f"default {','.join(TARGETS)}")
     parser.add_argument(
         "--size", choices=["1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
     )
