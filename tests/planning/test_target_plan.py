@@ -76,6 +76,13 @@ def gpu(cache: None) -> Iterator[Leg]:
         yield leg
 
 
+@pytest.fixture(scope="module")
+def compiler(gpu: Leg) -> Iterator[Compiler]:
+    found = Compiler("gpu")
+    yield found
+    found.close()
+
+
 def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
     return {
         "step": StepRequest(MODEL, work).to_json(),
@@ -90,7 +97,7 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
 def test_the_gradients_are_the_program_that_is_compiled_directly(
     gpu: Leg, compiler: Compiler, engine: str
 ) -> None:
