@@ -136,7 +136,7 @@ def print_targets(out: Console, model: Model, step: StepRequest, plan: TargetPla
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_decoder
-        else f"{work.microbatches} x {', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())}"
+        else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
     print_line(
         out,
