@@ -9,6 +9,8 @@ alive beside a program, such as the moments while gradients are computed, counts
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
 import time
@@ -90,7 +92,7 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     sizes = policy.mesh_sizes(target.devices)
     mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
     plan = runtime.plan_sharding(
-        step.abstract_model(), mesh, policy, stacked=step.stacked, engine=request["engine"]
+        _model(json.dumps(request["step"])), mesh, policy, stacked=step.stacked, engine=request["engine"]
     )
     optimizer = runtime.main_weight_adamw(1e-3)
     training = runtime.make_train_step(
@@ -98,6 +100,12 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     )
     state, batch = runtime.abstract_state(plan, optimizer), step.global_batch(plan)
     return plan, state, batch, training.lower_programs(state, batch)
+
+
+@functools.lru_cache(1)
+def _model(step: str) -> Any:
+    """Of the rows of a table, which have one model: making many layers takes longer than lowering a scanned step."""
+    return StepRequest.from_json(json.loads(step)).abstract_model()
 
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:

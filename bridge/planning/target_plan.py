@@ -6,6 +6,7 @@ sent in a step have the fewest bytes; an all-reduce sends what it reduces twice.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from bridge.sharding import PolicyError, ShardingPolicy
 
 RESERVE = 0.10
 """The share of a device's memory that is kept for what no compiler counts: fragments, libraries' own buffers."""
+LEG = "bridge.planning.target_leg"
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "psum")
 Say = Callable[[str], None]
 
@@ -181,8 +183,10 @@ def compile_tasks(
 
     memory: bytes of a device; None: the target's. begin: called before a task. say: gets what people should know.
     """
+    # Where several processes wait for the lock, it is waited for more than once.
+    say = functools.cache(say)
     for platform in dict.fromkeys(task.target.platform for task in tasks):
-        with Leg("bridge.planning.target_leg", platform) as leg:
+        with Leg(LEG, platform) as leg:
             for task in tasks:
                 if task.target.platform == platform:
                     begin(task)

@@ -50,7 +50,7 @@ def wait_for_lock(say: Callable[[str], None], seconds: float = SECONDS, held: bo
         if held:
             path, held = Path(tempfile.gettempdir(), "libtpu_lockfile"), False
         if not told:
-            say(f"waiting for another process that compiles for TPUs and holds {path}, up to {seconds:.0f} s")
+            say(f"waiting for another process that compiles for TPUs and holds {path}")
             told = True
         if time.monotonic() - begun >= seconds:
             raise PlanError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
-from bridge.planning import Workload, load_policy, make_plan, resolve_models
+from bridge.planning import Workload, load_policy, make_plan, resolve_models, target_plan, tpu_lock
 from bridge.planning.batch_shapes import load_batch_shapes
 from bridge.planning.compile_cache import cache_folder, key_of, load, save
 from bridge.planning.compilers import why_not
@@ -312,3 +313,29 @@ def test_many_unrolled_layers_are_seen_and_scanned_ones_are_not() -> None:
     assert unrolled_layers(model) == ("layers", 9)
     assert unrolled_layers(dataclasses.replace(model, stacks=("layers",))) is None
     assert unrolled_layers(Model.of("m", parameters[:8])) is None
+
+
+def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "locked.py").write_text(
+        "import pathlib, sys\nfrom bridge.planning.leg_process import serve\n"
+        f"starts = pathlib.Path({str(tmp_path / 'starts')!r})\n"
+        "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
+        "def answer(request):\n"
+        "    if len(starts.read_text()) < 3:\n"
+        "        raise RuntimeError('ABORTED: Internal error when accessing libtpu multi-process lockfile')\n"
+        "    return {'held': {}, 'exhausted': 5}\n"
+        "serve(answer)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setattr(target_plan, "LEG", "locked")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tpu_lock, "_PAUSE", 0.01)
+    said: list[str] = []
+    tasks = [Task(POLICY, target_named("v5e:2x2"), "pjit")]
+    (row,) = target_plan.compile_tasks(StepRequest(MODEL, WORK), tasks, None, lambda task: None, said.append)
+    assert (row.peak, row.fits) == (5, False)
+    assert said == [
+        f"waiting for another process that compiles for TPUs and holds {tmp_path / 'libtpu_lockfile'}"
+    ]

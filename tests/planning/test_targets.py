@@ -166,7 +166,7 @@ def test_a_held_lock_is_waited_for_with_one_message(lock: Path, holder: subproce
         holder.communicate()
 
     tpu_lock.wait_for_lock(say)
-    assert said == [f"waiting for another process that compiles for TPUs and holds {lock}, up to 3600 s"]
+    assert said == [f"waiting for another process that compiles for TPUs and holds {lock}"]
     assert lock.exists(), "a lock file that no process holds is left where it is"
 
 
