@@ -25,7 +25,7 @@ from bridge.planning.target_step import StepRequest
 from bridge.planning.targets import Target, target_named
 
 PROGRAMS = ("gradients", "update")
-_SIZES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 
 
 def main() -> None:
@@ -65,10 +65,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             programs[name] = one.compile(options)
         except framework("jax.errors").JaxRuntimeError as error:
-            needed = exhausted(str(error))
+            needed = exhausted(str(error), held, name)
             if needed is None:
                 raise
-            needed += held["moments"] if name == "gradients" else 0
             found = {"held": held, "exhausted": needed, "seconds": time.monotonic() - begun, "versions": used}
             return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
     seconds = time.monotonic() - begun
@@ -154,10 +153,21 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def exhausted(message: str) -> int | None:
-    """Bytes that a step needs on a device, where a compiler refused it for them; None for other errors."""
-    found = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?)i?B? of [\d.]+[KMGT]?i?B? hbm", message)
-    return int(float(found[1]) * _SIZES[found[2] or "B"]) if found else None
+def exhausted(message: str, held: dict[str, int], program: str) -> int | None:
+    """At least how many bytes a step needs on a device, where a compiler refused it for them; None for other errors.
+
+    XLA:TPU tells either all bytes of the program, or those of its temporary arrays.
+    """
+    beside = held["moments"] if program == "gradients" else 0
+    if used := re.search(rf"Used {_AMOUNT} of \S+ hbm", message):
+        return _amount(used) + beside
+    if temporary := re.search(rf"required for HLO temporaries \({_AMOUNT}\) exceeds", message):
+        return _amount(temporary) + sum(held.values())
+    return sum(held.values()) if "CompileTimeHbmOom" in message else None
+
+
+def _amount(found: re.Match[str]) -> int:
+    return int(float(found[1]) * 2 ** (10 * "BKMGT".index(found[2] or "B")))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Skipped where the compilers are not installed. Nothing runs: these tests say wha
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -16,17 +15,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
-from bridge.planning import Workload, load_policy, make_plan, resolve_models, target_plan, tpu_lock
+from bridge.planning import Workload, make_plan, resolve_models, target_plan, tpu_lock
 from bridge.planning.batch_shapes import load_batch_shapes
 from bridge.planning.compile_cache import cache_folder, key_of, load, save
 from bridge.planning.compilers import why_not
 from bridge.planning.cost import parse_policy
 from bridge.planning.errors import PlanError
 from bridge.planning.leg_process import Leg
-from bridge.planning.model import Model, Parameter
-from bridge.planning.target_leg import exhausted
-from bridge.planning.target_plan import TargetPlan, TargetRow, Task
-from bridge.planning.target_report import notes, table, unrolled_layers
+from bridge.planning.target_plan import Task
 from bridge.planning.target_step import StepRequest
 from bridge.planning.targets import target_named
 from tests.support.compilers.setting import Setting
@@ -255,64 +251,6 @@ def test_batch_shapes_are_checked(tmp_path: Path, text: str, message: str) -> No
         load_batch_shapes(path)
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
-
-
-def row_of(
-    policy: str, target: str, peak: int, gathered: int = 0, reduced: int = 0, **more: Any
-) -> TargetRow:
-    """As if it had been compiled."""
-    collectives = [
-        {"kind": kind, "times": 1, "bytes": size, "overlaps": kind == "all_gather"}
-        for kind, size in (("all_gather", gathered), ("psum", reduced))
-        if size
-    ]
-    held = dict.fromkeys(("weights", "moments", "gradients"), 1)
-    memory = {"gradients": {"peak": peak, "temporary": peak - 3}, "update": {"peak": 3, "temporary": 9}}
-    found = {"held": held, "memory": memory, "collectives": collectives, "seconds": 2.0, "warnings": []}
-    task = Task(dataclasses.replace(load_policy("fsdp"), source=policy), target_named(target), "shard_map")
-    return TargetRow(task, 1000, {**found, "cached": False, **more})
-
-
-def test_the_cheapest_fits_with_the_reserve_and_sends_least() -> None:
-    rows = (
-        row_of("a", "h100:8", 901),
-        row_of("b", "h100:8", 900, gathered=90),
-        row_of("c", "h100:8", 100, reduced=50),
-        row_of("d", "v5e:4x4", 1500),
-        row_of("e", "v5e:4x4", 0, exhausted=1400),
-    )
-    plan = TargetPlan(rows)
-    assert [row.fits for row in rows] == [False, True, True, False, False]
-    assert [(target.name, row and row.task.policy.source) for target, row in plan.cheapest()] == [
-        ("h100:8", "b"),
-        ("v5e:4x4", None),
-    ]
-    assert plan.good
-    assert not TargetPlan((*rows, TargetRow(rows[0].task, 1000, failed="no"))).good
-    assert not TargetPlan(rows[3:]).good
-    lines = list(notes(plan))
-    assert "v5e:4x4: nothing fits with 10% of the memory kept in reserve" in lines
-    assert (
-        "e for v5e:4x4, shard_map: the compiler refused the program because it does not fit the device"
-        in lines
-    )
-    headings, cells = table(plan)
-    assert {len(one) for one in cells} == {len(headings)}
-    assert cells[4][headings.index("peak")] == "> 1.4 kB"
-
-
-def test_what_a_compiler_needs_is_read_from_its_refusal() -> None:
-    told = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.50G of "
-    assert exhausted(f"{told}15.75G hbm. Exceeded hbm capacity by 1.75G.") == int(17.5 * 2**30)
-    assert exhausted("INTERNAL: no such thing") is None
-
-
-def test_many_unrolled_layers_are_seen_and_scanned_ones_are_not() -> None:
-    parameters = [Parameter(f"layers.{n}.w", (2,)) for n in range(9)]
-    model = Model.of("m", parameters)
-    assert unrolled_layers(model) == ("layers", 9)
-    assert unrolled_layers(dataclasses.replace(model, stacks=("layers",))) is None
-    assert unrolled_layers(Model.of("m", parameters[:8])) is None
 
 
 def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once(
