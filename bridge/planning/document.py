@@ -36,6 +36,7 @@ targets       of --target, or null:
     collectives   a list: program, kind, arrays (dtype, size in elements, full arrays), times in a step, bytes of all
                   times, overlaps (with a matrix product), name of the operation in the program
     seconds, versions, programs (paths of the compiled texts), cached, warnings
+    unread        instead of collectives: why the compiled text cannot be read
     exhausted     instead of memory and collectives: the bytes for which the compiler refused the program
   cheapest      a list, for each target: target, policy, engine (both null when nothing fits)
   refused       why policies were left out on targets

@@ -93,9 +93,16 @@ class TargetRow:
         return sum(one["times"] for one in known), nbytes, beside / nbytes if nbytes else 0.0
 
     @property
-    def sent(self) -> int:
-        """Bytes of the arrays of a step's collectives; an all-reduce counts twice."""
-        listed = (self.found or {}).get("collectives", [])
+    def unread(self) -> str | None:
+        """Why the collectives of the programs are not known."""
+        return (self.found or {}).get("unread")
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes of the arrays of a step's collectives; an all-reduce counts twice. None where they are not known."""
+        listed = (self.found or {}).get("collectives")
+        if listed is None:
+            return None
         return sum(one["bytes"] * (2 if one["kind"] == "psum" else 1) for one in listed)
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,7 +140,7 @@ class TargetPlan:
         """For each target the cheapest row that fits."""
         for target in dict.fromkeys(row.task.target for row in self.rows):
             fit = [row for row in self.rows if row.task.target == target and row.fits]
-            yield target, min(fit, key=lambda row: (row.sent, row.peak or 0), default=None)
+            yield target, min(fit, key=_cost, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -150,6 +157,11 @@ class TargetPlan:
             "cheapest": cheapest,
             "refused": list(self.refused),
         }
+
+
+def _cost(row: TargetRow) -> tuple[bool, int, int]:
+    """What is not known is not called cheap."""
+    return row.sent is None, row.sent or 0, row.peak or 0
 
 
 def tasks_of(

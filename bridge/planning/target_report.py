@@ -48,7 +48,7 @@ def _row(row: TargetRow) -> Row:
         held = tuple(human_bytes(row.held[kind]) for kind in ("weights", "moments", "gradients"))
         held += ("", f"> {human_bytes(row.peak or 0)}") if row.exhausted else ()
         held += () if row.exhausted else (human_bytes(row.temporary or 0), human_bytes(row.peak or 0))
-    known = row.found is not None and not row.exhausted
+    known = row.sent is not None
     sent = [cell for kinds in (GATHERS, REDUCTIONS) for cell in _transfers(row, kinds, known)]
     seconds = "" if row.found is None else f"{row.found['seconds']:.1f}{' (cached)' * row.found['cached']}"
     return (*first, *held, human_bytes(row.memory), _ANSWERS[row.fits], *sent, seconds)
@@ -70,15 +70,18 @@ def notes(plan: TargetPlan) -> Iterator[str]:
             yield f"{row.task}: failed: {row.failed}"
         if row.exhausted:
             yield f"{row.task}: the compiler refused the program because it does not fit the device"
+        if row.unread:
+            yield f"{row.task}: its collectives are not known, the compiled text cannot be read: {row.unread}"
         told.update(dict.fromkeys((row.found or {}).get("warnings", [])))
     yield from (f"warning: {text}" for text in told)
     for target, cheapest in plan.cheapest():
         if cheapest is None:
             yield f"{target.name}: nothing fits with {RESERVE:.0%} of the memory kept in reserve"
         else:
+            sent = "an unknown number of bytes" if cheapest.sent is None else human_bytes(cheapest.sent)
             yield (
                 f"{target.name}: {cheapest.task.policy.source} ({cheapest.task.engine}) is the cheapest that fits, "
-                f"{human_bytes(cheapest.sent)} sent in a step"
+                f"{sent} sent in a step"
             )
 
 

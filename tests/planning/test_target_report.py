@@ -57,6 +57,20 @@ def test_the_cheapest_fits_with_the_reserve_and_sends_least() -> None:
     assert cells[4][headings.index("peak")] == "> 1.4 kB"
 
 
+def test_a_row_whose_text_cannot_be_read_has_memory_and_is_never_cheaper_than_a_known_one() -> None:
+    known, unread = row_of("a", "h100:8", 900, gathered=90), row_of("b", "h100:8", 100, unread="async-update")
+    assert unread.found is not None
+    del unread.found["collectives"]
+    plan = TargetPlan((unread, known))
+    assert (unread.fits, unread.sent) == (True, None)
+    assert [row and row.task.policy.source for _, row in plan.cheapest()] == ["a"]
+    assert any("b for h100:8, shard_map: its collectives are not known" in line for line in notes(plan))
+    assert table(plan)[1][0][-5:-1] == ("", "", "", "")
+    assert "h100:8: b (shard_map) is the cheapest that fits, an unknown number" in "\n".join(
+        notes(TargetPlan((unread,)))
+    )
+
+
 def test_what_a_step_needs_at_least_is_read_from_a_compilers_refusal() -> None:
     held = {"weights": 100, "moments": 200, "gradients": 100, "batch": 4, "variables": 0}
     used = (
