@@ -23,8 +23,14 @@ from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 
 def run(job: Job) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    if world != job.leg.ranks:
+        # Before they form a group: a rank that raises earlier than another one breaks its connections.
+        raise ValueError(
+            f"expected {job.leg.ranks} ranks as the relay file says, got {world} from the launcher"
+        )
     # NCCL refuses two ranks on one GPU, so a leg with more ranks than GPUs runs on the CPU.
-    device = "cuda" if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else "cpu"
+    device = "cuda" if torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -36,8 +42,6 @@ def run(job: Job) -> None:
 
 def _train(job: Job, device: torch.device) -> None:
     rank, world, leg = dist.get_rank(), dist.get_world_size(), job.leg
-    if world != leg.ranks:
-        raise ValueError(f"expected {leg.ranks} ranks as the relay file says, got {world} from the launcher")
     corpus = Corpus.of_standard_library()
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)

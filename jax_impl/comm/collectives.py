@@ -95,28 +95,34 @@ class Wire:
         """Main weights -> compute weights, without communication."""
         return round_to(weights, self.compute)
 
-    def all_gather(self, shard: jax.Array, level: int, to: int) -> jax.Array:
+    def all_gather(self, shard: jax.Array, level: int, to: int, row: int | None = None) -> jax.Array:
         """``[S]`` of ``level`` -> ``[S * devices of the axes between]`` of ``to``, in the compute dtype.
 
-        The cast comes first, so fewer bytes travel.
+        ``row``: in rows of so many elements, ``[devices of the axes between, S / row, row]``. The cast comes first, so
+        fewer bytes travel.
         """
-        gathered = self.cast(shard)
+        gathered = self.cast(shard if row is None else shard.reshape(-1, row))
         # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN.
         narrow = self.compute.itemsize == 1
         if narrow:
             gathered = lax.bitcast_convert_type(gathered, np.uint8)
         for axis in reversed(range(to, level)):
             gathered = self._over(axis, self._gather, gathered)
+        if row is not None:
+            gathered = gathered.reshape(-1, shard.size // row, row)
         return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
 
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
-        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``."""
+        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``.
+
+        ``values``: flat, or in rows ``[..., row]``, of which each shard has whole ones.
+        """
         if level == to:
-            return round_to(values, self.grad)
+            return round_to(values.reshape(-1), self.grad)
         reduced = self._ready(values, range(level, to))
         for axis in range(level, to):
             reduced = self._over(axis, self._scatter, reduced)
-        return round_to(reduced, self.grad)
+        return round_to(reduced.reshape(-1), self.grad)
 
     def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
         """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype; see ``averages``."""
@@ -134,6 +140,8 @@ class Wire:
         return round_to(values, self.reduce)
 
     def _gather(self, shard: jax.Array, axis_name: str) -> jax.Array:
+        if shard.ndim > 1:
+            return lax.all_gather(shard, axis_name)
         if not self.in_rows:
             return lax.all_gather(shard, axis_name, tiled=True)
         size = shard.size
@@ -142,6 +150,8 @@ class Wire:
         return gathered.reshape(len(gathered), -1)[:, :size].reshape(-1)
 
     def _scatter(self, values: jax.Array, axis_name: str) -> jax.Array:
+        if values.ndim > 1:
+            return lax.psum_scatter(values.reshape(-1, values.shape[-1]), axis_name, tiled=True)
         if not self.in_rows:
             return lax.psum_scatter(values, axis_name, tiled=True)
         shards = values.reshape(lax.axis_size(axis_name), -1)

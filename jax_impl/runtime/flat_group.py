@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from bridge.sharding import Layout, Strategy
 from jax_impl.comm.collectives import Wire
-from jax_impl.runtime.buffer import Piece, Read, pack, shard_boxes, unpack
+from jax_impl.runtime.buffer import Piece, Read, pack, row_size, shard_boxes, unpack
 
 Index = tuple[slice, ...]
 
@@ -76,25 +76,26 @@ class FlatGroup:
         return (jnp.zeros((*self._stack, size), self.wire.grad),)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Sources of one layer -> whole compute weights, where the strategy shards them."""
-        return (self.wire.all_gather(sources[0], self.strategy.parameters, 0),)
+        """Sources of one layer -> whole compute weights, where the strategy shards them.
+
+        Raises ``ValueError`` for those of a whole stack, which nothing has sliced.
+        """
+        self._check_layer(sources[0])
+        return (self.wire.all_gather(sources[0], self.strategy.parameters, 0, self._row),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Whole compute weights of one layer -> parameters, in the order of ``paths``.
 
-        Raises ``ValueError`` for those of a whole stack, which nothing has sliced.
+        Raises ``ValueError`` as ``gather`` does, where the strategy keeps weights whole.
         """
-        if whole[0].ndim != 1:
-            raise ValueError(
-                f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
-                "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
-                "all that are by fully_shard(..., stacked=[...])"
-            )
+        if not self.strategy.shard_parameters:
+            self._check_layer(whole[0])
         return unpack(self.layout, whole[0])
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Gradients of the leaves on each device -> what its collectors get."""
-        return (self.wire.reduce_scatter(pack(self.layout, gradients), 0, self.strategy.gradients),)
+        packed = pack(self.layout, gradients, self._row)
+        return (self.wire.reduce_scatter(packed, 0, self.strategy.gradients),)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Accumulated gradients -> the sum over all devices, sharded as at rest."""
@@ -158,6 +159,18 @@ class FlatGroup:
 
     def _rank(self, index: Index) -> int:
         return (index[-1].start or 0) // self.layout.shard_size if self.layout.shard_size else 0
+
+    def _check_layer(self, array: jax.Array) -> None:
+        if array.ndim != 1:
+            raise ValueError(
+                f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
+                "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
+                "all that are by fully_shard(..., stacked=[...])"
+            )
+
+    @property
+    def _row(self) -> int | None:
+        return row_size(self.layout) if self.wire.in_rows else None
 
     @property
     def _stack(self) -> tuple[int, ...]:

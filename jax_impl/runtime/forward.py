@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.comm.collectives import fence
-from jax_impl.comm.mesh import is_gpu
+from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal
@@ -158,7 +158,8 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order)
+    derives = not is_simulated(plan.mesh)
+    call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
     output, values = call(collectors, sources[: len(unit.groups)], inner, list(variables), arrays, layer)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(variables)

@@ -62,7 +62,25 @@ def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
 
 def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
     """The program with calls of these names on its own level: calls around them are replaced by what they run."""
-    if not any(is_call_around(equation, marks) for equation in program.jaxpr.eqns):
+    return _without_calls(program, lambda equation: is_call_around(equation, marks))
+
+
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with calls of jitted functions replaced by what they run, except ``marked`` and sharded ones."""
+
+    def is_plain(equation: Any) -> bool:
+        shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+        return (
+            equation.primitive.name == "jit"
+            and mark_of(equation) is None
+            and not any(isinstance(one, jax.sharding.Sharding) for one in shardings)
+        )
+
+    return _without_calls(program, is_plain)
+
+
+def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> ClosedJaxpr:
+    if not any(chosen(equation) for equation in program.jaxpr.eqns):
         return program
 
     def run(*args: Any) -> Values:
@@ -75,7 +93,7 @@ def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
             program.jaxpr.eqns,
             env,
             program.jaxpr.outvars,
-            special=lambda equation, env: is_call_around(equation, marks),
+            special=lambda equation, env: chosen(equation),
             run=lambda equation, values: _flat(called(equation), values),
         )
         return read(env, program.jaxpr.outvars)

@@ -29,7 +29,7 @@ from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched
 from jax_impl.runtime.order import Order
-from jax_impl.runtime.residuals import Saved, with_dependence
+from jax_impl.runtime.residuals import Saved, with_dependence, with_derived
 from jax_impl.runtime.unit_plan import Group
 
 Leaves = tuple[jax.Array, ...]
@@ -42,7 +42,7 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 class UnitCall:
     """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
-    ``order``: of the model's transfers.
+    ``order``: of the model's transfers. ``derives``: see ``derived.py``.
 
     What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
     no plain forward or backward.
@@ -53,6 +53,7 @@ class UnitCall:
     groups: Sequence[Group]
     recompute: bool
     order: Order
+    derives: bool
 
     def __call__(
         self,
@@ -90,9 +91,14 @@ class UnitCall:
         if not any(group.strategy.shard_parameters for group in self.groups):
             output, vjp = self._differentiated(leaves, inner, *inputs)
             return output, (sources, inner, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp))))
-        (output, vjp), depends = with_dependence(self._differentiated, leaves, inner, *inputs)
-        output, vjp = fence_some((output, vjp), depends)
-        return output, (sources, inner, Saved.of(vjp, depends[len(jax.tree.leaves(output)) :]))
+        if self.derives:
+            output, rest, depends = with_derived(self._differentiated, 2, leaves, inner, *inputs)
+        else:
+            (output, vjp), every = with_dependence(self._differentiated, leaves, inner, *inputs)
+            results = len(jax.tree.leaves(output))
+            depends, rest = every[:results], Saved.of(vjp, every[results:])
+        output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
+        return output, (sources, inner, replace(rest, varying=varying))
 
     def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
@@ -112,7 +118,7 @@ class UnitCall:
             with jax.named_scope("recompute"):
                 vjp = self._recomputed(leaves, inner, varying)
         else:
-            vjp = replace(rest, varying=varying).whole
+            vjp = replace(rest, varying=varying).whole(leaves, inner)
             vjp.args_res[:2] = [leaves, inner]
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}

@@ -3,7 +3,8 @@
 No device is used: weights are shapes, and the numbers are of compiled programs, not of runs. By contestant: seconds to
 compile (on a shared machine an upper bound), temporary bytes on one device, and for each kind of collective how many
 run in a step, the bytes of their full arrays, and the share of these bytes whose transfer has a matrix product between
-its start and its end. A step is loss and gradients under ``optim_grads_params``, 2 rows of 1024 tokens a device.
+its start and its end. A step is loss and gradients under ``optim_grads_params``, 2 rows of 1024 tokens a device,
+of 512 tokens at width 512.
 
     make compilers
     python -m tests.bench.bench_compilers --target h100:8,h100:64
@@ -75,13 +76,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--target", type=_targets, metavar="NAME,...", help=f"default {','.join(TARGETS)}")
     parser.add_argument(
-        "--size", choices=["1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
+        "--size", choices=["512", "1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
     )
     parser.add_argument(
-        "--layers", choices=["scan", "unrolled", "both"], default="both", help="of the width 1024"
+        "--layers", choices=["scan", "unrolled", "both"], default="both", help="of the widths 512 and 1024"
     )
     parser.add_argument(
-        "--recompute", choices=["yes", "no", "both"], default="both", help="of the width 1024"
+        "--recompute", choices=["yes", "no", "both"], default="both", help="of the widths 512 and 1024"
     )
     parser.add_argument(
         "--recommended", action="store_true", help="all contestants with XLA's GPU options for overlap"
@@ -116,11 +117,11 @@ def _tables(target: str, options: argparse.Namespace) -> Iterator[list[Setting]]
                     "1024" if options.size == "both" else options.size,
                     stacked,
                     recompute,
-                    length=1024,
+                    length=512 if options.size == "512" else 1024,
                     recommended=options.recommended,
                 )
             )
-    if options.size != "1024":
+    if options.size in ("Llama-3-8B", "both"):
         yield _contestants(
             Setting(
                 target,

@@ -53,6 +53,35 @@ def test_gathers_and_sums_are_the_same(dtype):
         np.testing.assert_array_equal(rows[1], 10 * rows[0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("row", [128, 384])
+def test_what_stays_in_rows_is_the_same(row, dtype):
+    mesh = data_parallel_mesh({"outer": 2, "inner": 2})
+    axes = DataParallelMesh.of(mesh)
+    main, compute = jnp.dtype("float32"), jnp.dtype(dtype)
+    wire = Wire(axes, main, compute, main, main, in_rows=True)
+    values = jnp.arange(4.0 * 768) % 13 + 1
+
+    def local(shard: jax.Array) -> tuple[jax.Array, ...]:
+        inner = wire.all_gather(shard, 2, 1)
+        found = []
+        for one, level in ((shard, 2), (inner.astype(main), 1)):
+            whole = wire.all_gather(one, level, 0, row).astype(main)
+            assert whole.shape == (2**level, one.size // row, row)
+            found.append(whole.reshape(-1))
+            number = 2 * jax.lax.axis_index("outer") + jax.lax.axis_index("inner") + 1
+            found += [wire.reduce_scatter(whole * number, 0, 2)]
+        return (*found, wire.reduce_scatter(whole, 0, 0))
+
+    spec, whole = axes.spec(2, 0), PartitionSpec()
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=(whole, spec, whole, spec, whole), check_vma=False
+    )
+    expected = values.astype(dtype).astype("float32")
+    for found, times in zip(jax.jit(run)(values), (1, 10, 1, 10, 1), strict=True):
+        np.testing.assert_array_equal(found, times * expected)
+
+
 def sent(jaxpr: Any) -> Iterator[tuple[int, ...]]:
     """Shapes of what collectives get."""
     for equation in jaxpr.eqns:

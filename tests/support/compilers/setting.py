@@ -43,6 +43,15 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "d_ff": 768,
     },
+    "512": {
+        "vocab_size": 32000,
+        "d_model": 512,
+        "n_layers": 2,
+        "n_heads": 8,
+        "n_kv_heads": 8,
+        "head_dim": 64,
+        "d_ff": 1536,
+    },
     "1024": {
         "vocab_size": 32000,
         "d_model": 1024,
