@@ -48,7 +48,8 @@ compilers: .venv/.compilers
 
 .venv/.compilers: .venv/.installed
 	$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	  print(*project['optional-dependencies']['compilers'], sep='\n')" > .venv/compilers.txt
+	  extras = project['optional-dependencies']; \
+	  print(*extras['gpu-compiler'], *extras['tpu-compiler'], sep='\n')" > .venv/compilers.txt
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt --target .venv/compilers -r .venv/compilers.txt
 	touch $@
 

@@ -93,11 +93,7 @@ class TrainStep:
         else:
             kinds = memory_kinds((state.weights, state.opt_state))
             if kinds not in self._updates:
-                shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
-                donated = (0, 1) if self._options.donate else ()
-                self._updates[kinds] = jax.jit(
-                    self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
-                )
+                self._updates[kinds] = self._update(state)
             weights, opt_state, found = self._settled(
                 self._updates[kinds](state.weights, state.opt_state, gradients, loss.value)
             )
@@ -111,6 +107,33 @@ class TrainStep:
         """
         donated = (0,) if self._options.donate else ()
         return jax.jit(self, donate_argnums=donated).lower(state, batch, *shared)
+
+    def lower_programs(
+        self, state: TrainState, batch: Batch, *shared: Any
+    ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """The two programs that a call runs outside of other programs: gradients, then the update.
+
+        All arguments are shapes, the batch's and ``shared`` with their shardings: rows ``[devices x microbatches x rows
+        of a part, ...]`` on ``plan.axes.batch_spec``. Raises ``ValueError`` for a loss that a call would refuse.
+        """
+        given = (state.weights, batch, state.variables, shared)
+        traced = self._gradients.trace(*given)
+        check_program(self._plan, traced.jaxpr, self._microbatches, self._options.equal_parts)
+        loss, found, _ = traced.out_info
+        gradients: Any = {
+            key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._plan.sharding(key))
+            for key, array in found.items()
+        }
+        whole: Any = jax.ShapeDtypeStruct(loss.value.shape, loss.value.dtype, sharding=self._plan.replicated)
+        update = self._update(state).lower(state.weights, state.opt_state, gradients, whole)
+        return traced.lower(), update
+
+    def _update(self, state: TrainState) -> Any:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+        donated = (0, 1) if self._options.donate else ()
+        return jax.jit(
+            self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
+        )
 
     def _metrics(self, loss: LossParts) -> Metrics:
         metrics: Metrics = {"loss": loss.value}

@@ -24,6 +24,14 @@ class RuntimeChoice(StrEnum):
     jax = "jax"
 
 
+class EngineChoice(StrEnum):
+    """The engines to compile."""
+
+    both = "both"
+    shard_map = "shard_map"
+    pjit = "pjit"
+
+
 def plan(
     policies: Annotated[
         list[str],
@@ -41,8 +49,13 @@ def plan(
         ),
     ],
     devices: Annotated[
-        str, typer.Option("--devices", metavar="N,...", help="Numbers of devices to plan for.")
-    ] = "8",
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="N,...",
+            help="Numbers of devices to plan for; default 8, or those of the targets.",
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -65,6 +78,35 @@ def plan(
             "prefetch.",
         ),
     ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="NAME,...",
+            help="Compile the whole JAX step by XLA's own compiler for GPUs a100|h100|h200|b200:N or TPUs "
+            "v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
+        ),
+    ] = None,
+    engine: Annotated[
+        EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
+    ] = EngineChoice.shard_map,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            "--loss",
+            metavar="PATH",
+            help="For --target and a model of your own: package.module:function of the model and a batch.",
+        ),
+    ] = None,
+    batch_shapes: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch-shapes",
+            metavar="FILE",
+            help='For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype = "int32" } for each '
+            "array of the batch, rows of a device and microbatch first.",
+        ),
+    ] = None,
     stacked: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,12 +130,20 @@ def plan(
     the one whose devices send the fewest bytes in a step. Where activations are not known, the peak is a lower bound,
     and the answer for a policy is no or unknown, never yes. The exit status is 1 when no policy is known to fit.
 
+    With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
+    any JAX model. The table shows what the compiled programs hold and send, and whether they fit with 10 % of the
+    memory kept in reserve. Answers are kept below ~/.cache/twinshard. The compilers come with
+    pip install "twinshard[gpu-compiler]" or "twinshard[tpu-compiler]".
+
     \b
     Example:
       twinshard plan fsdp zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
+      twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
+      twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
     from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
+    from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
@@ -105,22 +155,25 @@ def plan(
     out = Console()
     try:
         limit = None if memory is None else parse_bytes(memory)
-        counts = parse_counts(devices)
+        stacks = tuple(stacked or ())
+        work = Workload(batch, length, microbatches)
+        wanted = TargetOptions.of(target, engine.value, loss, batch_shapes, devices, runtime.value)
+        counts = wanted.counts if wanted else parse_counts(devices or "8")
         if chart is not None:
             check_picture_path(chart)
-        stacks = tuple(stacked or ())
-        runtimes = RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
+        runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
+        step = wanted and wanted.step(model, work, stacks)
         models = resolve_models(model, runtimes, stacks)
         loaded = [load_policy(one) for one in dict.fromkeys(policies)]
-        work = Workload(batch, length, microbatches)
         comparison = compare(models, loaded, counts, work, limit)
         checks = []
-        if compile_:
+        if compile_ and not wanted:
             from bridge.planning.compiled import check_compiled
 
             checks = [
                 check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
             ]
+        compiled = wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit)
         if chart is not None:
             from bridge.planning.chart import chart as draw
 
@@ -129,13 +182,18 @@ def plan(
         print_line(Console(stderr=True), f"error: {error}")
         raise typer.Exit(2) from None
     if json:
-        print_json(out, {**document(comparison), "compiled": [check.as_dict() for check in checks]})
+        found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
+        print_json(out, {**found, "targets": compiled and compiled.as_dict()})
+    elif compiled and step:
+        print_targets(out, models["jax"], step, compiled)
     else:
         _print(out, comparison)
         for check in checks:
             print_line(out)
             print_table(out, *check.table(), left=1)
             print_line(out, check.summary())
+    if compiled:
+        raise typer.Exit(0 if compiled.good else 1)
     agreed = all(check.agrees for check in checks)
     raise typer.Exit(0 if comparison.anything_fits and agreed else 1)
 

@@ -21,6 +21,25 @@ plans         a list, one for each policy, number of devices and runtime:
 cheapest      a list, for each number of devices: devices, policy (null when none is known to fit), unknown (policies of
               which that is not known); empty without ``memory``
 refused       why policies were left out on numbers of devices
+
+The command adds:
+
+compiled      of --compile, a list: policy, devices, lines (what, planned, compiled, agrees)
+targets       of --target, or null:
+  rows          a list, one for each policy, target and engine:
+    policy, target, engine, devices, mesh, device_memory, reserve (a share of it), fits (null where failed), failed
+    peak          bytes of one device; a lower bound with "exhausted"
+    temporary     of the program with the highest peak
+    held          bytes of one device: weights, moments, gradients, batch, variables
+    memory        by program (gradients, update): arguments, outputs, temporary, aliased, beside (alive, but not given
+                  to it), peak = arguments + outputs + temporary - aliased + beside
+    collectives   a list: program, kind, arrays (dtype, size in elements, full arrays), times in a step, bytes of all
+                  times, overlaps (with a matrix product), name of the operation in the program
+    seconds, versions, programs (paths of the compiled texts), cached, warnings
+    unread        instead of collectives: why the compiled text cannot be read
+    exhausted     instead of memory and collectives: the bytes for which the compiler refused the program
+  cheapest      a list, for each target: target, policy, engine (both null when nothing fits)
+  refused       why policies were left out on targets
 """
 
 from __future__ import annotations

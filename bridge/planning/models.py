@@ -6,10 +6,6 @@ head), whose layouts and padding differ. So a name resolves to one ``Model`` for
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,6 +15,7 @@ from typing import Any
 from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
 from bridge.planning.decoder_activations import decoder_activations
 from bridge.planning.errors import PlanError
+from bridge.planning.factory import Factory
 from bridge.planning.model import Model, Parameter
 from bridge.planning.runtimes import RUNTIMES, framework, installed, part
 from bridge.planning.shipped_models import SHIPPED, shipped_model
@@ -46,7 +43,7 @@ def resolve_models(
                 "twinshard[torch] or twinshard[jax]"
             )
     elif colon:
-        models = _built(name, kind, rest, stacked)
+        models = _built(name, stacked)
     else:
         raise PlanError(
             f"model: expected decoder:CONFIG, package.module:Factory or one of {', '.join(SHIPPED)}, got {name!r}"
@@ -106,69 +103,22 @@ def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str
     return Model(name, modules, parameters, activations, f"the decoder of {runtime}_impl", tuple(stacked))
 
 
-def _built(name: str, module_name: str, factory_name: str, stacked: Sequence[str]) -> dict[str, Model]:
+def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
     """A model that a program makes, on PyTorch's meta device or by ``nnx.eval_shape``."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: Any = importlib.import_module(module_name)
-        for attribute in factory_name.split("."):
-            factory = getattr(factory, attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(
-            f"model {name}: expected package.module:Factory that can be imported: {error}"
-        ) from error
-    if not callable(factory):
-        raise PlanError(f"model {name}: expected a class or function, got {type(factory).__name__}")
-    called = factory
-    if isinstance(factory, type):
-        # The metaclass of nnx hides the constructor's signature.
-        called = next(vars(one)["__init__"] for one in factory.__mro__ if "__init__" in vars(one))
-    wanted = [one for one in ("rngs", "key") if one in inspect.signature(called).parameters]
-    if wanted or _is_nnx_class(factory):
-        return {"jax": _jax_model(name, factory, wanted, stacked)}
-    if not installed("torch"):
-        raise PlanError(
-            f"model {name}: expected a factory of a JAX model that takes rngs or key, or torch to be installed"
-        )
-    torch = framework("torch")
-    with torch.device("meta"):
-        model = factory()
-    if not isinstance(model, torch.nn.Module):
-        raise PlanError(
-            f"model {name}: expected a torch.nn.Module, or a factory that takes rngs (an nnx.Module) or key (a pytree "
-            f"of parameters), got {type(model).__name__}"
-        )
+    factory = Factory.named(name)
+    if factory.is_jax:
+        model = factory.jax_module()
+        parameters, modules = _nnx_shapes(name, model, stacked)
+        return {
+            "jax": Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
+        }
+    model = factory.torch_module()
     if stacked:
         raise PlanError(
             f"model {name}: expected a JAX model for the stacks {list(stacked)}, got a torch.nn.Module"
         )
     parameters, modules = _torch_shapes(model)
     return {"torch": Model(name, modules, parameters, source=f"{name} on the meta device")}
-
-
-def _jax_model(name: str, factory: Any, wanted: Sequence[str], stacked: Sequence[str]) -> Model:
-    """An nnx module, or a pytree of parameters, made from ``wanted``: ``rngs``, ``key`` or neither."""
-    if not installed("jax"):
-        raise PlanError(f"model {name}: expected jax and flax to be installed for a JAX model")
-    jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "modules.tree_model")
-
-    def make() -> Any:
-        given = {"rngs": nnx.Rngs(0)} if "rngs" in wanted else {"key": jax.random.key(0)} if wanted else {}
-        return tree_model.as_module(factory(**given))
-
-    try:
-        model = nnx.eval_shape(make)
-    except (TypeError, ValueError) as error:
-        raise PlanError(
-            f"model {name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"
-        ) from error
-    parameters, modules = _nnx_shapes(name, model, stacked)
-    return Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
-
-
-def _is_nnx_class(factory: Any) -> bool:
-    return isinstance(factory, type) and any(one.__module__.startswith("flax.nnx") for one in factory.__mro__)
 
 
 def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:

@@ -141,6 +141,6 @@ def notes(comparison: Comparison) -> Sequence[str]:
         if choice.unknown:
             lines.append(
                 f"{choice.devices} devices: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
-                "measure (--compile compiles decoder:CONFIG only)"
+                "measure, or compile them for JAX with --target"
             )
     return lines

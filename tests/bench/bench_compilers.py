@@ -27,10 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge.planning.errors import PlanError
+from bridge.planning.targets import target_named
 from tests.support.compilers.setting import CONTESTANTS, PJIT, SHARD_MAP, Compiled, Setting
-from tests.support.compilers.targets import TARGETS, target_named, why_not
-from tests.support.compilers.worker import Compiler
+from tests.support.compilers.worker import Compiler, unavailable
 
+TARGETS = ("h100:8", "h100:64", "v5e:4x4", "v5p:4x4x4")
 APART = ("embed", "layers/*", "lm_head")
 KINDS = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "psum": "all-reduces"}
 Row = tuple[Setting, Compiled | str]
@@ -38,8 +40,8 @@ Row = tuple[Setting, Compiled | str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
-    names = options.target or (["h100:8"] if options.quick else list(TARGETS))
-    reasons = {name: reason for name in names if (reason := why_not(target_named(name).platform))}
+    names = options.target or (["h100:8"] if options.quick else TARGETS)
+    reasons = {name: reason for name in names if (reason := unavailable(target_named(name).platform))}
     for name, reason in reasons.items():
         print(f"{name} left out: {reason}", file=sys.stderr)
     if len(reasons) == len(names):
@@ -72,9 +74,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--target", type=_targets, metavar="NAME,...", help=f"among {', '.join(TARGETS)}, default all"
-    )
+    parser.add_argument("--target", type=_targets, metavar="NAME,...", help=f"default {','.join(TARGETS)}")
     parser.add_argument(
         "--size", choices=["512", "1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
     )
@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _targets(text: str) -> list[str]:
     try:
         return [target_named(name).name for name in text.split(",")]
-    except ValueError as error:
+    except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

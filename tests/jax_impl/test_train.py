@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jax_impl import (
+    abstract_state,
     data_parallel_mesh,
     fully_shard,
     init_state,
@@ -263,3 +264,24 @@ def test_microbatches_below_one_are_refused():
     plan: ShardingPlan = fully_shard(decoder(), data_parallel_mesh(2))[0]
     with pytest.raises(ValueError, match="microbatches >= 1, got 0"):
         make_train_step(plan, loss, optax.sgd(1.0), microbatches=0)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_lowered_programs_are_those_that_a_step_runs(engine):
+    plan, weights = fully_shard(decoder(), data_parallel_mesh(2), engine=engine)
+    optimizer = main_weight_adamw(1e-2)
+    step = make_train_step(plan, loss, optimizer, microbatches=2, donate=False)
+    state = init_state(plan, weights, optimizer)
+    batch = shard_batch(plan, tokens(4), 2)
+    shapes = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding)
+    first, second = (one.compile() for one in step.lower_programs(abstract_state(plan, optimizer), shapes))
+    parts, gradients, _ = first(state.weights, batch, state.variables, ())
+    for key, array in gradients.items():
+        assert array.sharding.is_equivalent_to(plan.sharding(key), array.ndim), key
+    updated = second(state.weights, state.opt_state, gradients, parts.value)[:2]
+    expected, metrics = step(state, batch)
+    assert parts.value == metrics["loss"]
+    for mine, its in zip(
+        jax.tree.leaves(updated), jax.tree.leaves((expected.weights, expected.opt_state)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, its)

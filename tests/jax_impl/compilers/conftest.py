@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.compilers.setting import Compiled, Setting
-from tests.support.compilers.targets import why_not
-from tests.support.compilers.worker import Compiler
+from tests.support.compilers.worker import Compiler, unavailable
 
 # Its assertions tell both sides only where pytest rewrites them.
 pytest.register_assert_rewrite("tests.jax_impl.compilers.expected")
@@ -18,7 +17,7 @@ Compile = Callable[[Setting], Compiled]
 
 
 def _compile(platform: str) -> Iterator[Compile]:
-    if reason := why_not(platform):
+    if reason := unavailable(platform):
         pytest.skip(reason)
     compiler = Compiler(platform)
     yield functools.cache(compiler.compile)

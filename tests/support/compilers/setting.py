@@ -22,6 +22,16 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 18,
         "d_ff": 91,
     },
+    # Of the relay "quick".
+    "quick": {
+        "vocab_size": 257,
+        "d_model": 37,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 6,
+        "d_ff": 53,
+    },
     # The shipped decoder's sizes, which divide by nothing in common.
     "331": {"n_layers": 2},
     "256": {

@@ -1,8 +1,6 @@
-"""A process that compiles for absent devices, one setting a line: ``Compiler`` talks to it, ``main`` is it.
+"""A process that compiles settings for absent devices: ``Compiler`` talks to it, ``main`` is it.
 
-XLA reads its environment once, and the process of the tests simulates CPU devices, so no compiler runs there. A setting
-goes in as a line of JSON on standard input, and what was compiled comes out as one on standard output. Nothing is
-allocated: weights and batches are shapes.
+Nothing is allocated: weights and batches are shapes.
 """
 
 from __future__ import annotations
@@ -10,24 +8,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from bridge.planning.compilers import devices_of, options_of, why_not
+from bridge.planning.leg_process import Leg, LegError, serve
+from bridge.planning.targets import target_named
+from bridge.planning.tpu_lock import held_lock
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import BY_HAND, BY_HAND_XLA, SIZES, Compiled, Setting, Stored
-from tests.support.compilers.targets import devices_of, environment, options_of, target_named
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jax_impl.runtime.sharding_plan import ShardingPlan
-
-ROOT = Path(__file__).parents[3]
 
 
 class Compiler:
@@ -35,61 +31,33 @@ class Compiler:
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process
+        self._leg = Leg("tests.support.compilers.worker", platform)
 
     def compile(self, setting: Setting) -> Compiled:
         """Raises ``RuntimeError`` with what the compiler said, or the end of what its process wrote before it ended."""
         if target_named(setting.target).platform != self.platform:
             raise ValueError(f"expected a target of {self.platform}, got {setting.target}")
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.compilers.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                cwd=ROOT,
-                env=environment(self.platform),
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            print(json.dumps(setting.to_json()), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            status = process.wait()
-            self._process = None
-            self._errors.seek(0)
-            raise RuntimeError(f"the compiler's process ended with {status}: {self._errors.read()[-3000:]}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"{setting}: {answer['error']}")
-        return Compiled.from_json(answer)
+            return Compiled.from_json(self._leg.ask(setting.to_json()))
+        except LegError as error:
+            raise RuntimeError(f"{setting}: {error}") from error
 
     def close(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait()
-            self._process = None
-        self._errors.close()
+        self._leg.close()
+
+
+def unavailable(platform: str) -> str | None:
+    """Why nothing can be compiled now: no compiler, or one that another process uses."""
+    if platform == "tpu" and why_not(platform) is None and (holder := held_lock()):
+        return f"another process holds libtpu's lock, {holder}: one process at a time compiles for TPUs"
+    return why_not(platform)
 
 
 def main() -> None:
-    # Compilers write to standard output as well: answers get a descriptor of their own.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            request = json.loads(line)
-            try:
-                answer = compiled(Setting(**{**request, "units": tuple(request["units"])})).to_json()
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"[:3000]}
-            print(json.dumps(answer), file=answers, flush=True)
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        return compiled(Setting(**{**request, "units": tuple(request["units"])})).to_json()
+
+    serve(answer)
 
 
 def compiled(setting: Setting) -> Compiled:

@@ -1,0 +1,148 @@
+"""The part of `twinshard plan` that compiles for targets: what is compiled is told before, and shown while it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from bridge.commands.output import print_line, print_table
+from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
+from bridge.planning.cost import Workload
+from bridge.planning.errors import PlanError
+from bridge.planning.model import Model
+from bridge.planning.sizes import parse_counts
+from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
+from bridge.planning.target_report import LEFT, notes, table, unrolled_layers
+from bridge.planning.target_step import ENGINES, StepRequest
+from bridge.planning.targets import Target, targets_named
+from bridge.sharding import ShardingPolicy
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """What the command was told of targets."""
+
+    targets: tuple[Target, ...]
+    engines: tuple[str, ...]
+    loss: str | None
+    batch: dict[str, BatchArray]
+
+    @staticmethod
+    def of(
+        targets: str | None,
+        engine: str,
+        loss: str | None,
+        batch_shapes: Path | None,
+        devices: str | None,
+        runtime: str,
+    ) -> TargetOptions | None:
+        """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
+        if targets is None:
+            if loss is not None or batch_shapes is not None:
+                raise PlanError(
+                    "--loss, --batch-shapes: expected --target NAME,..., which compiles such a step"
+                )
+            return None
+        if runtime == "torch":
+            raise PlanError("--target: expected --runtime jax or none, since XLA compiles JAX, got torch")
+        found = targets_named(targets)
+        counts = {one.devices for one in found}
+        if devices is not None and set(parse_counts(devices)) != counts:
+            raise PlanError(
+                f"--devices: expected none, or those of the targets, {','.join(map(str, sorted(counts)))}, got "
+                f"{devices}"
+            )
+        batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
+        return TargetOptions(found, ENGINES if engine == "both" else (engine,), loss, batch)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of devices, each once."""
+        return tuple(dict.fromkeys(one.devices for one in self.targets))
+
+    def step(self, model: str, work: Workload, stacked: tuple[str, ...]) -> StepRequest:
+        found = StepRequest(model, work, stacked, self.loss, self.batch)
+        if self.loss is not None:
+            # A wrong path is told at once, not by each of many compilations.
+            found.loss_function()
+        return found
+
+
+def compile_targets(
+    options: TargetOptions,
+    step: StepRequest,
+    model: Model,
+    policies: Sequence[ShardingPolicy],
+    memory: int | None,
+) -> TargetPlan:
+    """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
+    errors = Console(stderr=True)
+    tasks, refused = tasks_of(policies, options.targets, options.engines)
+    names = ", ".join(policy.source for policy in policies)
+    print_line(
+        errors,
+        f"compiling {len(tasks)} {'step' if len(tasks) == 1 else 'steps'} of {model.name} ({names}) for "
+        f"{', '.join(target.name for target in options.targets)}, {' and '.join(options.engines)}",
+    )
+    if many := unrolled_layers(model):
+        print_line(
+            errors,
+            f"{many[1]} layers of {many[0]} are compiled one by one, which takes long, for TPUs many minutes: scan "
+            f"them, with --stacked {many[0]}, where the model can",
+        )
+    with _progress(errors, len(tasks)) as begin:
+        rows = list(compile_tasks(step, tasks, memory, begin, lambda text: print_line(errors, text)))
+    order = {task: place for place, task in enumerate(map(str, tasks))}
+    rows.sort(key=lambda row: order[str(row.task)])
+    return TargetPlan(tuple(rows), tuple(refused))
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
+    number = 0
+    if not console.is_interactive:
+
+        def line(task: Task) -> None:
+            nonlocal number
+            number += 1
+            print_line(console, f"{number} of {total}: {task}")
+
+        yield line
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        shown = bar.add_task("", total=None)
+
+        def show(task: Task) -> None:
+            nonlocal number
+            number += 1
+            bar.reset(shown, description=f"{number} of {total}: {task}")
+
+        yield show
+
+
+def print_targets(out: Console, model: Model, step: StepRequest, plan: TargetPlan) -> None:
+    """The table, and what is to say of it."""
+    work = step.workload
+    batch = (
+        f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
+        if step.is_decoder
+        else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
+    )
+    print_line(
+        out,
+        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
+    )
+    print_line(out)
+    print_table(out, *table(plan), left=LEFT)
+    for line in notes(plan):
+        print_line(out, line)

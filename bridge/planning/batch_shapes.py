@@ -1,0 +1,60 @@
+"""The batch of a user's own loss, as shapes from a TOML file: arrays by name, of one device and microbatch.
+
+::
+
+    tokens = { shape = [2, 1025], dtype = "int32" }
+    mask   = { shape = [2, 1024] }                      # float32
+
+The first dimension is that of rows, the same for all arrays.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.planning.dtypes import BYTES
+from bridge.planning.errors import PlanError
+
+EXAMPLE = 'tokens = { shape = [2, 1025], dtype = "int32" }'
+
+
+@dataclass(frozen=True)
+class BatchArray:
+    """``shape``: rows of one device and microbatch, then the rest."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
+    """Raises ``PlanError`` that names file, array and key for anything else than the above."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"batch shapes {path}: expected a TOML file with lines such as {EXAMPLE}: {error.strerror}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"batch shapes {path}: not a TOML file: {error}") from error
+    found = {name: _array(f"batch shapes {path}: {name}", entry) for name, entry in content.items()}
+    rows = {array.shape[0] for array in found.values()}
+    if len(rows) != 1:
+        raise PlanError(
+            f"batch shapes {path}: expected one or more arrays of the same first dimension, rows of a device and "
+            f"microbatch, got { ({name: list(array.shape) for name, array in found.items()}) }"
+        )
+    return found
+
+
+def _array(place: str, entry: object) -> BatchArray:
+    if not isinstance(entry, dict) or "shape" not in entry or entry.keys() - {"shape", "dtype"}:
+        raise PlanError(f"{place}: expected shape and dtype as in {EXAMPLE}, got {entry!r}")
+    shape, dtype = entry["shape"], entry.get("dtype", "float32")
+    sizes = shape if isinstance(shape, list) else []
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise PlanError(f"{place}: shape: expected a list of ints >= 1, rows first, got {shape!r}")
+    if dtype not in BYTES:
+        raise PlanError(f"{place}: dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
+    return BatchArray(tuple(sizes), dtype)

@@ -1,0 +1,75 @@
+"""What compilers answered, kept on disk by the hash of all that the answer depends on.
+
+An entry is ``<key>.json``, and beside it the texts that its answer names. Entries are written whole or not at all, and
+one that cannot be read is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# Answers of other versions have other fields.
+VERSION = 1
+
+
+def cache_folder() -> Path:
+    """``twinshard`` below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "twinshard" / "compiled"
+
+
+def key_of(parts: Iterable[str]) -> str:
+    """A key for texts on which an answer depends, such as a program, a target and versions."""
+    found = hashlib.sha256(f"twinshard {VERSION}".encode())
+    for part in parts:
+        found.update(hashlib.sha256(part.encode()).digest())
+    return found.hexdigest()[:32]
+
+
+def load(key: str) -> dict[str, Any] | None:
+    """The answer, with its texts still there; None where there is none that can be read."""
+    try:
+        entry = json.loads((cache_folder() / f"{key}.json").read_text(encoding="utf-8"))
+        answer = entry["answer"]
+        whole = entry["version"] == VERSION and entry["digest"] == _digest(answer)
+        return answer if whole and all(Path(path).is_file() for path in answer["programs"].values()) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def save(key: str, answer: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Keep ``answer`` and the ``texts`` by name. Returns the answer with ``programs``, the paths of the texts."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    programs = {name: folder / f"{key}.{name}.hlo" for name in texts}
+    for name, text in texts.items():
+        _write(programs[name], text)
+    answer = {**answer, "programs": {name: str(path) for name, path in programs.items()}}
+    _write(
+        folder / f"{key}.json",
+        json.dumps({"version": VERSION, "digest": _digest(answer), "answer": answer}, indent=1) + "\n",
+    )
+    return answer
+
+
+def _digest(answer: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,136 @@
+"""XLA's compilers for GPUs and TPUs: where they are installed, and what a process needs that compiles with one.
+
+No device takes part. The GPU plugin needs a description of the card, the TPU library only a topology's name. Both read
+their settings when JAX starts, so a process serves one of the two (``leg_process.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from bridge.planning.cards import CARDS
+from bridge.planning.errors import PlanError
+from bridge.planning.targets import Target
+
+VARIABLE = "TWINSHARD_COMPILERS"
+"""Names a folder with the compilers."""
+FOLDER = Path(__file__).parents[2] / ".venv" / "compilers"
+"""Where ``make compilers`` puts them: apart from the environment, in which JAX would look for their devices."""
+
+_PACKAGES = {
+    "gpu": {
+        "jax_plugins.xla_cuda12": "jax-cuda12-plugin, jax-cuda12-pjrt",
+        "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
+    },
+    "tpu": {"libtpu": "libtpu"},
+}
+# Without a card nothing can be tuned, and the Triton products that tuning would choose among fail for odd sizes.
+_GPU_ALWAYS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+RECOMMENDED = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+}
+"""XLA's options by which its GPU scheduler moves transfers beside computation; they are off by default."""
+
+
+def folders() -> list[Path]:
+    """Where compilers may lie besides ``sys.path``. Raises ``PlanError`` where the variable names no folder."""
+    named = os.environ.get(VARIABLE)
+    if named and not Path(named).is_dir():
+        raise PlanError(f"{VARIABLE}: expected a folder with compilers, got {named!r}")
+    return [*([Path(named)] if named else []), FOLDER]
+
+
+def why_not(platform: str) -> str | None:
+    """Why nothing can be compiled for ``platform``, "gpu" or "tpu", on this machine; None where it can."""
+    searched = [*map(Path, sys.path), *folders()]
+    missing = [
+        packages
+        for module, packages in _PACKAGES[platform].items()
+        # No import system: a namespace package such as nvidia may lie in several folders.
+        if not any(Path(folder, *module.split(".")).is_dir() for folder in searched)
+    ]
+    if missing:
+        return (
+            f"the {platform.upper()} compiler is not installed ({', '.join(missing)}): pip install "
+            f'"twinshard[{platform}-compiler]", or make compilers, or set {VARIABLE} to a folder that has it'
+        )
+    return None
+
+
+def environment(platform: str) -> dict[str, str]:
+    """Of a process that compiles for ``platform``: this one's, without what is meant for simulated devices."""
+    kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    path = [kept.get("PYTHONPATH"), *map(str, folders())]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        # Else libtpu asks the metadata server of a cloud that this machine may not be in.
+        **({"TPU_SKIP_MDS_QUERY": "1"} if platform == "tpu" else {}),
+    }
+
+
+def devices_of(target: Target) -> list[Any]:
+    """The target's devices, to build a mesh of; in a process with ``environment(target.platform)``.
+
+    Raises ``PlanError`` where the compiler knows no such machine.
+    """
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+
+    try:
+        if target.platform == "tpu":
+            # A v4 chip has two cores, which work as one device.
+            chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}
+            found = topologies.get_topology_desc(
+                platform="tpu", topology_name=target.topology, **chip
+            ).devices
+        else:
+            from jax._src import xla_bridge
+
+            # JAX looks for plugins when it first needs a device; a topology needs none.
+            xla_bridge.discover_pjrt_plugins()
+            found = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=target.topology,
+                topology=target.topology,
+                target_config=CARDS[target.kind].proto(),
+            ).devices
+    except JaxRuntimeError as error:
+        if "lockfile" in str(error):
+            raise
+        reason = re.sub(r"\s+", " ", str(error))[:300]
+        raise PlanError(f"target {target.name}: the compiler knows no such machine: {reason}") from error
+    if len(found) != target.devices:
+        raise PlanError(
+            f"target {target.name}: expected {target.devices} devices, the compiler has {len(found)}"
+        )
+    return list(found)
+
+
+def options_of(target: Target, recommended: bool = False) -> dict[str, Any]:
+    """``compiler_options`` of a compilation: XLA's defaults, or what is recommended for steps that shard weights."""
+    if target.platform == "tpu":
+        return {}
+    return {**_GPU_ALWAYS, **(RECOMMENDED if recommended else {})}
+
+
+def versions(platform: str) -> dict[str, str]:
+    """Of JAX and the compiler, by package."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    names = {"gpu": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"), "tpu": ("libtpu",)}[platform]
+    found = {}
+    for name in ("jax", "jaxlib", *names):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found

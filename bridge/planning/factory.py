@@ -1,0 +1,95 @@
+"""Users' models and functions by path, ``package.module:name``: imported, and models made from shapes alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.planning.errors import PlanError
+from bridge.planning.runtimes import framework, installed, part
+
+
+def function_named(what: str, path: str, example: str) -> Callable[..., Any]:
+    """``package.module:name``, searched from the current folder on. Raises ``PlanError`` where it cannot be imported.
+
+    what: what an error calls it, such as "loss". example: how its path should look.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"{what} {path}: expected {example} that can be imported: {error}") from error
+    if not callable(found):
+        raise PlanError(f"{what} {path}: expected a class or function, got {type(found).__name__}")
+    return found
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A class or function that makes a model. ``wanted``: which of ``rngs`` and ``key`` it takes."""
+
+    name: str
+    make: Callable[..., Any]
+    wanted: tuple[str, ...]
+
+    @staticmethod
+    def named(name: str) -> Factory:
+        """Raises ``PlanError`` where the path leads to no class or function."""
+        factory = function_named("model", name, "package.module:Factory")
+        called: Any = factory
+        if isinstance(factory, type):
+            # The metaclass of nnx hides the constructor's signature.
+            called = next(vars(one)["__init__"] for one in factory.__mro__ if "__init__" in vars(one))
+        taken = inspect.signature(called).parameters
+        return Factory(name, factory, tuple(one for one in ("rngs", "key") if one in taken))
+
+    @property
+    def is_jax(self) -> bool:
+        return bool(self.wanted) or (
+            isinstance(self.make, type)
+            and any(one.__module__.startswith("flax.nnx") for one in self.make.__mro__)
+        )
+
+    def jax_module(self) -> Any:
+        """An abstract nnx module, or one that stands for a pytree of parameters. Raises ``PlanError`` for others."""
+        if not installed("jax"):
+            raise PlanError(f"model {self.name}: expected jax and flax to be installed for a JAX model")
+        jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "modules.tree_model")
+
+        def make() -> Any:
+            given = {"rngs": nnx.Rngs(0)} if "rngs" in self.wanted else {}
+            given |= {"key": jax.random.key(0)} if self.wanted == ("key",) else {}
+            return tree_model.as_module(self.make(**given))
+
+        try:
+            return nnx.eval_shape(make)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"model {self.name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"
+            ) from error
+
+    def torch_module(self) -> Any:
+        """A ``torch.nn.Module`` on the meta device. Raises ``PlanError`` for others."""
+        if not installed("torch"):
+            raise PlanError(
+                f"model {self.name}: expected a factory of a JAX model that takes rngs or key, or torch to be installed"
+            )
+        torch = framework("torch")
+        with torch.device("meta"):
+            model = self.make()
+        if not isinstance(model, torch.nn.Module):
+            raise PlanError(
+                f"model {self.name}: expected a torch.nn.Module, or a factory that takes rngs (an nnx.Module) or key "
+                "(a pytree of parameters; of a linen module, which needs an example input: return "
+                f'net.init(key, example)["params"]), got {type(model).__name__}'
+            )
+        return model

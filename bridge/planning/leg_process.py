@@ -1,0 +1,103 @@
+"""A process that compiles for one platform: ``Leg`` talks to it, ``serve`` is its main function.
+
+XLA reads its environment once, and libtpu belongs to one process, so no compiler runs in the process of the command.
+A request goes in as a line of JSON on standard input, and its answer comes out as one on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import IO, Any, Self
+
+from bridge.planning.compilers import environment
+from bridge.planning.errors import PlanError
+
+_LONGEST = 3000
+
+
+class LegError(RuntimeError):
+    """What the process said went wrong, or the end of what it wrote before it ended."""
+
+
+class Leg:
+    """Starts at the first request, runs until ``close``. ``module``: what ``python -m`` runs."""
+
+    def __init__(self, module: str, platform: str) -> None:
+        self.module, self.platform = module, platform
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises ``LegError`` where there is no answer."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = process.wait()
+            self._process = None
+            self._errors.seek(0)
+            raise LegError(
+                f"the compiler's process ended with {status}: {self._errors.read()[-_LONGEST:].strip()}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise LegError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """End the process, also one that still compiles."""
+        self.restart()
+        self._errors.close()
+
+    def restart(self) -> None:
+        """The next request has a new process."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment(self.platform),
+        )
+        return self._process
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer the requests on standard input, one after the other."""
+    # Compilers write to standard output as well: answers get a descriptor of their own.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            try:
+                found = answer(json.loads(line))
+            except PlanError as error:
+                found = {"error": str(error)}
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
+            print(json.dumps(found), file=answers, flush=True)

@@ -1,0 +1,175 @@
+"""The process that compiles a step for a target: ``python -m bridge.planning.target_leg``, see ``leg_process.py``.
+
+A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
+alive beside a program, such as the moments while gradients are computed, counts in its peak::
+
+    gradients   weights, batch -> gradients    + temporary    beside them: moments
+    update      weights, moments, gradients -> the same arrays, donated, + temporary    beside them: the batch
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import time
+import warnings
+from typing import Any
+
+from bridge.planning.compile_cache import key_of, load, save
+from bridge.planning.compilers import devices_of, options_of, versions
+from bridge.planning.leg_process import serve
+from bridge.planning.runtimes import framework, part
+from bridge.planning.target_step import StepRequest
+from bridge.planning.targets import Target, target_named
+
+PROGRAMS = ("gradients", "update")
+_AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
+
+
+def main() -> None:
+    serve(answer)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """``request``: step, policy (text), source, target, engine."""
+    jax = framework("jax")
+    target = target_named(request["target"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        plan, state, batch, lowered = lowered_step(request, target)
+    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    used = versions(target.platform)
+    options = options_of(target)
+    texts = [one.as_text() for one in lowered]
+    key = key_of([str(target), str(options), str(sorted(used.items())), *texts])
+    kept = load(key)
+    if kept is not None:
+        return {**kept, "warnings": told, "cached": True}
+    held = {
+        "weights": _bytes(state.weights),
+        "moments": _bytes(state.opt_state),
+        "gradients": _bytes(
+            {
+                key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
+                for key, array in lowered[0].out_info[1].items()
+            }
+        ),
+        "batch": _bytes(batch),
+        "variables": _bytes(state.variables),
+    }
+    begun = time.monotonic()
+    programs: dict[str, Any] = {}
+    for name, one in zip(PROGRAMS, lowered, strict=True):
+        try:
+            programs[name] = one.compile(options)
+        except framework("jax.errors").JaxRuntimeError as error:
+            needed = exhausted(str(error), held, name)
+            if needed is None:
+                raise
+            found = {"held": held, "exhausted": needed, "seconds": time.monotonic() - begun, "versions": used}
+            return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
+    seconds = time.monotonic() - begun
+    memory = {name: _memory(one, name, held) for name, one in programs.items()}
+    found = {"held": held, "memory": memory, "seconds": seconds, "versions": used}
+    hlo: dict[str, str] = {}
+    try:
+        for name, one in programs.items():
+            hlo[name] = one.as_text()
+        found["collectives"] = [one for name in PROGRAMS for one in _collectives(name, hlo[name])]
+    except (framework("jax.errors").JaxRuntimeError, ValueError) as error:
+        # jaxlib may not read what a newer compiler wrote, and loops of unknown length cannot be counted.
+        found["unread"] = " ".join(str(error).split())[:300]
+    return {**save(key, found, hlo), "warnings": told, "cached": False}
+
+
+def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any, tuple[Any, Any]]:
+    """Sharding plan, abstract state and batch, and the two programs of the step."""
+    runtime, jax, np = framework("jax_impl"), framework("jax"), framework("numpy")
+    step = StepRequest.from_json(request["step"])
+    policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
+    sizes = policy.mesh_sizes(target.devices)
+    mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
+    plan = runtime.plan_sharding(
+        _model(json.dumps(request["step"])), mesh, policy, stacked=step.stacked, engine=request["engine"]
+    )
+    optimizer = runtime.main_weight_adamw(1e-3)
+    training = runtime.make_train_step(
+        plan, step.loss_function(), optimizer, microbatches=step.workload.microbatches
+    )
+    state, batch = runtime.abstract_state(plan, optimizer), step.global_batch(plan)
+    return plan, state, batch, training.lower_programs(state, batch)
+
+
+@functools.lru_cache(1)
+def _model(step: str) -> Any:
+    """Of the rows of a table, which have one model: making many layers takes longer than lowering a scanned step."""
+    return StepRequest.from_json(json.loads(step)).abstract_model()
+
+
+def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
+    """Bytes on one device. ``beside``: alive, but not given to the program. ``peak``: alive while the program runs."""
+    found = program.memory_analysis()
+    parts = {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "temporary": found.temp_size_in_bytes,
+        "aliased": found.alias_size_in_bytes,
+    }
+    own = parts["arguments"] + parts["outputs"] + parts["temporary"] - parts["aliased"]
+    given = {
+        "gradients": ("weights", "batch", "variables"),
+        "update": ("weights", "moments", "gradients"),
+    }[name]
+    alive = sum(size for kind, size in held.items() if name == "update" or kind != "gradients")
+    # Frozen weights may be left out of a program's arguments, and are alive all the same.
+    left_out = max(0, sum(held[kind] for kind in given) - parts["arguments"])
+    beside = alive - sum(held[kind] for kind in given) + left_out
+    return {**parts, "beside": beside, "peak": own + beside}
+
+
+def _collectives(program: str, text: str) -> list[dict[str, Any]]:
+    scheduled = part("jax", "diagnostics.scheduled")
+    return [
+        {
+            "program": program,
+            "kind": one.kind,
+            "arrays": [{"dtype": array.dtype, "size": array.size} for array in one.arrays],
+            "times": one.times,
+            "bytes": one.bytes,
+            "overlaps": one.overlaps,
+            "name": one.name,
+        }
+        for one in scheduled.read_collectives(text)
+    ]
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    jax = framework("jax")
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def exhausted(message: str, held: dict[str, int], program: str) -> int | None:
+    """At least how many bytes a step needs on a device, where a compiler refused it for them; None for other errors.
+
+    XLA:TPU tells either all bytes of the program, or those of its temporary arrays.
+    """
+    beside = held["moments"] if program == "gradients" else 0
+    if used := re.search(rf"Used {_AMOUNT} of \S+ hbm", message):
+        return _amount(used) + beside
+    if temporary := re.search(rf"required for HLO temporaries \({_AMOUNT}\) exceeds", message):
+        return _amount(temporary) + sum(held.values())
+    return sum(held.values()) if "CompileTimeHbmOom" in message else None
+
+
+def _amount(found: re.Match[str]) -> int:
+    return int(float(found[1]) * 2 ** (10 * "BKMGT".index(found[2] or "B")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What the compilers of targets say of a model under policies: memory, collectives, and what is the cheapest that fits.
+
+One row is one policy on one target with one engine. The cheapest of a target is the one that fits and whose arrays
+sent in a step have the fewest bytes; an all-reduce sends what it reduces twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.planning.compilers import why_not
+from bridge.planning.errors import PlanError
+from bridge.planning.leg_process import Leg, LegError
+from bridge.planning.target_step import StepRequest
+from bridge.planning.targets import Target
+from bridge.planning.tpu_lock import SECONDS, wait_for_lock
+from bridge.sharding import PolicyError, ShardingPolicy
+
+RESERVE = 0.10
+"""The share of a device's memory that is kept for what no compiler counts: fragments, libraries' own buffers."""
+LEG = "bridge.planning.target_leg"
+GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "psum")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to compile."""
+
+    policy: ShardingPolicy
+    target: Target
+    engine: str
+
+    def __str__(self) -> str:
+        return f"{self.policy.source} for {self.target.name}, {self.engine}"
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """``memory``: bytes of a device that a step may not exceed, the reserve included. ``found``: the leg's answer.
+
+    ``failed``: why there is no answer.
+    """
+
+    task: Task
+    memory: int
+    found: dict[str, Any] | None = None
+    failed: str | None = None
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes on one device by kind: weights, moments, gradients, batch, variables."""
+        return self.found["held"] if self.found else {}
+
+    @property
+    def peak(self) -> int | None:
+        """The most bytes alive on a device in the step; a lower bound where the compiler ran out of memory."""
+        if not self.found:
+            return None
+        if self.exhausted:
+            return int(self.found["exhausted"])
+        return max(one["peak"] for one in self.found["memory"].values())
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the compiler refused the program because it does not fit."""
+        return bool(self.found and "exhausted" in self.found)
+
+    @property
+    def temporary(self) -> int | None:
+        """Bytes that the program with the highest peak needs beside its arguments and results."""
+        if not self.found or self.exhausted:
+            return None
+        return int(max(self.found["memory"].values(), key=lambda one: one["peak"])["temporary"])
+
+    @property
+    def fits(self) -> bool | None:
+        """With the reserve; None where the compiler gave no answer."""
+        if self.peak is None:
+            return None
+        return not self.exhausted and self.peak <= self.memory * (1 - RESERVE)
+
+    def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
+        """Number in a step, bytes of their full arrays, and the share of bytes beside a matrix product."""
+        chosen = set(kinds)
+        known = [one for one in (self.found or {}).get("collectives", []) if one["kind"] in chosen]
+        nbytes = sum(one["bytes"] for one in known)
+        beside = sum(one["bytes"] for one in known if one["overlaps"])
+        return sum(one["times"] for one in known), nbytes, beside / nbytes if nbytes else 0.0
+
+    @property
+    def unread(self) -> str | None:
+        """Why the collectives of the programs are not known."""
+        return (self.found or {}).get("unread")
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes of the arrays of a step's collectives; an all-reduce counts twice. None where they are not known."""
+        listed = (self.found or {}).get("collectives")
+        if listed is None:
+            return None
+        return sum(one["bytes"] * (2 if one["kind"] == "psum" else 1) for one in listed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        target = self.task.target
+        return {
+            "policy": self.task.policy.source,
+            "target": target.name,
+            "engine": self.task.engine,
+            "devices": target.devices,
+            "mesh": self.task.policy.mesh_sizes(target.devices),
+            "device_memory": self.memory,
+            "reserve": RESERVE,
+            "fits": self.fits,
+            "peak": self.peak,
+            "temporary": self.temporary,
+            "failed": self.failed,
+            **(self.found or {}),
+        }
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """``rows`` in the order of policies, targets, engines. ``refused``: why a policy is impossible on a target."""
+
+    rows: tuple[TargetRow, ...]
+    refused: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether something fits, and nothing failed."""
+        return any(row.fits for row in self.rows) and not any(row.failed for row in self.rows)
+
+    def cheapest(self) -> Iterator[tuple[Target, TargetRow | None]]:
+        """For each target the cheapest row that fits."""
+        for target in dict.fromkeys(row.task.target for row in self.rows):
+            fit = [row for row in self.rows if row.task.target == target and row.fits]
+            yield target, min(fit, key=_cost, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        cheapest = [
+            {
+                "target": target.name,
+                "policy": row and row.task.policy.source,
+                "engine": row and row.task.engine,
+            }
+            for target, row in self.cheapest()
+        ]
+        return {
+            "rows": [row.as_dict() for row in self.rows],
+            "cheapest": cheapest,
+            "refused": list(self.refused),
+        }
+
+
+def _cost(row: TargetRow) -> tuple[bool, int, int]:
+    """What is not known is not called cheap."""
+    return row.sent is None, row.sent or 0, row.peak or 0
+
+
+def tasks_of(
+    policies: Sequence[ShardingPolicy], targets: Sequence[Target], engines: Sequence[str]
+) -> tuple[list[Task], list[str]]:
+    """What to compile, and why policies are left out on targets.
+
+    Raises ``PlanError`` where nothing is left, or a compiler is not installed.
+    """
+    for platform in dict.fromkeys(target.platform for target in targets):
+        if reason := why_not(platform):
+            raise PlanError(reason)
+    tasks, refused = [], []
+    for policy in policies:
+        for target in targets:
+            try:
+                policy.mesh_sizes(target.devices)
+            except PolicyError as error:
+                refused.append(f"{target.name}: {error}")
+                continue
+            tasks += [Task(policy, target, engine) for engine in engines]
+    if not tasks:
+        raise PlanError(refused[-1])
+    return tasks, refused
+
+
+def compile_tasks(
+    step: StepRequest, tasks: Sequence[Task], memory: int | None, begin: Callable[[Task], None], say: Say
+) -> Iterator[TargetRow]:
+    """Rows in the order of ``tasks``, each when it is compiled; one process a platform compiles at a time.
+
+    memory: bytes of a device; None: the target's. begin: called before a task. say: gets what people should know.
+    """
+    # Where several processes wait for the lock, it is waited for more than once.
+    say = functools.cache(say)
+    for platform in dict.fromkeys(task.target.platform for task in tasks):
+        with Leg(LEG, platform) as leg:
+            for task in tasks:
+                if task.target.platform == platform:
+                    begin(task)
+                    yield _compiled(leg, step, task, memory, say)
+
+
+def _compiled(leg: Leg, step: StepRequest, task: Task, memory: int | None, say: Say) -> TargetRow:
+    limit = task.target.memory if memory is None else memory
+    request = {
+        "step": step.to_json(),
+        "policy": task.policy.to_toml(),
+        "source": task.policy.source,
+        "target": task.target.name,
+        "engine": task.engine,
+    }
+    try:
+        return TargetRow(task, limit, _asked(leg, request, say))
+    except LegError as error:
+        return TargetRow(task, limit, failed=" ".join(str(error).split()))
+
+
+def _asked(leg: Leg, request: dict[str, Any], say: Say) -> dict[str, Any]:
+    """The answer, also where another process holds the lock of the compiler for a while."""
+    end = time.monotonic() + SECONDS
+    held = False
+    while True:
+        if leg.platform == "tpu" and not leg.running:
+            wait_for_lock(say, max(0.0, end - time.monotonic()), held)
+        try:
+            return leg.ask(request)
+        except LegError as error:
+            # Another process may have taken the lock since.
+            if "lockfile" not in str(error) or time.monotonic() >= end:
+                raise
+            held = True
+            leg.restart()

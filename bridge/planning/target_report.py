@@ -1,0 +1,96 @@
+"""What the compilers of targets said, as rows of text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from bridge.planning.model import Model
+from bridge.planning.target_plan import GATHERS, REDUCTIONS, RESERVE, TargetPlan, TargetRow
+from bridge.text import human_bytes
+
+Row = tuple[str, ...]
+HEADINGS = (
+    "policy",
+    "target",
+    "engine",
+    "devices",
+    "weights",
+    "moments",
+    "gradients",
+    "temporary",
+    "peak",
+    "of",
+    "fits",
+    "gathers",
+    "beside products",
+    "reductions",
+    "beside products",
+    "compile s",
+)
+LEFT = 3
+MANY_LAYERS = 8
+_ANSWERS = {True: "yes", False: "no", None: "failed"}
+
+
+def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each policy, target and engine."""
+    return HEADINGS, [_row(row) for row in plan.rows]
+
+
+def _row(row: TargetRow) -> Row:
+    task = row.task
+    first = (task.policy.source, task.target.name, task.engine, str(task.target.devices))
+    held: Row
+    if row.found is None:
+        held = ("",) * 5
+    else:
+        held = tuple(human_bytes(row.held[kind]) for kind in ("weights", "moments", "gradients"))
+        held += ("", f"> {human_bytes(row.peak or 0)}") if row.exhausted else ()
+        held += () if row.exhausted else (human_bytes(row.temporary or 0), human_bytes(row.peak or 0))
+    known = row.sent is not None
+    sent = [cell for kinds in (GATHERS, REDUCTIONS) for cell in _transfers(row, kinds, known)]
+    seconds = "" if row.found is None else f"{row.found['seconds']:.1f}{' (cached)' * row.found['cached']}"
+    return (*first, *held, human_bytes(row.memory), _ANSWERS[row.fits], *sent, seconds)
+
+
+def _transfers(row: TargetRow, kinds: tuple[str, ...], known: bool) -> tuple[str, str]:
+    if not known:
+        return "", ""
+    times, nbytes, share = row.collectives(kinds)
+    return f"{times}, {human_bytes(nbytes)}", f"{share:.0%}" if nbytes else ""
+
+
+def notes(plan: TargetPlan) -> Iterator[str]:
+    """Lines under the table: what was refused, warned of or failed, and the cheapest that fits."""
+    yield from (f"left out: {reason}" for reason in plan.refused)
+    told: dict[str, None] = {}
+    for row in plan.rows:
+        if row.failed:
+            yield f"{row.task}: failed: {row.failed}"
+        if row.exhausted:
+            yield f"{row.task}: the compiler refused the program because it does not fit the device"
+        if row.unread:
+            yield f"{row.task}: its collectives are not known, the compiled text cannot be read: {row.unread}"
+        told.update(dict.fromkeys((row.found or {}).get("warnings", [])))
+    yield from (f"warning: {text}" for text in told)
+    for target, cheapest in plan.cheapest():
+        if cheapest is None:
+            yield f"{target.name}: nothing fits with {RESERVE:.0%} of the memory kept in reserve"
+        else:
+            sent = "an unknown number of bytes" if cheapest.sent is None else human_bytes(cheapest.sent)
+            yield (
+                f"{target.name}: {cheapest.task.policy.source} ({cheapest.task.engine}) is the cheapest that fits, "
+                f"{sent} sent in a step"
+            )
+
+
+def unrolled_layers(model: Model) -> tuple[str, int] | None:
+    """The module with the most layers that are not scanned, and their number, where they are many."""
+    numbers: dict[str, set[str]] = {}
+    for path in model.modules:
+        layer = re.fullmatch(r"(.*?)[._](\d+)", path)
+        if layer and not any(path.startswith(f"{stack}.") for stack in model.stacks):
+            numbers.setdefault(layer[1], set()).add(layer[2])
+    found = max(numbers, key=lambda name: len(numbers[name]), default="")
+    return (found, len(numbers[found])) if found and len(numbers[found]) > MANY_LAYERS else None

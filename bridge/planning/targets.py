@@ -1,0 +1,87 @@
+"""Machines to compile for that are not there, by name: ``h100:64`` is 64 GPUs, ``v5e:4x4`` a slice of 16 TPUs.
+
+A host has up to 8 GPUs, and more GPUs fill whole hosts. The axes of a TPU slice are those of its torus, in chips.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from bridge.planning.cards import CARDS
+from bridge.planning.errors import PlanError
+
+HOST = 8
+"""Most GPUs of a host."""
+
+
+@dataclass(frozen=True)
+class _Tpu:
+    """``axes``: of its torus. ``memory``: bytes of a device."""
+
+    axes: int
+    memory: int
+
+
+# Memory: jax-ml.github.io/scaling-book.
+TPUS = {
+    "v4": _Tpu(3, 32_000_000_000),
+    "v5e": _Tpu(2, 16_000_000_000),
+    "v5p": _Tpu(3, 96_000_000_000),
+    "v6e": _Tpu(2, 32_000_000_000),
+}
+EXAMPLES = "h100:8, b200:64, v5e:4x4 or v5p:4x4x4"
+
+
+@dataclass(frozen=True)
+class Target:
+    """``kind``: of its devices, such as "h100". ``platform``: "gpu" or "tpu". ``memory``: bytes of a device.
+
+    ``topology``: as its compiler names it; for GPUs slices x hosts x devices of a host.
+    """
+
+    name: str
+    kind: str
+    platform: str
+    topology: str
+    devices: int
+    memory: int
+
+
+def target_named(name: str) -> Target:
+    """Raises ``PlanError`` for what is no target, with what was expected."""
+    kind, colon, size = name.strip().lower().partition(":")
+    if not colon or kind not in (*CARDS, *TPUS):
+        raise PlanError(
+            f"target: expected GPUs {'|'.join(CARDS)}:N or TPUs {'|'.join(TPUS)}:AxB[xC], such as {EXAMPLES}, got "
+            f"{name!r}"
+        )
+    return _gpus(kind, size, name) if kind in CARDS else _tpus(kind, size, name)
+
+
+def targets_named(names: str) -> tuple[Target, ...]:
+    """``"h100:8,v5e:4x4"``: targets, each once. Raises ``PlanError`` otherwise."""
+    return tuple(dict.fromkeys(map(target_named, names.split(","))))
+
+
+def _gpus(kind: str, size: str, name: str) -> Target:
+    count = int(size) if re.fullmatch(r"[1-9][0-9]{0,5}", size) else 0
+    if not count or (count > HOST and count % HOST):
+        raise PlanError(
+            f"target {name}: expected a number of GPUs, up to {HOST} on one host or a multiple of {HOST}, such as "
+            f"{kind}:8 or {kind}:64, got {size!r}"
+        )
+    hosts = max(1, count // HOST)
+    return Target(f"{kind}:{count}", kind, "gpu", f"1x{hosts}x{count // hosts}", count, CARDS[kind].memory)
+
+
+def _tpus(kind: str, size: str, name: str) -> Target:
+    tpu = TPUS[kind]
+    if not re.fullmatch("x".join([r"[1-9][0-9]{0,2}"] * tpu.axes), size):
+        raise PlanError(
+            f"target {name}: expected {tpu.axes} sizes of a slice of {kind} in chips, such as "
+            f"{kind}:{'x'.join(['4'] * tpu.axes)}, got {size!r}"
+        )
+    count = math.prod(map(int, size.split("x")))
+    return Target(f"{kind}:{size}", kind, "tpu", f"{kind}:{size}", count, tpu.memory)

@@ -1,0 +1,279 @@
+"""``plan --target``: what XLA's own compilers say of whole steps, for machines that are not there.
+
+Skipped where the compilers are not installed. Nothing runs: these tests say what was compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from bridge.commands.main import app
+from bridge.planning import Workload, make_plan, resolve_models, target_plan, tpu_lock
+from bridge.planning.batch_shapes import load_batch_shapes
+from bridge.planning.compile_cache import cache_folder, key_of, load, save
+from bridge.planning.compilers import why_not
+from bridge.planning.cost import parse_policy
+from bridge.planning.errors import PlanError
+from bridge.planning.leg_process import Leg
+from bridge.planning.target_plan import Task
+from bridge.planning.target_step import StepRequest
+from bridge.planning.targets import target_named
+from tests.support.compilers.setting import Setting
+from tests.support.compilers.worker import Compiler, unavailable
+
+POLICY = parse_policy('[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n', "own.toml")
+MODEL = "decoder:quick"
+WORK = Workload(batch=2, length=128)
+NET = """
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(24, 24, rngs=rngs) for _ in range(9))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def loss(model, batch):
+    errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def mean_of_masked(model, batch):
+    total, weight = loss(model, batch)
+    return total / weight
+"""
+SHAPES = "x = { shape = [3, 24] }\ny = { shape = [3, 24] }\nmask = { shape = [3] }\n"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def gpu(cache: None) -> Iterator[Leg]:
+    if reason := why_not("gpu"):
+        pytest.skip(reason)
+    with Leg("bridge.planning.target_leg", "gpu") as leg:
+        yield leg
+
+
+@pytest.fixture(scope="module")
+def compiler(gpu: Leg) -> Iterator[Compiler]:
+    found = Compiler("gpu")
+    yield found
+    found.close()
+
+
+def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
+    return {
+        "step": StepRequest(MODEL, work).to_json(),
+        "policy": POLICY.to_toml(),
+        "source": POLICY.source,
+        "target": "h100:8",
+        "engine": engine,
+    }
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
+def test_the_gradients_are_the_program_that_is_compiled_directly(
+    gpu: Leg, compiler: Compiler, engine: str
+) -> None:
+    found = gpu.ask(request(engine))
+    direct = compiler.compile(Setting("h100:8", engine, "quick"))
+    assert found["memory"]["gradients"]["temporary"] == direct.temporary
+    collectives = [dict(one) for one in found["collectives"] if one.pop("program") == "gradients"]
+    assert [(one["kind"], one["times"], one["bytes"], one["overlaps"]) for one in collectives] == [
+        (one.kind, one.times, one.bytes, one.overlaps) for one in direct.collectives
+    ]
+    assert direct.collectives
+    for path in found["programs"].values():
+        assert "ENTRY" in Path(path).read_text()
+
+
+def test_weights_and_moments_are_the_plans(gpu: Leg) -> None:
+    held = gpu.ask(request("shard_map"))["held"]
+    plan = make_plan(resolve_models(MODEL, ["jax"])["jax"], POLICY, 8, "jax", WORK)
+    counter = 4
+    assert held["weights"] == plan.at_rest.main_weights.allocated
+    assert held["moments"] == plan.at_rest.moments.allocated + counter
+    assert held["batch"] == 2 * 129 * 4
+
+
+def test_a_peak_counts_what_lives_beside_a_program_and_the_update_gets_its_state_donated(gpu: Leg) -> None:
+    found = gpu.ask(request("shard_map"))
+    held, memory = found["held"], found["memory"]
+    gradients, update = memory["gradients"], memory["update"]
+    state = held["weights"] + held["moments"]
+    assert gradients["beside"] == held["moments"]
+    assert update["beside"] == held["batch"]
+    assert update["aliased"] == state
+    # A few bytes are the loss and the compiler's tables of pointers.
+    expected = state + held["gradients"] + held["batch"]
+    for one in (gradients, update):
+        assert one["peak"] == pytest.approx(expected + one["temporary"], abs=256)
+
+
+def test_a_second_run_answers_from_the_cache_and_a_broken_entry_is_compiled_anew(gpu: Leg) -> None:
+    first = gpu.ask(request("shard_map"))
+    second = gpu.ask(request("shard_map"))
+    assert second == {**first, "cached": True}
+    other = gpu.ask(request("shard_map", work=Workload(1, 128)))
+    assert (other["cached"], other["programs"] == first["programs"]) == (False, False)
+    entry = Path(first["programs"]["update"].replace(".update.hlo", ".json"))
+    entry.write_text(entry.read_text()[:-20])
+    anew = gpu.ask(request("shard_map"))
+    assert {**anew, "seconds": 0} == {**first, "cached": False, "seconds": 0}
+
+
+def test_an_entry_that_is_not_whole_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = key_of(["program", "target"])
+    assert key != key_of(["programtarget"])
+    assert load(key) is None
+    answer = save(key, {"temporary": 7}, {"update": "ENTRY"})
+    assert load(key) == answer
+    entry = cache_folder() / f"{key}.json"
+    whole = entry.read_text()
+    for broken in (whole[:-20], whole.replace('"temporary": ', '"temporary": 1'), "[]", "{}", "null"):
+        entry.write_text(broken)
+        assert load(key) is None
+    entry.write_text(whole)
+    Path(answer["programs"]["update"]).unlink()
+    assert load(key) is None
+
+
+def test_a_users_own_model_with_its_loss_and_batch(
+    cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not("gpu"):
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    Path("target_net.py").write_text(NET)
+    Path("batch.toml").write_text(SHAPES)
+    arguments = ("--target", "h100:8", "--model", "target_net:Net", "--batch-shapes", "batch.toml")
+    result = call("fsdp", *arguments, "--loss", "target_net:loss", "--engine", "both", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "compiling 2 steps of target_net:Net" in result.stderr
+    assert "9 layers of layers are compiled one by one" in result.stderr
+    document = json.loads(result.stdout)
+    rows = document["targets"]["rows"]
+    assert [(row["policy"], row["engine"], row["fits"]) for row in rows] == [
+        ("fsdp.toml", engine, True) for engine in ("shard_map", "pjit")
+    ]
+    for row in rows:
+        assert row["held"]["batch"] == 3 * (24 + 24 + 1) * 4
+    rest = document["plans"][0]["at_rest"]
+    assert rest["main_weights"] <= rows[0]["held"]["weights"] <= rest["main_weights"] + rest["padding"]
+    refused = call("fsdp", *arguments, "--loss", "target_net:mean_of_masked")
+    assert refused.exit_code == 1
+    assert "failed: ValueError: loss" in refused.stdout
+    assert "nothing fits" in refused.stdout
+
+
+@pytest.mark.slow
+def test_a_step_for_tpus(cache: None) -> None:
+    if reason := unavailable("tpu"):
+        pytest.skip(reason)
+    result = call("fsdp", "--model", MODEL, "--target", "v5e:2x2", "--batch", 2, "--length", 128, "--json")
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)["targets"]["rows"]
+    assert row["device_memory"] == 16_000_000_000
+    assert row["memory"]["update"]["aliased"] > 0
+    assert any(one["kind"] == "all_gather" for one in row["collectives"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "decoder:quick", "--target", "h100"), "expected GPUs a100|h100|h200|b200:N"),
+        (
+            ("--model", "decoder:quick", "--target", "h100:8", "--devices", "4"),
+            "those of the targets, 8, got 4",
+        ),
+        (("--model", "decoder:quick", "--target", "h100:8", "--runtime", "torch"), "since XLA compiles JAX"),
+        (("--model", "llama3-8b", "--target", "h100:8"), "expected a model that can run, for --target"),
+        (("--model", "some.module:Net", "--target", "h100:8"), "expected --loss package.module:function"),
+        (("--model", "decoder:quick", "--loss", "a:b"), "expected --target NAME,..."),
+        (
+            ("--model", "decoder:quick", "--target", "h100:8", "--loss", "a:b"),
+            "expected none for the decoder",
+        ),
+    ],
+)
+def test_options_that_contradict_are_one_message(arguments: tuple[str, ...], message: str) -> None:
+    result = call("fsdp", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 3", "x: expected shape and dtype as in tokens = "),
+        ("x = { shape = [] }", "x: shape: expected a list of ints >= 1, rows first, got []"),
+        ("x = { shape = [2, 0] }", "got [2, 0]"),
+        ('x = { shape = [2], dtype = "int33" }', "x: dtype: expected one of float64"),
+        (
+            "x = { shape = [2] }\ny = { shape = [3] }",
+            "expected one or more arrays of the same first dimension",
+        ),
+        ("", "expected one or more arrays"),
+        ("x = ", "not a TOML file"),
+    ],
+)
+def test_batch_shapes_are_checked(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "batch.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as raised:
+        load_batch_shapes(path)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "locked.py").write_text(
+        "import pathlib, sys\nfrom bridge.planning.leg_process import serve\n"
+        f"starts = pathlib.Path({str(tmp_path / 'starts')!r})\n"
+        "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
+        "def answer(request):\n"
+        "    if len(starts.read_text()) < 3:\n"
+        "        raise RuntimeError('ABORTED: Internal error when accessing libtpu multi-process lockfile')\n"
+        "    return {'held': {}, 'exhausted': 5}\n"
+        "serve(answer)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setattr(target_plan, "LEG", "locked")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tpu_lock, "_PAUSE", 0.01)
+    said: list[str] = []
+    tasks = [Task(POLICY, target_named("v5e:2x2"), "pjit")]
+    (row,) = target_plan.compile_tasks(StepRequest(MODEL, WORK), tasks, None, lambda task: None, said.append)
+    assert (row.peak, row.fits) == (5, False)
+    assert said == [
+        f"waiting for another process that compiles for TPUs and holds {tmp_path / 'libtpu_lockfile'}"
+    ]
