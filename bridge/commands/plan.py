@@ -107,6 +107,23 @@ def plan(
             "array of the batch, rows of a device and microbatch first.",
         ),
     ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--price",
+            min=0.0,
+            metavar="DOLLARS",
+            help="For --target: dollars of a device-hour; adds a cost of tokens.",
+        ),
+    ] = None,
+    efficiency: Annotated[
+        str | None,
+        typer.Option(
+            "--efficiency",
+            metavar="PARTS",
+            help="For --target: parts of the peaks that a step reaches; default products=0.75,memory=0.8,links=0.8.",
+        ),
+    ] = None,
     stacked: Annotated[
         list[str] | None,
         typer.Option(
@@ -157,7 +174,9 @@ def plan(
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
         work = Workload(batch, length, microbatches)
-        wanted = TargetOptions.of(target, engine.value, loss, batch_shapes, devices, runtime.value)
+        wanted = TargetOptions.of(
+            target, engine.value, loss, batch_shapes, devices, runtime.value, price, efficiency
+        )
         counts = wanted.counts if wanted else parse_counts(devices or "8")
         if chart is not None:
             check_picture_path(chart)
@@ -183,9 +202,14 @@ def plan(
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
-        print_json(out, {**found, "targets": compiled and compiled.as_dict()})
-    elif compiled and step:
-        print_targets(out, models["jax"], step, compiled)
+        if wanted and step and compiled:
+            roofline = wanted.roofline(models["jax"], step)
+            found["targets"] = compiled.as_dict([roofline.estimate(row).as_dict() for row in compiled.rows])
+        else:
+            found["targets"] = None
+        print_json(out, found)
+    elif wanted and step and compiled:
+        print_targets(out, models["jax"], step, compiled, wanted.roofline(models["jax"], step))
     else:
         _print(out, comparison)
         for check in checks:

@@ -11,14 +11,17 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bridge.commands.output import print_line, print_table
+from bridge.planning import target_time
 from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.planning.sizes import parse_counts
+from bridge.planning.step_time import Efficiency
 from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
 from bridge.planning.target_report import LEFT, notes, table, unrolled_layers
 from bridge.planning.target_step import ENGINES, StepRequest
+from bridge.planning.target_time import Roofline, parse_efficiency
 from bridge.planning.targets import Target, targets_named
 from bridge.sharding import ShardingPolicy
 
@@ -31,6 +34,8 @@ class TargetOptions:
     engines: tuple[str, ...]
     loss: str | None
     batch: dict[str, BatchArray]
+    price: float | None
+    efficiency: Efficiency
 
     @staticmethod
     def of(
@@ -40,12 +45,15 @@ class TargetOptions:
         batch_shapes: Path | None,
         devices: str | None,
         runtime: str,
+        price: float | None,
+        efficiency: str | None,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if loss is not None or batch_shapes is not None:
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency)):
                 raise PlanError(
-                    "--loss, --batch-shapes: expected --target NAME,..., which compiles such a step"
+                    "--loss, --batch-shapes, --price, --efficiency: expected --target NAME,..., which compiles such a "
+                    "step"
                 )
             return None
         if runtime == "torch":
@@ -58,12 +66,20 @@ class TargetOptions:
                 f"{devices}"
             )
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
-        return TargetOptions(found, ENGINES if engine == "both" else (engine,), loss, batch)
+        engines = ENGINES if engine == "both" else (engine,)
+        reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
+        return TargetOptions(found, engines, loss, batch, price, reached)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Numbers of devices, each once."""
         return tuple(dict.fromkeys(one.devices for one in self.targets))
+
+    def roofline(self, model: Model, step: StepRequest) -> Roofline:
+        """What times of the compiled steps assume."""
+        work = step.workload
+        tokens = work.microbatches * work.batch * work.length if step.is_decoder else None
+        return Roofline(model.numel, tokens, self.price, self.efficiency)
 
     def step(self, model: str, work: Workload, stacked: tuple[str, ...]) -> StepRequest:
         found = StepRequest(model, work, stacked, self.loss, self.batch)
@@ -130,8 +146,10 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(out: Console, model: Model, step: StepRequest, plan: TargetPlan) -> None:
-    """The table, and what is to say of it."""
+def print_targets(
+    out: Console, model: Model, step: StepRequest, plan: TargetPlan, roofline: Roofline
+) -> None:
+    """The tables, and what is to say of them."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
@@ -145,4 +163,10 @@ def print_targets(out: Console, model: Model, step: StepRequest, plan: TargetPla
     print_line(out)
     print_table(out, *table(plan), left=LEFT)
     for line in notes(plan):
+        print_line(out, line)
+    estimates = [roofline.estimate(row) for row in plan.rows]
+    if any(one.time for one in estimates):
+        print_line(out)
+        print_table(out, *target_time.table(estimates, roofline.price is not None), left=LEFT)
+    for line in target_time.notes(roofline, estimates):
         print_line(out, line)

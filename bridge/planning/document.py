@@ -37,6 +37,9 @@ targets       of --target, or null:
                   times, overlaps (with a matrix product), name of the operation in the program
     seconds, versions, programs (paths of the compiled texts), cached, warnings
     unread        instead of collectives: why the compiled text cannot be read
+    time          an estimate: total and its parts products, memory, exposed in seconds; communication (seconds, exposed
+                  or not), flops of one device by class, product_peak (seconds at peaks), rate (tokens_per_second, mfu,
+                  hfu, dollars of a million tokens; null where tokens are not known); or unknown, with the reason
     exhausted     instead of memory and collectives: the bytes for which the compiler refused the program
   cheapest      a list, for each target: target, policy, engine (both null when nothing fits)
   refused       why policies were left out on targets

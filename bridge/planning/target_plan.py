@@ -7,6 +7,7 @@ sent in a step have the fewest bytes; an all-reduce sends what it reduces twice.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,8 @@ class TargetPlan:
             fit = [row for row in self.rows if row.task.target == target and row.fits]
             yield target, min(fit, key=_cost, default=None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+    def as_dict(self, times: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+        """As JSON values. ``times``: what is estimated of each row."""
         cheapest = [
             {
                 "target": target.name,
@@ -153,7 +154,9 @@ class TargetPlan:
             for target, row in self.cheapest()
         ]
         return {
-            "rows": [row.as_dict() for row in self.rows],
+            "rows": [
+                {**row.as_dict(), "time": time} for row, time in itertools.zip_longest(self.rows, times)
+            ],
             "cheapest": cheapest,
             "refused": list(self.refused),
         }

@@ -184,6 +184,8 @@ def test_a_users_own_model_with_its_loss_and_batch(
     ]
     for row in rows:
         assert row["held"]["batch"] == 3 * (24 + 24 + 1) * 4
+        assert row["time"]["total"] > 0
+        assert row["time"]["rate"] is None
     rest = document["plans"][0]["at_rest"]
     assert rest["main_weights"] <= rows[0]["held"]["weights"] <= rest["main_weights"] + rest["padding"]
     refused = call("fsdp", *arguments, "--loss", "target_net:mean_of_masked")

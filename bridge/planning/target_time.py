@@ -1,0 +1,172 @@
+"""An estimate of the time of a step that was compiled for a target, from the compiled programs of a row.
+
+A step runs its programs one after the other, so their times add up. Model operations are 6 for each parameter and token
+(arXiv 2001.08361), so MFU, the share of the peak that they reach, needs the number of tokens: it is known of the
+decoder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge.planning.errors import PlanError
+from bridge.planning.links import machine_named
+from bridge.planning.program import read_program
+from bridge.planning.step_time import Efficiency, StepTime, Throughput, step_time, throughput
+from bridge.planning.target_plan import TargetRow
+
+Row = tuple[str, ...]
+HEADINGS = (
+    "policy",
+    "target",
+    "engine",
+    "ms a step",
+    "products",
+    "memory",
+    "exposed",
+    "of transfers",
+    "tokens/s",
+    "MFU",
+    "HFU",
+)
+PRICE = "$/M tokens"
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one device and step.
+
+    ``parameters``: elements of the model.
+    """
+
+    parameters: int
+    tokens: int | None
+    price: float | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def estimate(self, row: TargetRow) -> Estimate:
+        """Never raises for what a compiler wrote: an estimate that cannot be made says why."""
+        if row.found is None or row.exhausted:
+            return Estimate(row, why="nothing was compiled")
+        if row.unread:
+            return Estimate(row, why=row.unread)
+        machine = machine_named(row.task.target.name)
+        try:
+            parts = [
+                step_time(read_program(Path(path).read_text(encoding="utf-8")), machine, self.efficiency)
+                for path in row.found["programs"].values()
+            ]
+        except ValueError as error:
+            return Estimate(row, why=str(error))
+        whole = _sum(parts)
+        # A program without operations takes no time, and has no rate.
+        if not self.tokens or not whole.total:
+            return Estimate(row, whole)
+        dtype = row.task.policy.precision.compute_dtype
+        rate = throughput(
+            whole,
+            machine,
+            tokens=self.tokens * machine.devices,
+            parameters=self.parameters,
+            dtype={"bfloat16": "bf16", "float16": "bf16"}.get(dtype, "f32"),
+            price=self.price,
+        )
+        return Estimate(row, whole, rate)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``why``: the reason where there is no time. ``rate``: None where the number of tokens is not known."""
+
+    row: TargetRow
+    time: StepTime | None = None
+    rate: Throughput | None = None
+    why: str | None = None
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """As JSON values: seconds, flops of one device, and the rates of all devices."""
+        if self.time is None:
+            return {"unknown": self.why}
+        return {
+            **asdict(self.time),
+            "flops": dict(self.time.flops),
+            "total": self.time.total,
+            "rate": None if self.rate is None else asdict(self.rate),
+        }
+
+    def cells(self, priced: bool) -> Row:
+        task = self.row.task
+        first = (task.policy.source, task.target.name, task.engine)
+        if self.time is None:
+            return (*first, "unknown", *("",) * (7 + priced))
+        time = self.time
+        parts = (time.total, time.products, time.memory, time.exposed, time.communication)
+        hfu = f"{time.product_peak / time.total:.0%}" if time.total else ""
+        if self.rate is None:
+            return (*first, *map(_milliseconds, parts), "", "", hfu, *("",) * priced)
+        rate = (f"{self.rate.tokens_per_second:,.0f}", f"{self.rate.mfu:.1%}", hfu)
+        price = (f"{self.rate.dollars:.3g}",) if priced and self.rate.dollars is not None else ()
+        return (*first, *map(_milliseconds, parts), *rate, *price)
+
+
+def table(estimates: Sequence[Estimate], priced: bool) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each estimate."""
+    return (*HEADINGS, *([PRICE] if priced else [])), [one.cells(priced) for one in estimates]
+
+
+def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
+    """What the estimate is."""
+    yield from (
+        f"{one.row.task}: no time: {one.why}" for one in estimates if one.why and one.row.found is not None
+    )
+    used = roofline.efficiency
+    yield (
+        f"times are estimates from the compiled programs, no measurements: {used.products:.0%} of the peak of "
+        f"products, {used.memory:.0%} of the memory's rate, {used.links:.0%} of the links'; of transfers, what is "
+        "exposed counts"
+    )
+
+
+def parse_efficiency(text: str) -> Efficiency:
+    """``"products=0.6,links=0.9"``; what is not named keeps its default. Raises ``PlanError`` otherwise."""
+    found: dict[str, float] = {}
+    for one in text.split(","):
+        name, _, value = one.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise PlanError(
+                f"--efficiency: expected products=0.75,memory=0.8,links=0.8, got {text!r}"
+            ) from None
+    try:
+        return Efficiency(**found)
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"--efficiency: expected products, memory and links, each above 0 and up to 1: {error}"
+        ) from None
+
+
+def _sum(parts: Sequence[StepTime]) -> StepTime:
+    flops: Counter[str] = Counter()
+    for one in parts:
+        flops.update(one.flops)
+
+    def total(of: Callable[[StepTime], float]) -> float:
+        return sum(map(of, parts))
+
+    return StepTime(
+        total(lambda one: one.products),
+        total(lambda one: one.memory),
+        total(lambda one: one.exposed),
+        total(lambda one: one.communication),
+        dict(flops),
+        total(lambda one: one.product_peak),
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"

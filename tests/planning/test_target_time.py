@@ -1,0 +1,115 @@
+"""Times of rows of ``plan --target``, from programs by hand on an H100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.planning.cost import parse_policy
+from bridge.planning.errors import PlanError
+from bridge.planning.step_time import Efficiency
+from bridge.planning.target_plan import TargetPlan, TargetRow, Task
+from bridge.planning.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table
+from bridge.planning.targets import target_named
+from tests.planning.programs import FACTORS, PRODUCT, PRODUCT_FLOPS, program
+
+POLICY = parse_policy('[precision]\ncompute = "bfloat16"\n[[unit]]\nmatch = ""\n', "own.toml")
+IDEAL = Efficiency(1, 1, 1)
+
+
+def row(found: dict[str, Any] | None, **options: Any) -> TargetRow:
+    return TargetRow(Task(POLICY, target_named("h100:8"), "shard_map"), 80, found, **options)
+
+
+def compiled(folder: Path, *texts: str) -> TargetRow:
+    paths = {}
+    for number, text in enumerate(texts):
+        paths[str(number)] = folder / f"{number}.hlo"
+        paths[str(number)].write_text(text)
+    return row({"programs": {name: str(path) for name, path in paths.items()}})
+
+
+def test_times_of_a_steps_programs_add_up(tmp_path: Path) -> None:
+    once = Roofline(10, None, efficiency=IDEAL).estimate(compiled(tmp_path, program(*FACTORS, PRODUCT)))
+    twice = Roofline(10, None, efficiency=IDEAL).estimate(
+        compiled(tmp_path, program(*FACTORS, PRODUCT), program(*FACTORS, PRODUCT))
+    )
+    assert once.time is not None
+    assert twice.time is not None
+    assert once.time.total > 0
+    assert twice.time.total == pytest.approx(2 * once.time.total)
+    assert sum(twice.time.flops.values()) == 2 * PRODUCT_FLOPS
+    # Without the number of tokens there is no rate.
+    assert twice.rate is None
+    cells = twice.cells(priced=False)
+    assert len(cells) == len(HEADINGS)
+    assert cells[8:10] == ("", "")
+
+
+def test_rates_are_those_of_all_devices(tmp_path: Path) -> None:
+    found = Roofline(1000, 64, price=2.0, efficiency=IDEAL).estimate(
+        compiled(tmp_path, program(*FACTORS, PRODUCT))
+    )
+    assert found.time is not None
+    assert found.rate is not None
+    rate = 8 * 64 / found.time.total
+    assert found.rate.tokens_per_second == pytest.approx(rate)
+    # At the peak of the compute dtype, of 8 devices.
+    assert found.rate.mfu == pytest.approx(6 * 1000 * rate / (8 * 989.4e12))
+    assert found.rate.dollars == pytest.approx(8 * 2 / 3600 / rate * 1e6)
+    headings, (cells,) = table([found], priced=True)
+    assert len(cells) == len(headings)
+    assert headings[-1] == PRICE
+    said = found.as_dict()
+    assert said is not None
+    assert said["total"] == found.time.total
+    assert said["rate"]["dollars"] == found.rate.dollars
+
+
+def test_a_lower_efficiency_takes_longer(tmp_path: Path) -> None:
+    one = compiled(tmp_path, program(*FACTORS, PRODUCT))
+    ideal, half = (
+        Roofline(1, None, efficiency=e).estimate(one).time for e in (IDEAL, Efficiency(0.5, 0.5, 0.5))
+    )
+    assert ideal is not None
+    assert half is not None
+    assert half.total == pytest.approx(2 * ideal.total)
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (row(None, failed="broken"), "nothing was compiled"),
+        (row({"exhausted": 10, "programs": {}}), "nothing was compiled"),
+        (row({"unread": "an operand too many", "programs": {}}), "an operand too many"),
+    ],
+)
+def test_where_there_is_no_time_the_reason_is_said(one: TargetRow, why: str) -> None:
+    found = Roofline(1, 8).estimate(one)
+    assert (found.time, found.why) == (None, why)
+    assert found.as_dict() == {"unknown": why}
+    assert found.cells(priced=True)[3] == "unknown"
+    assert len(found.cells(priced=True)) == len(HEADINGS) + 1
+    said = list(notes(Roofline(1, 8), [found]))
+    assert (len(said) == 2) == (one.found is not None)
+    assert "estimates from the compiled programs, no measurements: 75%" in said[-1]
+
+
+def test_a_text_that_is_no_program_costs_a_row_its_time_alone(tmp_path: Path) -> None:
+    found = Roofline(1, 8).estimate(compiled(tmp_path, "HloModule nothing"))
+    assert found.time is None
+    assert found.why
+
+
+def test_each_row_of_the_document_has_its_time() -> None:
+    document = TargetPlan((row(None), row(None))).as_dict([{"total": 1.0}, {"total": 2.0}])
+    assert [one["time"] for one in document["rows"]] == [{"total": 1.0}, {"total": 2.0}]
+
+
+def test_efficiencies_are_parsed_and_checked() -> None:
+    assert parse_efficiency("products=0.5, links=1") == Efficiency(products=0.5, links=1)
+    for wrong in ("0.5", "products=half", "products=2", "flops=0.5"):
+        with pytest.raises(PlanError, match="--efficiency: expected products"):
+            parse_efficiency(wrong)
