@@ -85,7 +85,7 @@ def llama(target: str, engine: str, *marks: Any, units: tuple[str, ...] = APART)
 
 
 IN_ROOT = wrong(
-    "recomputed, tables in the root are there all the time, beside two layers with prefetch: up to 1.4 times by hand"
+    "recomputed, tables in the root are there all the time, beside two layers with prefetch: up to 1.5 times by hand"
 )
 
 
