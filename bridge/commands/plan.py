@@ -51,6 +51,14 @@ def plan(
             help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
         ),
     ] = None,
+    reserve: Annotated[
+        str,
+        typer.Option(
+            "--reserve",
+            metavar="SHARE",
+            help="Share of --memory that a policy must leave free, such as 10%, or 0.",
+        ),
+    ] = "10%",
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step.")] = 1,
@@ -84,9 +92,10 @@ def plan(
     The table shows, for every policy and number of devices, the bytes at rest by kind on the fullest device, the peak
     of a step, and the collectives of a step. One policy on one number of devices is shown unit by unit.
 
-    With --memory, the command names the cheapest policy that fits, for each number of devices. The cheapest policy is
-    the one whose devices send the fewest bytes in a step. Where activations are not known, the peak is a lower bound,
-    and the answer for a policy is no or unknown, never yes. The exit status is 1 when no policy is known to fit.
+    With --memory, the command names the cheapest policy that fits, for each number of devices. A policy fits when its
+    peak is within the memory less --reserve. The cheapest policy is the one whose devices send the fewest bytes in a
+    step. Where activations are not known, the peak is a lower bound, and the answer for a policy is no or unknown,
+    never yes. The exit status is 1 when no policy is known to fit.
 
     \b
     Example:
@@ -100,11 +109,12 @@ def plan(
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
     from bridge.planning.runtimes import RUNTIMES
-    from bridge.planning.sizes import parse_bytes, parse_counts
+    from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
     try:
         limit = None if memory is None else parse_bytes(memory)
+        share = parse_share(reserve)
         counts = parse_counts(devices)
         if chart is not None:
             check_picture_path(chart)
@@ -113,7 +123,7 @@ def plan(
         models = resolve_models(model, runtimes, stacks)
         loaded = [load_policy(one) for one in dict.fromkeys(policies)]
         work = Workload(batch, length, microbatches)
-        comparison = compare(models, loaded, counts, work, limit)
+        comparison = compare(models, loaded, counts, work, limit, share)
         checks = []
         if compile_:
             from bridge.planning.compiled import check_compiled

@@ -13,7 +13,7 @@ _BAR = 0.38
 
 
 def chart(comparison: Comparison) -> Figure:
-    """A bar for each plan, in the order of the table; a dashed line is the memory of a device."""
+    """A bar for each plan, in the order of the table; a dashed line is the memory of a device, a dotted one that without the reserve."""
     plans = comparison.plans
     figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
     memory, traffic = figure.subplots(1, 2, sharey=True)
@@ -26,6 +26,8 @@ def chart(comparison: Comparison) -> Figure:
     memory.invert_yaxis()
     if comparison.memory is not None:
         memory.axvline(comparison.memory, color="black", linestyle="--", linewidth=1)
+    if comparison.usable not in (None, comparison.memory):
+        memory.axvline(comparison.usable, color="black", linestyle=":", linewidth=1)
     first = plans[0]
     memory.set_title(f"{first.model.name}: bytes at the peak, on one device")
     traffic.set_title("bytes that a device sends in a step")

@@ -4,6 +4,9 @@ The cheapest plan is the one that fits and whose devices send the fewest bytes i
 the lowest peak. Plans on different numbers of devices are not compared, since more devices do more work. A policy fits
 a number of devices when it fits in every requested runtime. Its bytes and its peak are the largest of the runtimes'.
 
+A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
+what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
+
 A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest.
 """
 
@@ -11,11 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.sharding import ShardingPolicy
+
+RESERVE = Fraction(1, 10)
+"""The share of a device's memory that a plan leaves free by default."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +41,26 @@ class Choice:
 class Comparison:
     """``plans`` in the order of policies, devices, runtimes. ``memory``: bytes of one device, or None.
 
+    ``reserve``: the share of ``memory`` that stays free, from 0 to below 1.
     ``refused``: the reason why a policy is impossible on a number of devices.
     """
 
     plans: tuple[Plan, ...]
     memory: int | None = None
     refused: tuple[str, ...] = ()
+    reserve: Fraction = RESERVE
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes of one device without the reserve, rounded down; None without ``memory``."""
+        return None if self.memory is None else int(self.memory * (1 - self.reserve))
 
     def fits(self, plan: Plan) -> bool | None:
-        """Whether a plan's peak is within a device's memory; None without ``memory``, or when the answer is unknown."""
-        if self.memory is None:
+        """Whether a plan's peak is within ``usable``; None without ``memory``, or when the answer is unknown."""
+        usable = self.usable
+        if usable is None:
             return None
-        if plan.peak.total > self.memory:
+        if plan.peak.total > usable:
             return False
         return True if plan.peak.complete else None
 
@@ -86,6 +101,7 @@ def compare(
     devices: Sequence[int],
     workload: Workload,
     memory: int | None = None,
+    reserve: Fraction = RESERVE,
 ) -> Comparison:
     """Plan every model (by runtime) under every policy on every number of devices.
 
@@ -105,4 +121,4 @@ def compare(
             raise PlanError(refused[-1])
         for count in possible:
             plans += [make_plan(model, policy, count, runtime, workload) for runtime, model in models.items()]
-    return Comparison(tuple(plans), memory, tuple(refused))
+    return Comparison(tuple(plans), memory, tuple(refused), reserve)

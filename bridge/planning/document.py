@@ -4,6 +4,8 @@ format        "twinshard.plan", version 1
 model, parameters, source      name, number of elements, where shapes and activation formulas come from
 workload      batch, length (per device and microbatch), microbatches
 memory        bytes of a device, or null
+reserve       the share of ``memory`` that stays free
+usable        bytes of a device without the reserve, or null
 plans         a list, one for each policy, number of devices and runtime:
   policy, runtime, devices, mesh {axis: size}, prefetch
   device        the one that ``at_rest`` speaks of: that which holds most
@@ -13,7 +15,7 @@ plans         a list, one for each policy, number of devices and runtime:
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``memory``; null without ``memory``, and when the peak is a lower bound that
+  fits          whether the peak is within ``usable``; null without ``memory``, and when the peak is a lower bound that
                 is within it (see "activations_known")
   units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
                 padding, at_rest (bytes of one) and traffic (of one), as above
@@ -46,6 +48,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "source": first.model.source,
         "workload": vars(first.workload),
         "memory": comparison.memory,
+        "reserve": float(comparison.reserve),
+        "usable": comparison.usable,
         "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
         "cheapest": [vars(one) for one in comparison.choices],
         "refused": comparison.refused,

@@ -133,6 +133,11 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for plan in comparison.plans:
         warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())
     lines += warned
+    if comparison.memory is not None and comparison.usable is not None:
+        lines.append(
+            f"fits: the peak is within {human_bytes(comparison.usable)}, that is {human_bytes(comparison.memory)} less "
+            f"{float(100 * comparison.reserve):g} % of reserve (--reserve)"
+        )
     for choice in comparison.choices:
         if choice.policy is not None:
             lines.append(f"{choice.devices} devices: {choice.policy} is the cheapest that fits")

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: GB is 10**9 bytes, GiB is 2**30."""
+"""Amounts of memory and shares of it as people write them: GB is 10**9 bytes, GiB is 2**30, 10% is a tenth."""
 
 from __future__ import annotations
 
@@ -24,6 +24,19 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise PlanError(f"memory: expected an amount such as 80GB or 79.5GiB, got {text!r}")
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_share(text: str) -> Fraction:
+    """``"10%"``, ``"7.5 %"`` or ``"0"``, from 0 to below 1. Raises ``PlanError`` otherwise."""
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(%?)\s*", text)
+    if match is None:
+        raise PlanError(f"reserve: expected a share of the memory such as 10%, or 0, got {text!r}")
+    share = Fraction(match[1]) / 100
+    if share and not match[2]:
+        raise PlanError(f"reserve: expected a share with its %, got {text!r}; write {match[1]}% (or 0)")
+    if share >= 1:
+        raise PlanError(f"reserve: expected less than 100%, got {text!r}")
+    return share
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

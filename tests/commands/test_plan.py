@@ -68,6 +68,14 @@ def test_nothing_that_fits_is_exit_status_1() -> None:
     assert "8 devices: no policy fits" in result.stdout
 
 
+def test_the_reserve_decides_what_fits() -> None:
+    arguments = ("fsdp", "--model", "llama3-8b", "--devices", "8", "--runtime", "torch", "--memory")
+    peak = json.loads(call(*arguments, "1TB", "--json").stdout)["plans"][0]["peak"]["total"]
+    short = call(*arguments, f"{peak}B")
+    assert (short.exit_code, "less 10 % of reserve" in short.stdout) == (1, True)
+    assert call(*arguments, f"{peak}B", "--reserve", "0").exit_code == 0
+
+
 def test_a_users_own_model_is_never_said_to_fit() -> None:
     model = f"{__name__}:own_model"
     arguments = ("fsdp", "--model", model, "--devices", "8", "--runtime", "torch", "--memory", "40MB")
@@ -134,6 +142,7 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "llama3-8b", "--devices", "eight"), "expected numbers such as 8,64,512"),
         (("fsdp", "--model", "llama3-8b", "--memory", "lots"), "expected an amount such as 80GB"),
         (("fsdp", "--model", "llama3-8b", "--memory", "80"), "an amount with its unit, got '80'; write 80GB"),
+        (("fsdp", "--model", "llama3-8b", "--reserve", "10"), "got '10'; write 10%"),
         (("hsdp", "--model", "llama3-8b", "--devices", "3"), "expected axes of 3 devices"),
         (("fsdp", "--model", "llama3-8b", "--chart", "x.doc"), "x.doc"),
         (
