@@ -13,7 +13,7 @@ _BAR = 0.38
 
 
 def chart(comparison: Comparison) -> Figure:
-    """A bar for each plan, in the order of the table; a dashed line is the memory of a device, a dotted one that without the reserve."""
+    """A bar for each plan, in the order of the table; dashed: the memory of a device, dotted: without the reserve."""
     plans = comparison.plans
     figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
     memory, traffic = figure.subplots(1, 2, sharey=True)
