@@ -60,8 +60,30 @@ def plan(
         ),
     ] = "10%",
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step.")] = 1,
+    length: Annotated[
+        str, typer.Option("--length", metavar="N,...", help="Numbers of tokens per sequence.")
+    ] = "4096",
+    microbatches: Annotated[
+        str,
+        typer.Option("--microbatches", "--micro", metavar="N,...", help="Numbers of microbatches per step."),
+    ] = "1",
+    units: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--units",
+            metavar="PATTERN",
+            help="The model's layers where the policies say 'layers.*', such as 'blocks.*'; may be repeated.",
+        ),
+    ] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(
+            "--node",
+            min=1,
+            metavar="N",
+            help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
+        ),
+    ] = None,
     runtime: Annotated[
         RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")
     ] = RuntimeChoice.both,
@@ -103,6 +125,7 @@ def plan(
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
     """
     from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
+    from bridge.planning.adapt import with_node, with_units
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
@@ -121,15 +144,23 @@ def plan(
         stacks = tuple(stacked or ())
         runtimes = RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
         models = resolve_models(model, runtimes, stacks)
-        loaded = [load_policy(one) for one in dict.fromkeys(policies)]
-        work = Workload(batch, length, microbatches)
-        comparison = compare(models, loaded, counts, work, limit, share)
+        loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
+        loaded = with_node(loaded, node, counts)
+        works = [
+            Workload(batch, tokens, micro)
+            for micro in parse_counts(microbatches, "microbatches")
+            for tokens in parse_counts(length, "length")
+        ]
+        comparison = compare(models, loaded, counts, works, limit, share)
         checks = []
         if compile_:
             from bridge.planning.compiled import check_compiled
 
             checks = [
-                check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
+                check_compiled(model, policy, count, work, stacks)
+                for policy in loaded
+                for count in counts
+                for work in works
             ]
         if chart is not None:
             from bridge.planning.chart import chart as draw
@@ -154,13 +185,14 @@ def _print(out: Console, comparison: Comparison) -> None:
     from bridge.planning.report import by_axis, by_term, by_unit, notes, overview
 
     first = comparison.plans[0]
-    work = first.workload
-    print_line(
-        out,
-        f"{first.model.name}: {first.model.numel:,} parameters; {work.microbatches} x {work.batch} sequences of "
-        f"{work.length} tokens a device and step",
+    works = comparison.workloads
+    work = (
+        str(first.workload)
+        if len(works) == 1
+        else f"{len(works)} workloads as in the table, microbatches of {first.workload.batch}"
     )
-    if len({(plan.policy, plan.mesh) for plan in comparison.plans}) == 1:
+    print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} a device and step")
+    if len({(plan.policy, plan.mesh, plan.workload) for plan in comparison.plans}) == 1:
         for plan in comparison.plans:
             print_line(out)
             print_line(

@@ -17,7 +17,11 @@ def chart(comparison: Comparison) -> Figure:
     plans = comparison.plans
     figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
     memory, traffic = figure.subplots(1, 2, sharey=True)
-    labels = [f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" for plan in plans]
+    several = len(comparison.workloads) > 1
+    labels = [
+        f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" + (f"\n{plan.workload}" if several else "")
+        for plan in plans
+    ]
     terms = list(plans[0].peak.terms)
     _stack(memory, {term.replace("_", " "): [plan.peak.terms[term] for plan in plans] for term in terms})
     kinds = {kind.replace("_", "-"): [plan.traffic.wire_bytes(kind) for plan in plans] for kind in KINDS}

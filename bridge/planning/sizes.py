@@ -39,9 +39,9 @@ def parse_share(text: str) -> Fraction:
     return share
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """``"8,64,512"``: numbers of devices, each once. Raises ``PlanError`` otherwise."""
+def parse_counts(text: str, name: str = "devices") -> tuple[int, ...]:
+    """``"8,64,512"``: numbers, each once. Raises ``PlanError`` that begins with ``name`` otherwise."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", word) for word in words):
-        raise PlanError(f"devices: expected numbers such as 8,64,512, got {text!r}")
+        raise PlanError(f"{name}: expected numbers such as 8,64,512, got {text!r}")
     return tuple(dict.fromkeys(map(int, words)))
