@@ -32,7 +32,9 @@ def trace_segment(
     differentiable = jnp.issubdtype(given.dtype, jnp.floating)
 
     def differentiated(state: Any, _inner: Any, given: Any) -> Any:
-        output, vjp = jax.vjp(lambda state, _, given: finish(nnx.merge(graph, state)(given)), state, (), given)
+        output, vjp = jax.vjp(
+            lambda state, _, given: finish(nnx.merge(graph, state)(given)), state, (), given
+        )
         # The weights are there in backward in any case.
         vjp.args_res[:2] = [None, None]
         return output, vjp

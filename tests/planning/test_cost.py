@@ -297,6 +297,18 @@ def test_a_policy_fits_within_the_memory_less_the_reserve() -> None:
     assert document(compare(models, policies, [8], Workload()))["usable"] is None
 
 
+def test_each_workload_has_a_choice_of_its_own() -> None:
+    works = [Workload(1, 16), Workload(1, 16384)]
+    found = compare(
+        {"torch": shipped_model("llama3-8b")}, [load_policy("fsdp")], [8], works, parse_bytes("80GB")
+    )
+    assert [(one.workload, one.policy) for one in found.choices] == [
+        (works[0], "fsdp.toml"),
+        (works[1], None),
+    ]
+    assert found.anything_fits
+
+
 def test_a_lower_bound_says_no_or_nothing() -> None:
     policies = [load_policy(name) for name in ("no_shard", "fsdp")]
     known = shipped_model("llama3-8b")

@@ -197,3 +197,25 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
     check = check_compiled("decoder:default", load_policy("fsdp"), 2, Workload(1, 8))
     assert not check.agrees
     assert "the plan differs from what XLA compiled" in check.summary()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "length", "microbatches"),
+    [
+        ("optim_grads_params", True, 1024, 1),
+        *(
+            pytest.param(strategy, recompute, length, microbatches, marks=pytest.mark.slow)
+            for strategy in ("optim_grads_params", "no_shard")
+            for recompute in (False, True)
+            for length in (64, 1024, 4096)
+            for microbatches in (1, 4)
+        ),
+    ],
+)
+def test_the_scores_of_attention_are_counted_as_xla_keeps_them(
+    strategy: str, recompute: bool, length: int, microbatches: int
+) -> None:
+    chosen = parse_policy(policy(strategy, "float32", recompute), "test")
+    check = check_compiled("decoder:default", chosen, 4, Workload(1, length, microbatches))
+    (peak,) = (line for line in check.lines if line.what == "peak")
+    assert peak.planned == pytest.approx(peak.compiled, rel=WITHIN)
