@@ -209,6 +209,7 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
             for recompute in (False, True)
             for length in (64, 1024, 4096)
             for microbatches in (1, 4)
+            if (strategy, recompute, length, microbatches) != ("optim_grads_params", True, 1024, 1)
         ),
     ],
 )
