@@ -20,6 +20,7 @@ from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, is_simulated, is_tpu
+from jax_impl.modules.annotations import warn_of_annotations
 from jax_impl.modules.module_tree import (
     UnitModule,
     parameter_leaves,
@@ -57,6 +58,9 @@ def fully_shard(
 
     Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
     nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
+
+    Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
+    ``nn.Partitioned``), which have no effect.
     """
     model = as_module(model)
     plan = replace(plan_sharding(model, mesh, policy, **options), given_variables=variable_leaves(model))
@@ -76,6 +80,7 @@ def plan_sharding(
             f"fully_shard: expected keywords among {list(ShardingOptions.__annotations__)}, got {unknown}"
         )
     model = as_module(model)
+    warn_of_annotations(model)
     engine = options.get("engine", "shard_map")
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")

@@ -64,9 +64,39 @@ def plan(
             help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
         ),
     ] = None,
+    reserve: Annotated[
+        str,
+        typer.Option(
+            "--reserve",
+            metavar="SHARE",
+            help="Share of --memory that a policy must leave free, such as 10%, or 0.",
+        ),
+    ] = "10%",
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step.")] = 1,
+    length: Annotated[
+        str, typer.Option("--length", metavar="N,...", help="Numbers of tokens per sequence.")
+    ] = "4096",
+    microbatches: Annotated[
+        str,
+        typer.Option("--microbatches", "--micro", metavar="N,...", help="Numbers of microbatches per step."),
+    ] = "1",
+    units: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--units",
+            metavar="PATTERN",
+            help="The model's layers where the policies say 'layers.*', such as 'blocks.*'; may be repeated.",
+        ),
+    ] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(
+            "--node",
+            min=1,
+            metavar="N",
+            help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
+        ),
+    ] = None,
     runtime: Annotated[
         RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")
     ] = RuntimeChoice.both,
@@ -143,13 +173,14 @@ def plan(
     The table shows, for every policy and number of devices, the bytes at rest by kind on the fullest device, the peak
     of a step, and the collectives of a step. One policy on one number of devices is shown unit by unit.
 
-    With --memory, the command names the cheapest policy that fits, for each number of devices. The cheapest policy is
-    the one whose devices send the fewest bytes in a step. Where activations are not known, the peak is a lower bound,
-    and the answer for a policy is no or unknown, never yes. The exit status is 1 when no policy is known to fit.
+    With --memory, the command names the cheapest policy that fits, for each number of devices. A policy fits when its
+    peak is within the memory less --reserve. The cheapest policy is the one whose devices send the fewest bytes in a
+    step. Where activations are not known, the peak is a lower bound, and the answer for a policy is no or unknown,
+    never yes. The exit status is 1 when no policy is known to fit.
 
     With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
-    any JAX model. The table shows what the compiled programs hold and send, and whether they fit with 10 % of the
-    memory kept in reserve. Answers are kept below ~/.cache/twinshard. The compilers come with
+    any JAX model. The table shows what the compiled programs hold and send, whether they fit, and an estimate of the
+    time of a step. Answers are kept below ~/.cache/twinshard. The compilers come with
     pip install "twinshard[gpu-compiler]" or "twinshard[tpu-compiler]".
 
     \b
@@ -161,19 +192,25 @@ def plan(
     """
     from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
     from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
+    from bridge.planning.adapt import with_node, with_units
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
     from bridge.planning.runtimes import RUNTIMES
-    from bridge.planning.sizes import parse_bytes, parse_counts
+    from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
     try:
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
-        work = Workload(batch, length, microbatches)
+        share = parse_share(reserve)
+        works = [
+            Workload(batch, tokens, micro)
+            for micro in parse_counts(microbatches, "microbatches")
+            for tokens in parse_counts(length, "length")
+        ]
         wanted = TargetOptions.of(
             target, engine.value, loss, batch_shapes, devices, runtime.value, price, efficiency
         )
@@ -181,18 +218,24 @@ def plan(
         if chart is not None:
             check_picture_path(chart)
         runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
-        step = wanted and wanted.step(model, work, stacks)
+        step = wanted and wanted.step(model, works, stacks)
         models = resolve_models(model, runtimes, stacks)
-        loaded = [load_policy(one) for one in dict.fromkeys(policies)]
-        comparison = compare(models, loaded, counts, work, limit)
+        loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
+        loaded = with_node(loaded, node, counts)
+        comparison = compare(models, loaded, counts, works, limit, share)
         checks = []
         if compile_ and not wanted:
             from bridge.planning.compiled import check_compiled
 
             checks = [
-                check_compiled(model, policy, count, work, stacks) for policy in loaded for count in counts
+                check_compiled(model, policy, count, work, stacks)
+                for policy in loaded
+                for count in counts
+                for work in works
             ]
-        compiled = wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit)
+        compiled = (
+            wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit, float(share))
+        )
         if chart is not None:
             from bridge.planning.chart import chart as draw
 
@@ -226,13 +269,14 @@ def _print(out: Console, comparison: Comparison) -> None:
     from bridge.planning.report import by_axis, by_term, by_unit, notes, overview
 
     first = comparison.plans[0]
-    work = first.workload
-    print_line(
-        out,
-        f"{first.model.name}: {first.model.numel:,} parameters; {work.microbatches} x {work.batch} sequences of "
-        f"{work.length} tokens a device and step",
+    works = comparison.workloads
+    work = (
+        str(first.workload)
+        if len(works) == 1
+        else f"{len(works)} workloads as in the table, microbatches of {first.workload.batch}"
     )
-    if len({(plan.policy, plan.mesh) for plan in comparison.plans}) == 1:
+    print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} a device and step")
+    if len({(plan.policy, plan.mesh, plan.workload) for plan in comparison.plans}) == 1:
         for plan in comparison.plans:
             print_line(out)
             print_line(

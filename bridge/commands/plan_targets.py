@@ -81,7 +81,14 @@ class TargetOptions:
         tokens = work.microbatches * work.batch * work.length if step.is_decoder else None
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
-    def step(self, model: str, work: Workload, stacked: tuple[str, ...]) -> StepRequest:
+    def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
+        """Raises ``PlanError`` for several workloads."""
+        if len(works) > 1:
+            raise PlanError(
+                f"--target: expected one --length and one --microbatches, got {len(works)} workloads; run the "
+                "command once for each"
+            )
+        (work,) = works
         found = StepRequest(model, work, stacked, self.loss, self.batch)
         if self.loss is not None:
             # A wrong path is told at once, not by each of many compilations.
@@ -95,6 +102,7 @@ def compile_targets(
     model: Model,
     policies: Sequence[ShardingPolicy],
     memory: int | None,
+    reserve: float,
 ) -> TargetPlan:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
@@ -112,7 +120,9 @@ def compile_targets(
             f"them, with --stacked {many[0]}, where the model can",
         )
     with _progress(errors, len(tasks)) as begin:
-        rows = list(compile_tasks(step, tasks, memory, begin, lambda text: print_line(errors, text)))
+        rows = list(
+            compile_tasks(step, tasks, (memory, reserve), begin, lambda text: print_line(errors, text))
+        )
     order = {task: place for place, task in enumerate(map(str, tasks))}
     rows.sort(key=lambda row: order[str(row.task)])
     return TargetPlan(tuple(rows), tuple(refused))

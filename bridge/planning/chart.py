@@ -13,11 +13,15 @@ _BAR = 0.38
 
 
 def chart(comparison: Comparison) -> Figure:
-    """A bar for each plan, in the order of the table; a dashed line is the memory of a device."""
+    """A bar for each plan, in the order of the table; dashed: the memory of a device, dotted: without the reserve."""
     plans = comparison.plans
     figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
     memory, traffic = figure.subplots(1, 2, sharey=True)
-    labels = [f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" for plan in plans]
+    several = len(comparison.workloads) > 1
+    labels = [
+        f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" + (f"\n{plan.workload}" if several else "")
+        for plan in plans
+    ]
     terms = list(plans[0].peak.terms)
     _stack(memory, {term.replace("_", " "): [plan.peak.terms[term] for plan in plans] for term in terms})
     kinds = {kind.replace("_", "-"): [plan.traffic.wire_bytes(kind) for plan in plans] for kind in KINDS}
@@ -26,6 +30,8 @@ def chart(comparison: Comparison) -> Figure:
     memory.invert_yaxis()
     if comparison.memory is not None:
         memory.axvline(comparison.memory, color="black", linestyle="--", linewidth=1)
+    if comparison.usable not in (None, comparison.memory):
+        memory.axvline(comparison.usable, color="black", linestyle=":", linewidth=1)
     first = plans[0]
     memory.set_title(f"{first.model.name}: bytes at the peak, on one device")
     traffic.set_title("bytes that a device sends in a step")

@@ -1,8 +1,12 @@
-"""Plans of one model under several policies, on several numbers of devices, and the cheapest of them.
+"""Plans of one model under several policies, numbers of devices and workloads, and the cheapest of them.
 
 The cheapest plan is the one that fits and whose devices send the fewest bytes in a step; of equal ones, the one with
-the lowest peak. Plans on different numbers of devices are not compared, since more devices do more work. A policy fits
-a number of devices when it fits in every requested runtime. Its bytes and its peak are the largest of the runtimes'.
+the lowest peak. Plans on different numbers of devices, or of different workloads, are not compared, since some do more
+work than others. A policy fits a number of devices when it fits in every requested runtime. Its bytes and its peak are
+the largest of the runtimes'.
+
+A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
+what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
 
 A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest.
 """
@@ -11,61 +15,79 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.sharding import ShardingPolicy
 
+RESERVE = Fraction(1, 10)
+"""The share of a device's memory that a plan leaves free by default."""
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest policy that fits on ``devices`` devices; None when no policy is known to.
+    """The cheapest policy that fits on ``devices`` devices for ``workload``; None when no policy is known to.
 
     unknown: policies that may or may not fit.
     """
 
     devices: int
+    workload: Workload
     policy: str | None
     unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``plans`` in the order of policies, devices, runtimes. ``memory``: bytes of one device, or None.
+    """``plans`` in the order of policies, devices, workloads, runtimes. ``memory``: bytes of one device, or None.
 
+    ``reserve``: the share of ``memory`` that stays free, from 0 to below 1.
     ``refused``: the reason why a policy is impossible on a number of devices.
     """
 
     plans: tuple[Plan, ...]
     memory: int | None = None
     refused: tuple[str, ...] = ()
+    reserve: Fraction = RESERVE
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes of one device without the reserve, rounded down; None without ``memory``."""
+        return None if self.memory is None else int(self.memory * (1 - self.reserve))
 
     def fits(self, plan: Plan) -> bool | None:
-        """Whether a plan's peak is within a device's memory; None without ``memory``, or when the answer is unknown."""
-        if self.memory is None:
+        """Whether a plan's peak is within ``usable``; None without ``memory``, or when the answer is unknown."""
+        usable = self.usable
+        if usable is None:
             return None
-        if plan.peak.total > self.memory:
+        if plan.peak.total > usable:
             return False
         return True if plan.peak.complete else None
 
     @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """Each once, in the order of the plans."""
+        return tuple(dict.fromkeys(plan.workload for plan in self.plans))
+
+    @property
     def choices(self) -> tuple[Choice, ...]:
-        """The cheapest policy for each number of devices; empty without ``memory``."""
+        """The cheapest policy for each number of devices and workload; empty without ``memory``."""
         if self.memory is None:
             return ()
-        counts = dict.fromkeys(plan.mesh.devices for plan in self.plans)
-        return tuple(self._choice(devices) for devices in counts)
+        asked = dict.fromkeys((plan.mesh.devices, plan.workload) for plan in self.plans)
+        return tuple(self._choice(devices, workload) for devices, workload in asked)
 
     @property
     def anything_fits(self) -> bool:
         """Whether any plan is known to fit; True without ``memory``."""
         return self.memory is None or any(choice.policy is not None for choice in self.choices)
 
-    def _choice(self, devices: int) -> Choice:
+    def _choice(self, devices: int, workload: Workload) -> Choice:
         by_policy: dict[str, list[Plan]] = {}
         for plan in self.plans:
-            if plan.mesh.devices == devices:
+            if (plan.mesh.devices, plan.workload) == (devices, workload):
                 by_policy.setdefault(plan.policy, []).append(plan)
         answers = {policy: [self.fits(plan) for plan in plans] for policy, plans in by_policy.items()}
         costs = {
@@ -75,6 +97,7 @@ class Comparison:
         }
         return Choice(
             devices,
+            workload,
             min(costs, key=lambda policy: costs[policy]) if costs else None,
             tuple(policy for policy, fits in answers.items() if None in fits and False not in fits),
         )
@@ -84,13 +107,15 @@ def compare(
     models: Mapping[str, Model],
     policies: Sequence[ShardingPolicy],
     devices: Sequence[int],
-    workload: Workload,
+    workloads: Workload | Sequence[Workload],
     memory: int | None = None,
+    reserve: Fraction = RESERVE,
 ) -> Comparison:
-    """Plan every model (by runtime) under every policy on every number of devices.
+    """Plan every model (by runtime) under every policy on every number of devices, for every workload.
 
     Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices.
     """
+    works = [workloads] if isinstance(workloads, Workload) else workloads
     plans: list[Plan] = []
     refused: list[str] = []
     for policy in policies:
@@ -104,5 +129,9 @@ def compare(
         if not possible:
             raise PlanError(refused[-1])
         for count in possible:
-            plans += [make_plan(model, policy, count, runtime, workload) for runtime, model in models.items()]
-    return Comparison(tuple(plans), memory, tuple(refused))
+            plans += [
+                make_plan(model, policy, count, runtime, workload)
+                for workload in works
+                for runtime, model in models.items()
+            ]
+    return Comparison(tuple(plans), memory, tuple(refused), reserve)

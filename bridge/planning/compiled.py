@@ -45,6 +45,7 @@ class CompiledCheck:
 
     policy: str
     devices: int
+    workload: Workload
     lines: tuple[Line, ...]
 
     @property
@@ -65,7 +66,7 @@ class CompiledCheck:
         peak = next(line for line in self.lines if line.what == "peak")
         verdict = "the plan agrees with" if self.agrees else "the plan differs from"
         return (
-            f"{self.policy} on {self.devices} devices: {verdict} what XLA compiled; peak "
+            f"{self.policy} on {self.devices} devices, {self.workload}: {verdict} what XLA compiled; peak "
             f"{human_bytes(peak.planned)} planned, {human_bytes(peak.compiled)} compiled "
             f"({100 * (peak.planned / peak.compiled - 1):+.1f} %), both without prefetch"
         )
@@ -104,7 +105,7 @@ def check_compiled(
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise PlanError(f"--compile: compiling failed: {reason[0]}")
-    return CompiledCheck(policy.source, devices, tuple(_lines(plan, json.loads(done.stdout))))
+    return CompiledCheck(policy.source, devices, workload, tuple(_lines(plan, json.loads(done.stdout))))
 
 
 def _lines(plan: Plan, found: dict[str, Any]) -> list[Line]:

@@ -39,6 +39,9 @@ class Workload:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}: expected an int >= 1, got {value!r}")
 
+    def __str__(self) -> str:
+        return f"{self.microbatches} x {self.batch} sequences of {self.length} tokens"
+
 
 @dataclass(frozen=True)
 class UnitPlan:

@@ -2,10 +2,12 @@
 
 format        "twinshard.plan", version 1
 model, parameters, source      name, number of elements, where shapes and activation formulas come from
-workload      batch, length (per device and microbatch), microbatches
+workload      batch, length (per device and microbatch), microbatches; the first one of several
 memory        bytes of a device, or null
-plans         a list, one for each policy, number of devices and runtime:
-  policy, runtime, devices, mesh {axis: size}, prefetch
+reserve       the share of ``memory`` that stays free
+usable        bytes of a device without the reserve, or null
+plans         a list, one for each policy, number of devices, workload and runtime:
+  policy, runtime, devices, mesh {axis: size}, prefetch, workload
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   peak          "moment", "total", "terms" (bytes), "activations_known"
@@ -13,13 +15,13 @@ plans         a list, one for each policy, number of devices and runtime:
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``memory``; null without ``memory``, and when the peak is a lower bound that
+  fits          whether the peak is within ``usable``; null without ``memory``, and when the peak is a lower bound that
                 is within it (see "activations_known")
   units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
                 padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
-cheapest      a list, for each number of devices: devices, policy (null when none is known to fit), unknown (policies of
-              which that is not known); empty without ``memory``
+cheapest      a list, for each number of devices and workload: devices, workload, policy (null when none is known to
+              fit), unknown (policies of which that is not known); empty without ``memory``
 refused       why policies were left out on numbers of devices
 
 The command adds:
@@ -68,8 +70,10 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "source": first.model.source,
         "workload": vars(first.workload),
         "memory": comparison.memory,
+        "reserve": float(comparison.reserve),
+        "usable": comparison.usable,
         "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
-        "cheapest": [vars(one) for one in comparison.choices],
+        "cheapest": [{**vars(one), "workload": vars(one.workload)} for one in comparison.choices],
         "refused": comparison.refused,
     }
 
@@ -82,6 +86,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "devices": mesh.devices,
         "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
         "prefetch": plan.prefetch,
+        "workload": vars(plan.workload),
         "device": plan.device,
         "at_rest": _at_rest(plan.at_rest),
         "peak": {

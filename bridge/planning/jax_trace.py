@@ -1,7 +1,10 @@
 """Bytes of a segment's activations in JAX: the residuals of its vjp, from shapes alone.
 
-XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` fences them. Elsewhere XLA may compute
-some of them again, and the bytes are upper bounds. ``backward`` adds the cotangents of output and input.
+XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` fences them, but those that depend on no
+argument, such as the zeros of a mask. Elsewhere XLA may compute some of them again, and the bytes are upper bounds.
+``backward`` adds the cotangents of output and input, and that of the largest intermediate, which is as large as the
+largest residual: in attention that keeps its scores, the cotangent of the scores. On TPUs ``jax_impl`` saves less (see
+``jax_impl/runtime/derived.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bridge.planning.activations import SegmentBytes
-from bridge.planning.runtimes import framework
+from bridge.planning.runtimes import framework, part
 
 
 def trace_segment(
@@ -28,19 +31,25 @@ def trace_segment(
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, compute), state)
     differentiable = jnp.issubdtype(given.dtype, jnp.floating)
 
-    def forward(state: Any, given: Any) -> Any:
-        if differentiable:
-            return jax.vjp(lambda state, given: finish(nnx.merge(graph, state)(given)), state, given)
-        return jax.vjp(lambda state: finish(nnx.merge(graph, state)(given)), state)
+    def differentiated(state: Any, _inner: Any, given: Any) -> Any:
+        output, vjp = jax.vjp(
+            lambda state, _, given: finish(nnx.merge(graph, state)(given)), state, (), given
+        )
+        # The weights are there in backward in any case.
+        vjp.args_res[:2] = [None, None]
+        return output, vjp
 
-    jaxpr = jax.make_jaxpr(forward)(state, given).jaxpr
-    outputs = len(jax.tree.leaves(jax.eval_shape(forward, state, given)[0]))
-    weights = set(jaxpr.invars[: len(jax.tree.leaves(state))])
-    # Literals have values; variables have none.
-    residuals = {var for var in jaxpr.outvars[outputs:] if not hasattr(var, "val")} - weights
-    saved = sum(_bytes(var.aval) for var in residuals)
+    def kept(state: Any, given: Any) -> list[Any]:
+        residuals = part("jax", "runtime.residuals")
+        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
+        # Constants, such as the zeros of a mask, are made where they are used.
+        results = len(jax.tree.leaves(output))
+        return [leaf for leaf, one in zip(jax.tree.leaves(vjp), depends[results:], strict=True) if one]
+
+    sizes = [_bytes(leaf) for leaf in jax.eval_shape(kept, state, given)]
+    saved, largest = sum(sizes), max(sizes, default=0)
     size = _bytes(given) if differentiable else 0
-    return SegmentBytes(saved, size, saved + size, saved + 2 * size, saved)
+    return SegmentBytes(saved, size, saved + size, saved + 2 * size + largest, saved + largest)
 
 
 def _bytes(aval: Any) -> int:

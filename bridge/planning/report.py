@@ -45,14 +45,20 @@ _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each plan."""
+    """Headings, and a row for each plan; workloads are told apart where there are several."""
+    several = len(comparison.workloads) > 1
     asked = comparison.memory is not None
-    rows = []
+    rows: list[Row] = []
     for plan in comparison.plans:
-        row = (plan.policy, str(plan.mesh.devices), plan.runtime, *_held(plan.at_rest), _peak(plan))
+        row: Row = (plan.policy, str(plan.mesh.devices), plan.runtime)
+        if several:
+            row += (str(plan.workload.microbatches), str(plan.workload.length))
+        row += (*_held(plan.at_rest), _peak(plan))
         row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
         rows.append((*row, _ANSWERS[comparison.fits(plan)]) if asked else row)
-    return (*OVERVIEW, "fits") if asked else OVERVIEW, rows
+    work = ("microbatches", "length") if several else ()
+    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:])
+    return (*headings, "fits") if asked else headings, rows
 
 
 def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
@@ -133,14 +139,21 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for plan in comparison.plans:
         warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())
     lines += warned
+    if comparison.memory is not None and comparison.usable is not None:
+        lines.append(
+            f"fits: the peak is within {human_bytes(comparison.usable)}, that is {human_bytes(comparison.memory)} less "
+            f"{float(100 * comparison.reserve):g} % of reserve (--reserve)"
+        )
+    several = len(comparison.workloads) > 1
     for choice in comparison.choices:
+        where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
-            lines.append(f"{choice.devices} devices: {choice.policy} is the cheapest that fits")
+            lines.append(f"{where}: {choice.policy} is the cheapest that fits")
         elif not choice.unknown:
-            lines.append(f"{choice.devices} devices: no policy fits")
+            lines.append(f"{where}: no policy fits")
         if choice.unknown:
             lines.append(
-                f"{choice.devices} devices: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
+                f"{where}: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
                 "measure, or compile them for JAX with --target"
             )
     return lines

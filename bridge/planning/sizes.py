@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: GB is 10**9 bytes, GiB is 2**30."""
+"""Amounts of memory and shares of it as people write them: GB is 10**9 bytes, GiB is 2**30, 10% is a tenth."""
 
 from __future__ import annotations
 
@@ -26,9 +26,22 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """``"8,64,512"``: numbers of devices, each once. Raises ``PlanError`` otherwise."""
+def parse_share(text: str) -> Fraction:
+    """``"10%"``, ``"7.5 %"`` or ``"0"``, from 0 to below 1. Raises ``PlanError`` otherwise."""
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(%?)\s*", text)
+    if match is None:
+        raise PlanError(f"reserve: expected a share of the memory such as 10%, or 0, got {text!r}")
+    share = Fraction(match[1]) / 100
+    if share and not match[2]:
+        raise PlanError(f"reserve: expected a share with its %, got {text!r}; write {match[1]}% (or 0)")
+    if share >= 1:
+        raise PlanError(f"reserve: expected less than 100%, got {text!r}")
+    return share
+
+
+def parse_counts(text: str, name: str = "devices") -> tuple[int, ...]:
+    """``"8,64,512"``: numbers, each once. Raises ``PlanError`` that begins with ``name`` otherwise."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", word) for word in words):
-        raise PlanError(f"devices: expected numbers such as 8,64,512, got {text!r}")
+        raise PlanError(f"{name}: expected numbers such as 8,64,512, got {text!r}")
     return tuple(dict.fromkeys(map(int, words)))

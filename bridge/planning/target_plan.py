@@ -22,7 +22,7 @@ from bridge.planning.tpu_lock import SECONDS, wait_for_lock
 from bridge.sharding import PolicyError, ShardingPolicy
 
 RESERVE = 0.10
-"""The share of a device's memory that is kept for what no compiler counts: fragments, libraries' own buffers."""
+"""The default share of a device's memory that is kept for what no compiler counts: fragments, buffers of libraries."""
 LEG = "bridge.planning.target_leg"
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "psum")
 Say = Callable[[str], None]
@@ -44,13 +44,14 @@ class Task:
 class TargetRow:
     """``memory``: bytes of a device that a step may not exceed, the reserve included. ``found``: the leg's answer.
 
-    ``failed``: why there is no answer.
+    ``failed``: why there is no answer. ``reserve``: the share of the memory that a step that fits leaves.
     """
 
     task: Task
     memory: int
     found: dict[str, Any] | None = None
     failed: str | None = None
+    reserve: float = RESERVE
 
     @property
     def held(self) -> dict[str, int]:
@@ -83,7 +84,7 @@ class TargetRow:
         """With the reserve; None where the compiler gave no answer."""
         if self.peak is None:
             return None
-        return not self.exhausted and self.peak <= self.memory * (1 - RESERVE)
+        return not self.exhausted and self.peak <= self.memory * (1 - self.reserve)
 
     def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
         """Number in a step, bytes of their full arrays, and the share of bytes beside a matrix product."""
@@ -116,7 +117,7 @@ class TargetRow:
             "devices": target.devices,
             "mesh": self.task.policy.mesh_sizes(target.devices),
             "device_memory": self.memory,
-            "reserve": RESERVE,
+            "reserve": self.reserve,
             "fits": self.fits,
             "peak": self.peak,
             "temporary": self.temporary,
@@ -131,6 +132,11 @@ class TargetPlan:
 
     rows: tuple[TargetRow, ...]
     refused: tuple[str, ...] = ()
+
+    @property
+    def reserve(self) -> float:
+        """Of all rows."""
+        return self.rows[0].reserve
 
     @property
     def good(self) -> bool:
@@ -192,11 +198,16 @@ def tasks_of(
 
 
 def compile_tasks(
-    step: StepRequest, tasks: Sequence[Task], memory: int | None, begin: Callable[[Task], None], say: Say
+    step: StepRequest,
+    tasks: Sequence[Task],
+    limit: tuple[int | None, float],
+    begin: Callable[[Task], None],
+    say: Say,
 ) -> Iterator[TargetRow]:
     """Rows in the order of ``tasks``, each when it is compiled; one process a platform compiles at a time.
 
-    memory: bytes of a device; None: the target's. begin: called before a task. say: gets what people should know.
+    limit: bytes of a device, None: the target's; and the share of them in reserve. begin: called before a task. say:
+    gets what people should know.
     """
     # Where several processes wait for the lock, it is waited for more than once.
     say = functools.cache(say)
@@ -205,11 +216,14 @@ def compile_tasks(
             for task in tasks:
                 if task.target.platform == platform:
                     begin(task)
-                    yield _compiled(leg, step, task, memory, say)
+                    yield _compiled(leg, step, task, limit, say)
 
 
-def _compiled(leg: Leg, step: StepRequest, task: Task, memory: int | None, say: Say) -> TargetRow:
-    limit = task.target.memory if memory is None else memory
+def _compiled(
+    leg: Leg, step: StepRequest, task: Task, limit: tuple[int | None, float], say: Say
+) -> TargetRow:
+    memory, reserve = limit
+    memory = task.target.memory if memory is None else memory
     request = {
         "step": step.to_json(),
         "policy": task.policy.to_toml(),
@@ -218,9 +232,9 @@ def _compiled(leg: Leg, step: StepRequest, task: Task, memory: int | None, say: 
         "engine": task.engine,
     }
     try:
-        return TargetRow(task, limit, _asked(leg, request, say))
+        return TargetRow(task, memory, _asked(leg, request, say), reserve=reserve)
     except LegError as error:
-        return TargetRow(task, limit, failed=" ".join(str(error).split()))
+        return TargetRow(task, memory, failed=" ".join(str(error).split()), reserve=reserve)
 
 
 def _asked(leg: Leg, request: dict[str, Any], say: Say) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from bridge.planning.model import Model
-from bridge.planning.target_plan import GATHERS, REDUCTIONS, RESERVE, TargetPlan, TargetRow
+from bridge.planning.target_plan import GATHERS, REDUCTIONS, TargetPlan, TargetRow
 from bridge.text import human_bytes
 
 Row = tuple[str, ...]
@@ -76,7 +76,7 @@ def notes(plan: TargetPlan) -> Iterator[str]:
     yield from (f"warning: {text}" for text in told)
     for target, cheapest in plan.cheapest():
         if cheapest is None:
-            yield f"{target.name}: nothing fits with {RESERVE:.0%} of the memory kept in reserve"
+            yield f"{target.name}: nothing fits with {plan.reserve:.0%} of the memory kept in reserve"
         else:
             sent = "an unknown number of bytes" if cheapest.sent is None else human_bytes(cheapest.sent)
             yield (

@@ -89,6 +89,15 @@ def as_given(module: nnx.Module) -> nnx.Module | Tree:
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
+def given_node(module: nnx.Module, kind: type) -> Any:
+    """The node of the given pytree that became ``module``, its children None; None for nodes of other types."""
+    node: _Node | None = getattr(module, _NODE, None)
+    data = None if node is None else node.structure.node_data()
+    if node is None or data is None or not issubclass(data[0], kind):
+        return None
+    return node.structure.unflatten([None] * len(node.names))
+
+
 def may_be_unit(module: nnx.Module) -> bool:
     """Not lists and dictionaries of modules; in a pytree lists that hold arrays may, such as ``(weight, bias)``."""
     if isinstance(module, TreeList):

@@ -14,6 +14,14 @@ from bridge.commands.main import app
 from bridge.planning import Workload, load_policy, make_plan, resolve_models
 
 
+def with_blocks() -> nn.Module:
+    """With layers of another name, in two places."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    model.tops = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+    return model
+
+
 def own_model() -> nn.Module:
     """With the layers that the shipped policies name."""
     model = nn.Module()
@@ -68,6 +76,14 @@ def test_nothing_that_fits_is_exit_status_1() -> None:
     assert "8 devices: no policy fits" in result.stdout
 
 
+def test_the_reserve_decides_what_fits() -> None:
+    arguments = ("fsdp", "--model", "llama3-8b", "--devices", "8", "--runtime", "torch", "--memory")
+    peak = json.loads(call(*arguments, "1TB", "--json").stdout)["plans"][0]["peak"]["total"]
+    short = call(*arguments, f"{peak}B")
+    assert (short.exit_code, "less 10 % of reserve" in short.stdout) == (1, True)
+    assert call(*arguments, f"{peak}B", "--reserve", "0").exit_code == 0
+
+
 def test_a_users_own_model_is_never_said_to_fit() -> None:
     model = f"{__name__}:own_model"
     arguments = ("fsdp", "--model", model, "--devices", "8", "--runtime", "torch", "--memory", "40MB")
@@ -79,9 +95,62 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     assert "cheapest" not in result.stdout
     document = json.loads(call(*arguments, "--json").stdout)
     assert document["plans"][0]["fits"] is None
-    assert document["cheapest"] == [{"devices": 8, "policy": None, "unknown": ["fsdp.toml"]}]
+    work = {"batch": 1, "length": 4096, "microbatches": 1}
+    assert document["cheapest"] == [
+        {"devices": 8, "workload": work, "policy": None, "unknown": ["fsdp.toml"]}
+    ]
     assert call(*arguments[:-1], "1kB").exit_code == 1
     assert "8 devices: no policy fits" in call(*arguments[:-1], "1kB").stdout
+
+
+def test_lists_of_lengths_and_microbatches_are_rows_of_one_table() -> None:
+    arguments = ("fsdp", "zero2", "--model", "llama3-8b", "--devices", "8,16", "--runtime", "torch")
+    lists = ("--length", "64,512", "--micro", "1,4", "--memory", "80GB")
+    result = call(*arguments, *lists)
+    assert result.exit_code == 0, result.stderr
+    (heading,) = (line.split() for line in result.stdout.splitlines() if line.startswith("policy "))
+    places = [heading.index(name) for name in ("policy", "devices", "microbatches", "length")]
+    rows = [line.split() for line in result.stdout.splitlines() if line.split()[2:3] == ["torch"]]
+    wanted = [
+        (policy, devices, micro, length)
+        for policy in ("fsdp.toml", "zero2.toml")
+        for devices in ("8", "16")
+        for micro in ("1", "4")
+        for length in ("64", "512")
+    ]
+    assert [tuple(row[place] for place in places) for row in rows] == wanted
+    document = json.loads(call(*arguments, *lists, "--json").stdout)
+    for one, (policy, devices, micro, length) in zip(document["plans"], wanted, strict=True):
+        options = ("--devices", devices, "--length", length, "--microbatches", micro, "--runtime", "torch")
+        alone = json.loads(call(policy.split(".")[0], "--model", "llama3-8b", *options, "--json").stdout)
+        assert one["workload"] == alone["workload"] == alone["plans"][0]["workload"]
+        assert (one["peak"], one["traffic"]) == (alone["plans"][0]["peak"], alone["plans"][0]["traffic"])
+    assert len(document["cheapest"]) == 8
+    assert "16 devices, 4 x 1 sequences of 512 tokens: zero2.toml is the cheapest that fits" in result.stdout
+    assert "length" not in call(*arguments).stdout.split("policy ")[1].splitlines()[0]
+
+
+def test_units_of_another_name() -> None:
+    arguments = ("fsdp", "--model", f"{__name__}:with_blocks", "--runtime", "torch", "--json")
+    assert "expected modules that 'layers.*' matches" in call(*arguments).stderr
+    (plan,) = json.loads(call(*arguments, "--units", "blocks.*", "--units", "tops.*").stdout)["plans"]
+    assert [unit["paths"] for unit in plan["units"]] == [
+        ["blocks.0", "blocks.1"],
+        ["tops.0", "tops.1", "tops.2"],
+        [""],
+    ]
+    assert {unit["strategy"] for unit in plan["units"]} == {"optim_grads_params"}
+    assert plan["policy"] == "fsdp.toml"
+
+
+def test_the_devices_of_a_node() -> None:
+    arguments = ("fsdp", "hsdp", "hfsdp", "--model", "llama3-8b", "--devices", "16,64", "--runtime", "torch")
+    plans = json.loads(call(*arguments, "--node", 8, "--json").stdout)["plans"]
+    assert [plan["mesh"] for plan in plans] == [
+        {"dp": 16},
+        {"dp": 64},
+        *2 * [{"dp_outer": 2, "dp": 8}, {"dp_outer": 8, "dp": 8}],
+    ]
 
 
 def test_the_document_is_complete() -> None:
@@ -134,6 +203,23 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "llama3-8b", "--devices", "eight"), "expected numbers such as 8,64,512"),
         (("fsdp", "--model", "llama3-8b", "--memory", "lots"), "expected an amount such as 80GB"),
         (("fsdp", "--model", "llama3-8b", "--memory", "80"), "an amount with its unit, got '80'; write 80GB"),
+        (
+            ("hsdp", "--model", "llama3-8b", "--node", "8", "--devices", "8,12"),
+            "--node: expected numbers of devices that 8 divides, got 12",
+        ),
+        (("fsdp", "--model", "llama3-8b", "--node", "8"), "--node: expected a policy with two mesh axes"),
+        (
+            ("mixture", "--model", "llama3-8b", "--units", "blocks.*"),
+            "one [[unit]] beside the root's, got 'lay",
+        ),
+        (
+            ("fsdp", "--model", "llama3-8b", "--units", ""),
+            "--units: expected patterns such as 'blocks.*', got ''",
+        ),
+        (("fsdp", "--model", "llama3-8b", "--units", "a..b"), "--units: match: expected a dotted path"),
+        (("fsdp", "--model", "llama3-8b", "--length", "64;8"), "length: expected numbers such as 8,64,512"),
+        (("fsdp", "--model", "llama3-8b", "--micro", "0"), "microbatches: expected numbers such as 8,64,512"),
+        (("fsdp", "--model", "llama3-8b", "--reserve", "10"), "got '10'; write 10%"),
         (("hsdp", "--model", "llama3-8b", "--devices", "3"), "expected axes of 3 devices"),
         (("fsdp", "--model", "llama3-8b", "--chart", "x.doc"), "x.doc"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from bridge.planning.model import Model, Parameter
 from bridge.planning.peak import TERMS
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
-from bridge.planning.sizes import parse_bytes, parse_counts
+from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,6 +275,40 @@ def test_the_cheapest_that_fits() -> None:
     assert compare(model, policies, [8], Workload()).choices == ()
 
 
+def test_a_policy_fits_within_the_memory_less_the_reserve() -> None:
+    models, policies = {"torch": shipped_model("llama3-8b")}, [load_policy("fsdp")]
+    peak = compare(models, policies, [8], Workload()).plans[0].peak.total
+    # The largest memory of which 9 tenths, rounded down, are just below the peak, and one byte more.
+    short = -(-10 * peak // 9) - 1
+    for memory, reserve, fits in (
+        (short, Fraction(1, 10), False),
+        (short + 1, Fraction(1, 10), True),
+        (peak, Fraction(0), True),
+        (peak - 1, Fraction(0), False),
+    ):
+        found = compare(models, policies, [8], Workload(), memory, reserve)
+        assert found.fits(found.plans[0]) is fits
+        assert found.anything_fits is fits
+        written = document(found)
+        assert (written["reserve"], written["plans"][0]["fits"]) == (float(reserve), fits)
+        assert written["usable"] == int(memory * (1 - reserve))
+        assert any(f"less {float(100 * reserve):g} % of reserve" in line for line in notes(found))
+    assert not compare(models, policies, [8], Workload(), short).anything_fits
+    assert document(compare(models, policies, [8], Workload()))["usable"] is None
+
+
+def test_each_workload_has_a_choice_of_its_own() -> None:
+    works = [Workload(1, 16), Workload(1, 16384)]
+    found = compare(
+        {"torch": shipped_model("llama3-8b")}, [load_policy("fsdp")], [8], works, parse_bytes("80GB")
+    )
+    assert [(one.workload, one.policy) for one in found.choices] == [
+        (works[0], "fsdp.toml"),
+        (works[1], None),
+    ]
+    assert found.anything_fits
+
+
 def test_a_lower_bound_says_no_or_nothing() -> None:
     policies = [load_policy(name) for name in ("no_shard", "fsdp")]
     known = shipped_model("llama3-8b")
@@ -337,6 +372,25 @@ def test_an_amount_of_memory_without_its_unit_is_refused(text: str, hint: str) -
         PlanError, match=f"memory: expected an amount with its unit, got '{text}'; write {hint}"
     ):
         parse_bytes(text)
+
+
+def test_shares_of_memory() -> None:
+    found = [parse_share(text) for text in ("10%", " 7.5 %", "0", "0%")]
+    assert found == [Fraction(1, 10), Fraction(3, 40), 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("10", "a share with its %, got '10'; write 10%"),
+        ("100%", "less than 100%, got '100%'"),
+        ("-5%", "such as 10%, or 0, got '-5%'"),
+        ("8GB", "such as 10%, or 0, got '8GB'"),
+    ],
+)
+def test_bad_shares_of_memory(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=f"reserve: expected .*{message}"):
+        parse_share(text)
 
 
 def test_numbers_of_devices() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,8 +169,10 @@ def test_the_plan_of_scanned_layers_agrees_with_what_xla_compiles(
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
     assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
     peak = next(line for line in check.lines if line.what == "peak")
+    # The check is without prefetch.
+    alike = replace(chosen, prefetch=0)
     unrolled = make_plan(
-        resolve_models("decoder:default")["jax"], chosen, 4, "jax", Workload(2, 64, microbatches)
+        resolve_models("decoder:default")["jax"], alike, 4, "jax", Workload(2, 64, microbatches)
     )
     # Else the test would also pass if the planner knew no loops.
     recomputed = strategy == "optim_grads_params" and recompute
@@ -197,3 +200,26 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
     check = check_compiled("decoder:default", load_policy("fsdp"), 2, Workload(1, 8))
     assert not check.agrees
     assert "the plan differs from what XLA compiled" in check.summary()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "length", "microbatches"),
+    [
+        ("optim_grads_params", True, 1024, 1),
+        *(
+            pytest.param(strategy, recompute, length, microbatches, marks=pytest.mark.slow)
+            for strategy in ("optim_grads_params", "no_shard")
+            for recompute in (False, True)
+            for length in (64, 1024, 4096)
+            for microbatches in (1, 4)
+            if (strategy, recompute, length, microbatches) != ("optim_grads_params", True, 1024, 1)
+        ),
+    ],
+)
+def test_the_scores_of_attention_are_counted_as_xla_keeps_them(
+    strategy: str, recompute: bool, length: int, microbatches: int
+) -> None:
+    chosen = parse_policy(policy(strategy, "float32", recompute), "test")
+    check = check_compiled("decoder:default", chosen, 4, Workload(1, length, microbatches))
+    (peak,) = (line for line in check.lines if line.what == "peak")
+    assert peak.planned == pytest.approx(peak.compiled, rel=WITHIN)

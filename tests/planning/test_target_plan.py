@@ -274,7 +274,9 @@ def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once
     monkeypatch.setattr(tpu_lock, "_PAUSE", 0.01)
     said: list[str] = []
     tasks = [Task(POLICY, target_named("v5e:2x2"), "pjit")]
-    (row,) = target_plan.compile_tasks(StepRequest(MODEL, WORK), tasks, None, lambda task: None, said.append)
+    (row,) = target_plan.compile_tasks(
+        StepRequest(MODEL, WORK), tasks, (None, 0.1), lambda task: None, said.append
+    )
     assert (row.peak, row.fits) == (5, False)
     assert said == [
         f"waiting for another process that compiles for TPUs and holds {tmp_path / 'libtpu_lockfile'}"

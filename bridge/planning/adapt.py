@@ -1,0 +1,60 @@
+"""A policy for another model or another machine: other names of layers, another number of devices in a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bridge.planning.errors import PlanError
+from bridge.sharding import PolicyError, ShardingPolicy
+
+
+def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolicy:
+    """The policy with its one pattern beside the root's replaced by ``patterns``; as it is without patterns.
+
+    Raises ``PlanError`` for a policy with none or several such patterns, and for patterns that a policy cannot have.
+    """
+    if not patterns:
+        return policy
+    inner = [unit for unit in policy.units if unit.match]
+    if len(inner) != 1:
+        found = ", ".join(repr(unit.match) for unit in inner) or "none"
+        raise PlanError(
+            f"--units: expected a policy with one [[unit]] beside the root's, got {found} in {policy.source}; write "
+            "the patterns into a policy file"
+        )
+    if "" in patterns:
+        raise PlanError("--units: expected patterns such as 'blocks.*', got '': the root is always a unit")
+    root = [unit for unit in policy.units if not unit.match]
+    try:
+        units = [replace(inner[0], match=pattern) for pattern in dict.fromkeys(patterns)]
+        return replace(policy, units=(*units, *root))
+    except PolicyError as error:
+        raise PlanError(f"--units: {error}") from error
+
+
+def with_node(
+    policies: Sequence[ShardingPolicy], node: int | None, counts: Sequence[int]
+) -> list[ShardingPolicy]:
+    """The policies with ``node`` devices on the inner axis of those with two axes; as they are where ``node`` is None.
+
+    Raises ``PlanError`` where ``node`` does not divide one of ``counts``, where the outer axis is not "all", and where
+    no policy has two axes.
+    """
+    if node is None:
+        return list(policies)
+    if all(len(policy.axes) == 1 for policy in policies):
+        raise PlanError("--node: expected a policy with two mesh axes, such as hsdp or hfsdp, got none")
+    uneven = [count for count in counts if count % node]
+    if uneven:
+        raise PlanError(
+            f"--node: expected numbers of devices that {node} divides, got {', '.join(map(str, uneven))}"
+        )
+    return [policy if len(policy.axes) == 1 else _with_inner(policy, node) for policy in policies]
+
+
+def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
+    (outer, size), (inner, _) = policy.axes
+    if size != "all":
+        raise PlanError(f'--node: expected {outer} = "all" in [mesh] of {policy.source}, got {size!r}')
+    return replace(policy, mesh={outer: size, inner: node})
