@@ -23,15 +23,14 @@ from bridge.planning.step_time import step_time
 from bridge.planning.transfers import COPY
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import SHARD_MAP, SIZES, Setting
-from tests.support.compilers.targets import why_not
-from tests.support.compilers.worker import Compiler
+from tests.support.compilers.worker import Compiler, unavailable
 
 Read = Callable[[Setting], tuple[Program, str, Any]]
 H100 = Setting("h100:8", SHARD_MAP, "256", units=("embed", "layers/*", "lm_head"))
 
 
 def _read(platform: str, folder: Path) -> Iterator[Read]:
-    if reason := why_not(platform):
+    if reason := unavailable(platform):
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINSHARD_DUMP", str(folder))
