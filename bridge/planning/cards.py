@@ -5,7 +5,7 @@ Source of the facts: ``xla/backends/gpu/target_config/specs`` of XLA.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The same for all cards, except for what is filled in.
 _PROTO = """
@@ -49,6 +49,23 @@ class Card:
         return _PROTO.format(**vars(self))
 
 
+_H100 = Card(
+    description="NVIDIA H100 80GB HBM3",
+    capability=9,
+    cores=132,
+    fpus_per_core=128,
+    clock_ghz=1.98,
+    bandwidth=3_352_320_000_000,
+    l2_cache=52_428_800,
+    memory=84_942_979_072,
+    shared_memory=233_472,
+    shared_memory_optin=232_448,
+)
+# The same chip beside more memory.
+_H200 = replace(
+    _H100, description="NVIDIA H200 141GB HBM3e", bandwidth=4_800_000_000_000, memory=151_397_597_184
+)
+
 CARDS = {
     "a100": Card(
         description="NVIDIA A100-SXM4-80GB",
@@ -62,30 +79,8 @@ CARDS = {
         shared_memory=167_936,
         shared_memory_optin=166_912,
     ),
-    "h100": Card(
-        description="NVIDIA H100 80GB HBM3",
-        capability=9,
-        cores=132,
-        fpus_per_core=128,
-        clock_ghz=1.98,
-        bandwidth=3_352_320_000_000,
-        l2_cache=52_428_800,
-        memory=84_942_979_072,
-        shared_memory=233_472,
-        shared_memory_optin=232_448,
-    ),
-    "h200": Card(
-        description="NVIDIA H200 141GB HBM3e",
-        capability=9,
-        cores=132,
-        fpus_per_core=128,
-        clock_ghz=1.98,
-        bandwidth=4_800_000_000_000,
-        l2_cache=52_428_800,
-        memory=151_397_597_184,
-        shared_memory=233_472,
-        shared_memory_optin=232_448,
-    ),
+    "h100": _H100,
+    "h200": _H200,
     "b200": Card(
         description="NVIDIA B200",
         capability=10,

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from bridge.planning.device_bytes import allocated, held
 from bridge.planning.runtimes import framework, part
 
 _KINDS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
@@ -63,7 +64,7 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=same[0] if same else plan.replicated)
 
     state = jax.tree.map(placed, jax.eval_shape(optimizer.init, trained))
-    moments = sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(state))
+    moments = held(jax.tree.leaves(state))
     dtypes = {key: out.dtype for key, out in jax.eval_shape(gradients, weights, rows)[1].items()}
     given = {
         key: jax.ShapeDtypeStruct(array.shape, dtypes[key], sharding=array.sharding)
@@ -76,37 +77,15 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         out_shardings=shardings,
     )
     update = second.lower(trained, state, given).compile()
-    held = sum(_bytes_on_device(array) for array in weights.values())
     return {
-        "weights": held,
+        "weights": held(weights.values()),
         "moments": moments,
-        "gradient_program": _memory(first),
-        "update_program": _memory(update),
-        "peak": max(moments + _memory(first)["total"], _memory(update)["total"]),
+        "gradient_program": allocated(first),
+        "update_program": allocated(update),
+        "peak": max(moments + allocated(first)["total"], allocated(update)["total"]),
         "traced": [[*key, calls] for key, calls in sorted(traced.items())],
         "compiled": [[*key, calls] for key, calls in sorted(kept.items())],
     }
-
-
-def _bytes_on_device(array: Any) -> int:
-    shape = array.sharding.shard_shape(array.shape)
-    count = 1
-    for size in shape:
-        count *= size
-    return int(count * array.dtype.itemsize)
-
-
-def _memory(program: Any) -> dict[str, int]:
-    """Bytes on one device. ``total``: the most bytes alive while the program runs."""
-    found = program.memory_analysis()
-    parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporary": found.temp_size_in_bytes,
-        "aliased": found.alias_size_in_bytes,
-    }
-    total = parts["arguments"] + parts["outputs"] + parts["temporary"] - parts["aliased"]
-    return {**parts, "total": total}
 
 
 if __name__ == "__main__":

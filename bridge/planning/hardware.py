@@ -4,19 +4,21 @@ Sources, of GPUs their makers' figures for SXM cards without sparsity:
 
 * a100: NVIDIA's A100 80GB data sheet as at glennklockwood.com/garden/processors/A100; one 200 Gb/s adapter a GPU, as a
   DGX A100 has.
-* h100, h200: NVIDIA's data sheets as at glennklockwood.com/garden/processors/h100, H200 with 141 GB at 4.8 TB/s; one
+* h100, h200: NVIDIA's data sheets as at glennklockwood.com/garden/processors/h100; one
   400 Gb/s adapter a GPU, as a DGX H100 has.
-* b200: an eighth of NVIDIA's HGX B200, as at hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200, with 180 GB; one 400 Gb/s
+* b200: an eighth of NVIDIA's HGX B200, as at hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200; one 400 Gb/s
   adapter a GPU, as a DGX B200 has.
 * v4, v5e, v5p, v6e: the tables of jax-ml.github.io/scaling-book/tpus, for a chip, which is one device.
 
-Bandwidths of GPU memory are those of XLA's own descriptions of the cards.
+Bandwidths of GPU memory are those of XLA's own descriptions of the cards (``cards.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from bridge.planning.cards import CARDS
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,12 @@ class Torus:
 class Hardware:
     """One device. ``peaks``: flop/s of dense matrix products by class (``products.py``).
 
-    ``bandwidth``: of its main memory, in bytes a second; ``memory``: its size in bytes.
+    ``bandwidth``: of its main memory, in bytes a second. The memory's size is its target's (``targets.py``).
     """
 
     name: str
     peaks: Mapping[str, float]
     bandwidth: float
-    memory: int
     links: Fabric | Torus
 
     def peak(self, dtype: str) -> float:
@@ -87,19 +88,25 @@ HARDWARE = {
     one.name: one
     for one in (
         # Ampere has no float8: XLA widens it.
-        Hardware("a100", _gpu(312, 312, 624, 156, 19.5, 19.5), 2.039e12, 80 * 10**9, Fabric(300e9, 25e9)),
+        Hardware("a100", _gpu(312, 312, 624, 156, 19.5, 19.5), CARDS["a100"].bandwidth, Fabric(300e9, 25e9)),
         Hardware(
-            "h100", _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9), 3.352e12, 80 * 10**9, Fabric(450e9, 50e9)
+            "h100",
+            _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9),
+            CARDS["h100"].bandwidth,
+            Fabric(450e9, 50e9),
         ),
         Hardware(
-            "h200", _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9), 4.8e12, 141 * 10**9, Fabric(450e9, 50e9)
+            "h200",
+            _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9),
+            CARDS["h200"].bandwidth,
+            Fabric(450e9, 50e9),
         ),
-        Hardware("b200", _gpu(2250, 4500, 4500, 1125, 75, 37), 7.67e12, 180 * 10**9, Fabric(900e9, 50e9)),
+        Hardware("b200", _gpu(2250, 4500, 4500, 1125, 75, 37), CARDS["b200"].bandwidth, Fabric(900e9, 50e9)),
         # A cube of 4 x 4 x 4 chips is the smallest with links that close its rings.
-        Hardware("v4", _tpu(2.75e14, 2.75e14), 1.2e12, 32 * 10**9, Torus(4.5e10, 3, 4, cubes=True)),
-        Hardware("v5p", _tpu(4.59e14, 9.18e14), 2.8e12, 96 * 10**9, Torus(9e10, 3, 4, cubes=True)),
+        Hardware("v4", _tpu(2.75e14, 2.75e14), 1.2e12, Torus(4.5e10, 3, 4, cubes=True)),
+        Hardware("v5p", _tpu(4.59e14, 9.18e14), 2.8e12, Torus(9e10, 3, 4, cubes=True)),
         # Only the whole length of a pod of 16 x 16 chips is a ring.
-        Hardware("v5e", _tpu(1.97e14, 3.94e14), 8.1e11, 16 * 10**9, Torus(4.5e10, 2, 16)),
-        Hardware("v6e", _tpu(9.20e14, 1.84e15), 1.6e12, 32 * 10**9, Torus(9e10, 2, 16)),
+        Hardware("v5e", _tpu(1.97e14, 3.94e14), 8.1e11, Torus(4.5e10, 2, 16)),
+        Hardware("v6e", _tpu(9.20e14, 1.84e15), 1.6e12, Torus(9e10, 2, 16)),
     )
 }

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from bridge.planning.errors import PlanError
 from bridge.planning.hardware import HARDWARE, Fabric, Hardware, Torus
+from bridge.planning.targets import target_named
 from bridge.planning.transfers import Transfer
 
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
@@ -47,15 +48,10 @@ class Machine:
 
 
 def machine_named(name: str) -> Machine:
-    """``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` for another name."""
-    kind, _, sizes = name.partition(":")
-    numbers = sizes.split("x")
-    if kind not in HARDWARE or not all(one.isdecimal() for one in numbers):
-        raise PlanError(
-            f"target: expected GPUs or TPUs of a known kind, {', '.join(HARDWARE)}, and how many, such as h100:64 or "
-            f"v5e:4x4, got {name!r}"
-        )
-    return Machine(HARDWARE[kind], tuple(map(int, numbers)))
+    """Of a target, such as ``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` as ``target_named`` does."""
+    target = target_named(name)
+    sizes = target.name.partition(":")[2].split("x")
+    return Machine(HARDWARE[target.kind], tuple(map(int, sizes)))
 
 
 def seconds_on_links(transfer: Transfer, machine: Machine) -> float:

@@ -38,9 +38,9 @@ JAX differs in these points:
 * Scanned layers (``stacks``) hold the gradients of all layers from the loop's start, and the activations and whole
   weights of all layers until its end. A layer also holds a slice of its whole weights, and ``no_shard`` a copy of all.
 
-Without prefetch the peak of the decoder was within 5 % of XLA's, and up to 12 % above XLA's with recomputation
-(``twinshard plan --compile``). What prefetch adds is what the runtimes permit: two units' weights and two units'
-gradients at once. XLA's scheduler may use less of that. On accelerators ``jax_impl`` makes anew in backward what
+Without prefetch the peak of the decoder was within 8 % of XLA's, and up to 12 % above XLA's for scanned layers with
+recomputation (``twinshard plan --compile``). What prefetch adds is what the runtimes permit: two units' weights and two
+units' gradients at once. XLA's scheduler may use less of that. On accelerators ``jax_impl`` makes anew in backward what
 elementwise operations make of the rest of what a unit saves; the sum counts all of it, and is an upper bound there.
 
 The sum leaves out the allocator's fragmentation, the framework's and the communication library's own buffers, and

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import time
 import warnings
 from typing import Any
 
+from bridge.planning import device_bytes
 from bridge.planning.compile_cache import key_of, load, save
 from bridge.planning.compilers import devices_of, options_of, versions
 from bridge.planning.leg_process import serve
@@ -110,23 +110,17 @@ def _model(step: str) -> Any:
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
     """Bytes on one device. ``beside``: alive, but not given to the program. ``peak``: alive while the program runs."""
-    found = program.memory_analysis()
-    parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporary": found.temp_size_in_bytes,
-        "aliased": found.alias_size_in_bytes,
-    }
-    own = parts["arguments"] + parts["outputs"] + parts["temporary"] - parts["aliased"]
+    found = device_bytes.allocated(program)
     given = {
         "gradients": ("weights", "batch", "variables"),
         "update": ("weights", "moments", "gradients"),
     }[name]
     alive = sum(size for kind, size in held.items() if name == "update" or kind != "gradients")
     # Frozen weights may be left out of a program's arguments, and are alive all the same.
-    left_out = max(0, sum(held[kind] for kind in given) - parts["arguments"])
+    left_out = max(0, sum(held[kind] for kind in given) - found["arguments"])
     beside = alive - sum(held[kind] for kind in given) + left_out
-    return {**parts, "beside": beside, "peak": own + beside}
+    own = found.pop("total")
+    return {**found, "beside": beside, "peak": own + beside}
 
 
 def _collectives(program: str, text: str) -> list[dict[str, Any]]:
@@ -146,12 +140,7 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes on one device."""
-    jax = framework("jax")
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return device_bytes.held(framework("jax").tree.leaves(tree))
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:

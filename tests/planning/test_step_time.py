@@ -22,7 +22,7 @@ from tests.planning.programs import (
 )
 
 # 100 flop/s in bfloat16, 10 bytes/s from memory, 8 bytes/s and direction between two devices.
-MACHINE = Machine(Hardware("abacus", {"bf16": 100.0, "f32": 50.0}, 10.0, 1000, Fabric(8.0, 1.0)), (2,))
+MACHINE = Machine(Hardware("abacus", {"bf16": 100.0, "f32": 50.0}, 10.0, Fabric(8.0, 1.0)), (2,))
 IDEAL = Efficiency(1, 1, 1)
 
 

@@ -1,0 +1,27 @@
+"""Bytes on one device: of abstract arrays by their shardings, and of a compiled program by XLA's own count.
+
+For the legs, which hold JAX; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def held(arrays: Iterable[Any]) -> int:
+    """Of arrays with a sharding, also abstract ones."""
+    return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in arrays)
+
+
+def allocated(program: Any) -> dict[str, int]:
+    """Of a ``jax.stages.Compiled``. ``total``: the most bytes of it that are alive while it runs."""
+    found = program.memory_analysis()
+    parts = {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "temporary": found.temp_size_in_bytes,
+        "aliased": found.alias_size_in_bytes,
+    }
+    return {**parts, "total": sum(parts.values()) - 2 * parts["aliased"]}
