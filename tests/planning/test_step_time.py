@@ -125,9 +125,7 @@ def test_efficiency_stretches_each_part() -> None:
 
 
 def test_a_text_becomes_a_time_and_an_overlap_taken_away_makes_it_longer() -> None:
-    machine = Machine(
-        Hardware("card", {"bf16": 1e9}, 1e12, 10**9, Fabric(GATHER_BYTES * 7 / 8 / 0.1, 1.0)), (8,)
-    )
+    machine = Machine(Hardware("card", {"bf16": 1e9}, 1e12, Fabric(GATHER_BYTES * 7 / 8 / 0.1, 1.0)), (8,))
     beside = read_program(program(*FACTORS, SHARD, GATHER_START, PRODUCT, GATHER_DONE))
     before = read_program(program(*FACTORS, SHARD, GATHER_START, GATHER_DONE, PRODUCT))
     computed = PRODUCT_FLOPS / 1e9
