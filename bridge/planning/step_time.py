@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bridge.hlo.collectives import COPY, Transfer
 from bridge.planning.links import Machine, seconds_on_links
 from bridge.planning.program import Done, Loop, Program, Start, Step, Work
-from bridge.planning.transfers import COPY, Transfer
 
 
 @dataclass(frozen=True)
