@@ -18,7 +18,7 @@ from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.planning.sizes import parse_counts
 from bridge.planning.step_time import Efficiency
-from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
+from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
 from bridge.planning.target_report import LEFT, notes, table, unrolled_layers
 from bridge.planning.target_step import ENGINES, StepRequest
 from bridge.planning.target_time import Roofline, parse_efficiency
@@ -135,9 +135,7 @@ def compile_targets(
         rows = list(
             compile_tasks(step, tasks, (memory, reserve), begin, lambda text: print_line(errors, text))
         )
-    order = {task: place for place, task in enumerate(map(str, tasks))}
-    rows.sort(key=lambda row: order[str(row.task)])
-    return TargetPlan(tuple(rows), tuple(refused))
+    return in_order(rows, tasks, refused)
 
 
 @contextmanager
