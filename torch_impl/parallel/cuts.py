@@ -41,6 +41,7 @@ _KINDS: dict[tuple[type[nn.Module] | None, str], type[ComputesOnParts]] = {
 class ModuleCuts:
     """One module that computes on cut parameters: ``cuts`` by the name of the parameter below it.
 
+    axes: the model axes over which parameters are cut, in the order of the mesh.
     style: "colwise" or "rowwise" of a linear module or an embedding, else None: it computes on DTensors.
     gathers: whether a colwise linear module makes its output whole.
     """
@@ -50,11 +51,7 @@ class ModuleCuts:
     cuts: Mapping[str, tuple[Cut, ...]]
     style: str | None = None
     gathers: bool = False
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The model axes over which parameters are cut."""
-        return tuple(dict.fromkeys(cut.axis for cuts in self.cuts.values() for cut in cuts))
+    axes: tuple[str, ...] = ()
 
 
 def plan_cuts(policy: ShardingPolicy, model: nn.Module, sizes: Mapping[str, int]) -> list[ModuleCuts]:
@@ -71,11 +68,17 @@ def plan_cuts(policy: ShardingPolicy, model: nn.Module, sizes: Mapping[str, int]
             else:
                 owner, _, name = path.rpartition(".")
                 _add(found, _of_parameter(owner, modules[owner], name, params[path], matched))
+        found = {path: _in_order(one, policy.model_axes) for path, one in found.items()}
         _check_apart(found)
         _check_parameters(found.values(), params, sizes)
     except PolicyError as error:
         raise PolicyError(f"{policy.source}: [[parallel]]: {error}") from None
     return [replace(one, gathers=_gathers(one, found)) for one in found.values()]
+
+
+def _in_order(one: ModuleCuts, axes: Iterable[str]) -> ModuleCuts:
+    used = {cut.axis for cuts in one.cuts.values() for cut in cuts}
+    return replace(one, axes=tuple(axis for axis in axes if axis in used))
 
 
 def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ A module keeps its identity and its attributes. Its class becomes a subclass wit
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.placement import row_axes
@@ -177,10 +178,28 @@ class OnDTensors(ComputesOnParts):
             return value.redistribute(mesh, whole).to_local(grad_placements=whole)
 
         args, kwargs = pytree.tree_map(spread, (args, kwargs))
-        # Tensors that the module makes, and its buffers, are equal on all ranks.
-        with implicit_replication():
+        with _Spreading(mesh, spread):
             outputs = super().forward(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
-            return pytree.tree_map(made_whole, outputs)
+        return pytree.tree_map(made_whole, outputs)
+
+
+class _Spreading(TorchFunctionMode):
+    """Plain tensors beside DTensors on ``mesh``, such as buffers and masks, are equal on all ranks: ``spread`` them.
+
+    Torch's ``implicit_replication`` does not reach what backward has saved.
+    """
+
+    def __init__(self, mesh: DeviceMesh, spread: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._mesh, self._spread = mesh, spread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        # A unit's own work inside is on its sharded tensors.
+        if any(type(one) is DTensor and one.device_mesh == self._mesh for one in leaves):
+            args, kwargs = pytree.tree_map(self._spread, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _differentiable(x: torch.Tensor) -> bool:
