@@ -27,6 +27,16 @@ from bridge.sharding import ShardingPolicy
 
 
 @dataclass(frozen=True)
+class CompiledSteps:
+    """``described``: what a step is, in a line."""
+
+    model: str
+    described: str
+    plan: TargetPlan
+    roofline: Roofline
+
+
+@dataclass(frozen=True)
 class TargetOptions:
     """What the command was told of targets."""
 
@@ -156,20 +166,21 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(
-    out: Console, model: Model, step: StepRequest, plan: TargetPlan, roofline: Roofline
-) -> None:
-    """The tables, and what is to say of them."""
+def describe_step(model: Model, step: StepRequest) -> str:
+    """What a step is, in a line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_decoder
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
-    print_line(
-        out,
-        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
-    )
+    return f"{model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled"
+
+
+def print_targets(out: Console, steps: CompiledSteps) -> None:
+    """The tables, and what is to say of them."""
+    plan, roofline = steps.plan, steps.roofline
+    print_line(out, f"{steps.model}: {steps.described}")
     print_line(out)
     print_table(out, *table(plan), left=LEFT)
     for line in notes(plan):
