@@ -93,7 +93,15 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from bridge.sharding import Layout, Placements, PolicyError, PrecisionPolicy, UnitPolicy, plan_layout
+from bridge.sharding import (
+    Layout,
+    ParallelPolicy,
+    Placements,
+    PolicyError,
+    PrecisionPolicy,
+    UnitPolicy,
+    plan_layout,
+)
 from torch_impl.api import fully_shard
 from torch_impl.apply_policy import ShardingPolicy
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
@@ -125,6 +133,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NonFinite",
     "OffloadPolicy",
+    "ParallelPolicy",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",

@@ -28,7 +28,10 @@ LARGE_PADDING = 0.05
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one device in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
+    """The work of one data rank in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens.
+
+    A data rank is one device, or all places of the model axes together, which have the same sequences.
+    """
 
     batch: int = 1
     length: int = 4096
@@ -65,7 +68,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters of one unit."""
+        """Elements of the parameters of one unit, of cut ones of one part."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -125,13 +128,18 @@ class Plan:
             self.prefetch,
         )
 
+    @property
+    def peak_is_upper_bound(self) -> bool:
+        """Whether the peak counts whole activations, of which model axes cut some."""
+        return self.mesh.model_ranks > 1 and self.peak.complete
+
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None
         return place and place[0]
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters, of cut ones of one part."""
         return sum(unit.numel * unit.count for unit in self.units)
 
     @property
@@ -187,7 +195,7 @@ def make_plan(
         raise PlanError(str(error)) from error
     kinds = {
         kind: (tuple(paths), buffers_of(kind, mesh))
-        for kind, paths in cut(model, policy, runtime).kinds().items()
+        for kind, paths in cut(model, policy, runtime, dict(mesh.model)).kinds().items()
     }
     if device is None:
         held = sum(

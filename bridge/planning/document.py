@@ -10,15 +10,17 @@ plans         a list, one for each policy, number of devices, workload and runti
   policy, runtime, devices, mesh {axis: size}, prefetch, workload
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
-  peak          "moment", "total", "terms" (bytes), "activations_known"
-  traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
+  peak          "moment", "total", "terms" (bytes), "activations_known"; "upper_bound": whether it counts whole
+                activations, of which model axes cut some
+  traffic       a list by kind and data-parallel axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in
+                a step; what model axes send is not counted
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``usable``; null without ``memory``, and when the peak is a lower bound that
-                is within it (see "activations_known")
-  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
-                padding, at_rest (bytes of one) and traffic (of one), as above
+  fits          whether the peak is within ``usable``; null without ``memory``, when the peak is a lower bound that is
+                within it (see "activations_known"), and when the peak is an upper bound that is not
+  units         a list of kinds of units: paths, parameters (elements of one; of cut parameters of one part), strategy,
+                granularity, align, recompute, padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
 cheapest      a list, for each number of devices and workload: devices, workload, policy (null when none is known to
               fit), unknown (policies of which that is not known); empty without ``memory``
@@ -84,7 +86,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "policy": plan.policy,
         "runtime": plan.runtime,
         "devices": mesh.devices,
-        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "mesh": mesh.all_axes,
         "prefetch": plan.prefetch,
         "workload": vars(plan.workload),
         "device": plan.device,
@@ -94,6 +96,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
             "total": peak.total,
             "terms": dict(peak.terms),
             "activations_known": peak.complete,
+            "upper_bound": plan.peak_is_upper_bound,
         },
         "traffic": _traffic(plan.traffic, mesh.names),
         "other": plan.traffic.loss,

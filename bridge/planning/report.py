@@ -120,7 +120,8 @@ def _calls(traffic: Traffic) -> Row:
 
 
 def _peak(plan: Plan) -> str:
-    return human_bytes(plan.peak.total) if plan.peak.complete else f"> {human_bytes(plan.peak.total)}"
+    bound = "< " if plan.peak_is_upper_bound else "" if plan.peak.complete else "> "
+    return f"{bound}{human_bytes(plan.peak.total)}"
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
@@ -130,6 +131,13 @@ def notes(comparison: Comparison) -> Sequence[str]:
         lines.append(
             "peak: without activations, which are known for built-in models only, and so a lower bound"
         )
+    axes = dict.fromkeys(axis for plan in comparison.plans for axis, size in plan.mesh.model if size > 1)
+    if axes:
+        lines.append(
+            f"{', '.join(axes)}: what model axes send, activations and their gradients, is not counted"
+        )
+    if any(plan.peak_is_upper_bound for plan in comparison.plans):
+        lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
     if any(
         plan.runtime == "jax" and any(isinstance(part, FormulaSegment) for part in plan.model.activations)
         for plan in comparison.plans

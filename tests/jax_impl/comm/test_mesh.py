@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from bridge.sharding.mesh_axes import MODEL_AXES
+from bridge.sharding.mesh_axes import MODEL_AXES, REFUSED_AXES
 from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
 from tests.support.compiler_effort import inherited_flags
 
@@ -31,7 +31,7 @@ def test_a_mesh_of_more_than_two_axes_is_refused():
         checked_mesh(mesh)
 
 
-@pytest.mark.parametrize("name", [*MODEL_AXES, "TP", "Tensor"])
+@pytest.mark.parametrize("name", [*MODEL_AXES, *REFUSED_AXES, "TP", "Tensor"])
 def test_an_axis_named_for_model_parallelism_is_refused(name):
     message = f"mesh: axis '{name}' is named for model parallelism, expected data-parallel axes only.*to 'dp'"
     with pytest.raises(ValueError, match=message):
