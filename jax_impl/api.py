@@ -30,6 +30,7 @@ from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns
+from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit_plan import Group, UnitPlan
@@ -201,6 +202,7 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
 def _gathered(
     arrays: tuple[jax.Array, ...], group: Group, replicated: NamedSharding
 ) -> tuple[jax.Array, ...]:
-    return group.logical(
-        tuple(jax.lax.with_sharding_constraint(array, replicated) for array in on_device(arrays))
-    )
+    arrays = on_device(arrays)
+    if isinstance(group, CutGroup):
+        return jax.lax.with_sharding_constraint(group.logical(arrays), replicated)
+    return group.logical(tuple(jax.lax.with_sharding_constraint(array, replicated) for array in arrays))

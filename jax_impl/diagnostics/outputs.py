@@ -218,7 +218,7 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
 
 def _spec(plan: Plan, x: jax.Array) -> PartitionSpec:
     # Rows of a batch lie so already; anything else would be gathered.
-    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.mesh.size == 0 else PartitionSpec()
+    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.axes.shards(plan.axes.ndim) == 0 else PartitionSpec()
 
 
 def _may_be_nonfinite(x: Any) -> bool:

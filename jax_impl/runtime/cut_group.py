@@ -21,7 +21,8 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.sharding.parallel import Cut
 from jax_impl.runtime.buffer import pack, unpack
@@ -88,6 +89,8 @@ class CutGroup(FlatGroup):
         stack, layout = self._stack, self.layout
         shards = arrays[0].reshape(*stack, layout.num_shards, self.rows, layout.shard_size)
         rows = shards.swapaxes(-3, -2).reshape(*stack, self.rows, layout.padded_size)
+        # Whole rows, but one row only on each device.
+        rows = lax.with_sharding_constraint(rows, NamedSharding(self.model.mesh, self._flat()))
         function = jax.vmap(partial(unpack, layout))
         parts = (function if self.layers is None else jax.vmap(function))(rows)
         return tuple(self._joined(part, cuts) for part, cuts in zip(parts, self.cuts, strict=True))

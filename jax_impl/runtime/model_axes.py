@@ -27,13 +27,14 @@ from bridge.sharding.mesh_axes import is_model_axis
 class ModelAxes:
     """Names and sizes of a mesh's model axes, outer to inner."""
 
+    mesh: Mesh
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, mesh: Mesh) -> ModelAxes:
         names = tuple(name for name in mesh.axis_names if is_model_axis(name))
-        return cls(names, tuple(mesh.shape[name] for name in names))
+        return cls(mesh, names, tuple(mesh.shape[name] for name in names))
 
     @property
     def by_name(self) -> dict[str, int]:
