@@ -97,7 +97,9 @@ def _logical_group(
     stack = () if module.layers is None else (module.layers,)
     strategy, sizes = options.strategy, ModelAxes.of(mesh).by_name
     arrays = tuple(
-        logical_array(path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes)
+        logical_array(
+            path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes
+        )
         for i, path in ((i, module.parameters[i]) for i in own)
     )
     return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)

@@ -185,9 +185,7 @@ def _of_entries(
             yield path, Cut(cut.axis, cut.dimension)
 
 
-def _dotted(
-    model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str]
-) -> dict[str, str]:
+def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str]) -> dict[str, str]:
     """Dotted path -> path of all modules and parameters, of a stack layer by layer."""
     found = module_paths(model, stacks)
     for path in shapes:

@@ -152,7 +152,9 @@ def _shard_map(
         loss, gradients, variables = step(*given)
         # What is automatic on model axes would lie as the compiler likes.
         lying = {key: plan.sharding(key) for key in gradients}
-        return lax.with_sharding_constraint((loss, gradients, variables), (plan.replicated, lying, plan.replicated))
+        return lax.with_sharding_constraint(
+            (loss, gradients, variables), (plan.replicated, lying, plan.replicated)
+        )
 
     return placed
 

@@ -107,9 +107,7 @@ def test_steps_of_a_decoder_equal_those_of_the_unsharded_model(case: Case) -> No
             stacked=["layers"] if case.stacked else [],
             parallel=cut_models.DECODER,
         )
-        step = make_train_step(
-            plan, loss, optimizer(), microbatches=case.microbatches, metrics=["grad_norm"]
-        )
+        step = make_train_step(plan, loss, optimizer(), microbatches=case.microbatches, metrics=["grad_norm"])
         state, seen = init_state(plan, weights, optimizer()), []
         for number in range(STEPS):
             state, metrics = step(state, tokens(16, seed=number))
@@ -164,9 +162,7 @@ def test_norms_count_cut_parameters_once_and_whole_ones_once(engine: str) -> Non
 def test_only_a_devices_own_parts_travel_and_no_weights_over_a_model_axis() -> None:
     with jax.enable_x64(True):
         mesh = data_parallel_mesh(THREE_AXES)
-        plan, weights = fully_shard(
-            cut_models.decoder(), mesh, strategy="hfsdp", parallel=cut_models.DECODER
-        )
+        plan, weights = fully_shard(cut_models.decoder(), mesh, strategy="hfsdp", parallel=cut_models.DECODER)
         step = make_train_step(plan, loss, optimizer())
         batch = shard_batch(plan, tokens(12))
         program = step._gradients.lower(weights, batch, {}, ()).compile()
