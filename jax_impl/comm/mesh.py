@@ -1,8 +1,9 @@
 """Meshes, the order of shards on them, and simulated devices to try them on.
 
 A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes. Data-parallel axes are
-counted from the innermost, because tensors are sharded over the innermost ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M x N
-devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m, k = n * M + m::
+counted from the innermost, because tensors are sharded over the innermost ones first. *Level* a of an array is the
+array cut over the a innermost axes; level 0 is whole. On M x N devices shard k of level 2 lies on the device with inner
+coordinate n and outer coordinate m, k = n * M + m::
 
     2 x 3 devices          level 1                          level 2
     m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|

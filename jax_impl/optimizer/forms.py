@@ -35,8 +35,8 @@ _LARGE, _SMALL = 160, 3
 @dataclass(frozen=True)
 class TriedArray:
     """An array of the train state. ``shapes``: of the parameters in it, with the layers of a stack. ``dtypes``: of
-    weights and gradients. ``padded``: whether elements of no parameter follow. ``cut``: over model axes, so that elements
-    of a parameter are not in its own order."""
+    weights and gradients. ``padded``: whether elements of no parameter follow. ``cut``: over model axes, so that
+    elements of a parameter are not in its own order."""
 
     key: str
     paths: tuple[str, ...]
