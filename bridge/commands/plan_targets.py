@@ -47,6 +47,7 @@ class TargetOptions:
     price: float | None
     efficiency: Efficiency
     recommended: bool = False
+    tokens: int | None = None
 
     @staticmethod
     def of(
@@ -59,13 +60,14 @@ class TargetOptions:
         price: float | None,
         efficiency: str | None,
         recommended: bool = False,
+        tokens: int | None = None,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency)) or recommended:
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency, tokens)) or recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --price, --efficiency, --xla: expected --target NAME,..., which compiles "
-                    "such a step"
+                    "--loss, --batch-shapes, --tokens, --price, --efficiency, --xla: expected --target NAME,..., which "
+                    "compiles such a step"
                 )
             return None
         if runtime == "torch":
@@ -80,7 +82,7 @@ class TargetOptions:
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
         engines = ENGINES if engine == "both" else (engine,)
         reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached, recommended)
+        return TargetOptions(found, engines, loss, batch, price, reached, recommended, tokens)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -90,7 +92,8 @@ class TargetOptions:
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
         """What times of the compiled steps assume."""
         work = step.workload
-        tokens = work.microbatches * work.batch * work.length if step.is_decoder else None
+        rows = work.batch * work.length if step.is_decoder else self.tokens
+        tokens = None if rows is None else work.microbatches * rows
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
     def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
@@ -102,6 +105,12 @@ class TargetOptions:
             )
         (work,) = works
         found = StepRequest(model, work, stacked, self.loss, self.batch)
+        if found.is_decoder and self.tokens is not None:
+            raise PlanError(
+                f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
+            )
+        if not found.is_decoder and self.price is not None and self.tokens is None:
+            raise PlanError("--price: expected --tokens N beside it, of a device and microbatch, got none")
         if self.loss is not None:
             # A wrong path is told at once, not by each of many compilations.
             found.loss_function()
