@@ -33,6 +33,7 @@ from jax_impl.batch import shard_batch
 SLOW = pytest.mark.slow
 ROWS = np.random.default_rng(0).normal(size=(8, 8))
 CUT = {"layers/*/up": "colwise", "layers/*/down": "rowwise"}
+CUT_NOISY = {**CUT, "up": "colwise", "down": "rowwise"}
 
 
 class Block(nnx.Module):
@@ -55,16 +56,17 @@ class Plain(nnx.Module):
 
 
 class Noisy(Plain):
-    """Random numbers of each data-parallel rank, and batch statistics over all of them."""
+    """Random numbers of each data-parallel rank, and batch statistics over all of them, of features that are cut."""
 
     def __init__(self) -> None:
         super().__init__()
+        options: dict[str, Any] = {"rngs": nnx.Rngs(2), "param_dtype": jnp.float64, "dtype": jnp.float64}
+        self.up, self.down = nnx.Linear(8, 16, **options), nnx.Linear(16, 8, **options)
+        self.norm = nnx.BatchNorm(16, axis_name="dp", **options)
         self.dropout = nnx.Dropout(0.25, rngs=nnx.Rngs(dropout=3))
-        options: dict[str, Any] = {"param_dtype": jnp.float64, "dtype": jnp.float64}
-        self.norm = nnx.BatchNorm(8, axis_name="dp", rngs=nnx.Rngs(0), **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(self.dropout(super().__call__(x)))
+        return super().__call__(x) + self.down(self.dropout(self.norm(self.up(x))))
 
 
 class Ensemble(nnx.Module):
@@ -124,9 +126,9 @@ def both(
     "options",
     [
         # Statistics are float32.
-        pytest.param({"make": Noisy, "tolerance": 1e-6}, id="dropout-batchnorm"),
+        pytest.param({"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6}, id="dropout-batchnorm"),
         pytest.param(
-            {"make": Noisy, "tolerance": 1e-6, "scanned": True}, id="steps-in-one-program", marks=SLOW
+            {"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6, "scanned": True}, id="steps-in-one-program", marks=SLOW
         ),
         pytest.param({"make": Ensemble, "stacked": ["layers"]}, id="ensemble"),
         pytest.param(
