@@ -234,8 +234,8 @@ JAX = [
     M(
         "mean over the wrong count",
         "jax_impl/runtime",
-        "cls(microbatches * (plan.num_devices if flat else 1)",
-        "cls((plan.num_devices if flat else 1)",
+        "cls(microbatches * (plan.data_ranks if flat else 1)",
+        "cls((plan.data_ranks if flat else 1)",
         "jax_impl/runtime/test_strategy_matrix.py",
     ),
     M(
