@@ -32,6 +32,13 @@ class EngineChoice(StrEnum):
     pjit = "pjit"
 
 
+class XlaChoice(StrEnum):
+    """How XLA's GPU compiler schedules."""
+
+    default = "default"
+    recommended = "recommended"
+
+
 def plan(
     policies: Annotated[
         list[str],
@@ -120,6 +127,14 @@ def plan(
     engine: Annotated[
         EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
     ] = EngineChoice.shard_map,
+    xla: Annotated[
+        XlaChoice,
+        typer.Option(
+            "--xla",
+            help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers beside "
+            "computation, which are off by default.",
+        ),
+    ] = XlaChoice.default,
     loss: Annotated[
         str | None,
         typer.Option(
@@ -166,6 +181,12 @@ def plan(
         Path | None,
         typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write answer, pictures and tables as one self-contained page."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """Predict memory and traffic of a sharded model, without devices.
@@ -190,8 +211,15 @@ def plan(
       twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
-    from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
-    from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
+    from bridge.checkpoints.picture import PictureError
+    from bridge.commands.plan_pictures import check_paths, write_pictures
+    from bridge.commands.plan_targets import (
+        CompiledSteps,
+        TargetOptions,
+        compile_targets,
+        describe_step,
+        print_targets,
+    )
     from bridge.planning.adapt import with_node, with_units
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy
@@ -212,11 +240,18 @@ def plan(
             for tokens in parse_counts(length, "length")
         ]
         wanted = TargetOptions.of(
-            target, engine.value, loss, batch_shapes, devices, runtime.value, price, efficiency
+            target,
+            engine.value,
+            loss,
+            batch_shapes,
+            devices,
+            runtime.value,
+            price,
+            efficiency,
+            xla is XlaChoice.recommended,
         )
         counts = wanted.counts if wanted else parse_counts(devices or "8")
-        if chart is not None:
-            check_picture_path(chart)
+        check_paths(chart, page)
         runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
         step = wanted and wanted.step(model, works, stacks)
         models = resolve_models(model, runtimes, stacks)
@@ -236,23 +271,28 @@ def plan(
         compiled = (
             wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit, float(share))
         )
-        if chart is not None:
-            from bridge.planning.chart import chart as draw
-
-            save_picture(draw(comparison), chart)
+        steps = None
+        if wanted and step and compiled:
+            steps = CompiledSteps(
+                model,
+                describe_step(models["jax"], step),
+                compiled,
+                wanted.roofline(models["jax"], step),
+            )
+        write_pictures(chart, page, comparison, steps)
     except (PlanError, PictureError, OSError) as error:
         print_line(Console(stderr=True), f"error: {error}")
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
-        if wanted and step and compiled:
-            roofline = wanted.roofline(models["jax"], step)
-            found["targets"] = compiled.as_dict([roofline.estimate(row).as_dict() for row in compiled.rows])
+        if steps:
+            times = [steps.roofline.estimate(row).as_dict() for row in steps.plan.rows]
+            found["targets"] = steps.plan.as_dict(times)
         else:
             found["targets"] = None
         print_json(out, found)
-    elif wanted and step and compiled:
-        print_targets(out, models["jax"], step, compiled, wanted.roofline(models["jax"], step))
+    elif steps:
+        print_targets(out, steps)
     else:
         _print(out, comparison)
         for check in checks:

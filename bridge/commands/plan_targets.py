@@ -27,6 +27,16 @@ from bridge.sharding import ShardingPolicy
 
 
 @dataclass(frozen=True)
+class CompiledSteps:
+    """``described``: what a step is, in a line."""
+
+    model: str
+    described: str
+    plan: TargetPlan
+    roofline: Roofline
+
+
+@dataclass(frozen=True)
 class TargetOptions:
     """What the command was told of targets."""
 
@@ -36,6 +46,7 @@ class TargetOptions:
     batch: dict[str, BatchArray]
     price: float | None
     efficiency: Efficiency
+    recommended: bool = False
 
     @staticmethod
     def of(
@@ -47,13 +58,14 @@ class TargetOptions:
         runtime: str,
         price: float | None,
         efficiency: str | None,
+        recommended: bool = False,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency)):
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency)) or recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --price, --efficiency: expected --target NAME,..., which compiles such a "
-                    "step"
+                    "--loss, --batch-shapes, --price, --efficiency, --xla: expected --target NAME,..., which compiles "
+                    "such a step"
                 )
             return None
         if runtime == "torch":
@@ -68,7 +80,7 @@ class TargetOptions:
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
         engines = ENGINES if engine == "both" else (engine,)
         reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached)
+        return TargetOptions(found, engines, loss, batch, price, reached, recommended)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -106,7 +118,7 @@ def compile_targets(
 ) -> TargetPlan:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
-    tasks, refused = tasks_of(policies, options.targets, options.engines)
+    tasks, refused = tasks_of(policies, options.targets, options.engines, options.recommended)
     names = ", ".join(policy.source for policy in policies)
     print_line(
         errors,
@@ -156,20 +168,21 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(
-    out: Console, model: Model, step: StepRequest, plan: TargetPlan, roofline: Roofline
-) -> None:
-    """The tables, and what is to say of them."""
+def describe_step(model: Model, step: StepRequest) -> str:
+    """What a step is, in a line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_decoder
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
-    print_line(
-        out,
-        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
-    )
+    return f"{model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled"
+
+
+def print_targets(out: Console, steps: CompiledSteps) -> None:
+    """The tables, and what is to say of them."""
+    plan, roofline = steps.plan, steps.roofline
+    print_line(out, f"{steps.model}: {steps.described}")
     print_line(out)
     print_table(out, *table(plan), left=LEFT)
     for line in notes(plan):
