@@ -128,7 +128,9 @@ def both(
         # Statistics are float32.
         pytest.param({"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6}, id="dropout-batchnorm"),
         pytest.param(
-            {"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6, "scanned": True}, id="steps-in-one-program", marks=SLOW
+            {"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6, "scanned": True},
+            id="steps-in-one-program",
+            marks=SLOW,
         ),
         pytest.param({"make": Ensemble, "stacked": ["layers"]}, id="ensemble"),
         pytest.param(
