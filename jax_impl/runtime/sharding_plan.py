@@ -34,6 +34,7 @@ from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
+from jax_impl.runtime.model_axes import ModelAxes, data_spec
 from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
@@ -89,6 +90,11 @@ class ShardingPlan:
         return int(self.mesh.devices.size)
 
     @property
+    def data_ranks(self) -> int:
+        """How many parts the rows of a batch are cut into: devices, those of a model axis counted once."""
+        return self.axes.shards(self.axes.ndim)
+
+    @property
     def chained(self) -> bool:
         """Whether collectives must follow one another, as those of simulated devices must."""
         return is_simulated(self.mesh)
@@ -96,6 +102,10 @@ class ShardingPlan:
     @cached_property
     def axes(self) -> DataParallelMesh:
         return DataParallelMesh.of(self.mesh)
+
+    @cached_property
+    def model_axes(self) -> ModelAxes:
+        return ModelAxes.of(self.mesh)
 
     @cached_property
     def arrays(self) -> Mapping[str, Stored]:
@@ -131,7 +141,7 @@ class ShardingPlan:
             path
             for path, info in self.parameters.items()
             if self.axes.shards(self.units[info.unit].strategy.optimizer) > 1
-            and not any(self.arrays[info.key].spec)
+            and getattr(self.arrays[info.key], "dimension", 0) is None
         )
 
     @cached_property
@@ -142,12 +152,20 @@ class ShardingPlan:
             for group in unit.groups:
                 for path in group.paths if group.trainable else ():
                     shape = self.parameters[path].shape
-                    found[path] = logical_array(path, shape, group.wire, group.strategy, group.layers)
+                    cuts, sizes = group.cuts_of(path), self.model_axes.by_name
+                    found[path] = logical_array(
+                        path, shape, group.wire, group.strategy, group.layers, cuts, sizes
+                    )
         return MappingProxyType(found)
 
     def sharding(self, key: str) -> NamedSharding:
         """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
+
+    @property
+    def data_specs(self) -> dict[str, PartitionSpec]:
+        """How the arrays lie on the data-parallel axes, on which a step is manual."""
+        return {key: data_spec(stored.spec) for key, stored in self.arrays.items()}
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
