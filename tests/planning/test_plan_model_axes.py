@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import jax_impl
 from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
 from bridge.planning.adapt import with_node
 from bridge.planning.at_rest import at_rest
@@ -19,7 +25,9 @@ from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model, Parameter
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
-from bridge.sharding import ParallelPolicy, ShardingPolicy
+from bridge.sharding import ParallelPolicy, PrecisionPolicy, ShardingPolicy
+from jax_impl.models import decoder as jax_decoder
+from tests.planning.test_plan_jax import counted, expected
 from tests.planning.test_plan_torch import PART, assert_collectives, model_of, policy_text
 from tests.support.parity.plan_runs import Spec, train, train_decoder
 from tests.support.ranks import RankGroup
@@ -189,3 +197,58 @@ def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
         PlanError, match="--node: expected a node of devices that the 2 on model axes of p divide"
     ):
         with_node([policy], 3, [15])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (TWO, "optim_grads_params"),
+        ({"dp": 2, "tp": 2}, "no_shard"),
+        ({"outer": 2, "dp": 2, "tp": 2}, "hfsdp"),
+    ],
+)
+def test_the_decoder_in_jax(tmp_path: Path, mesh: dict[str, int], strategy: str) -> None:
+    policy = load_policy("fsdp_tp")
+    units = tuple(replace(unit, strategy=strategy) for unit in policy.units)
+    policy = replace(
+        policy, mesh=mesh, units=units, precision=PrecisionPolicy(compute="bfloat16", reduce="float32")
+    )
+    world = math.prod(mesh.values())
+    config = jax_decoder.DecoderConfig(**SIZES)
+    plan, weights = jax_impl.fully_shard(
+        jax_decoder.Decoder(config, rngs=nnx.Rngs(0)),
+        jax_impl.data_parallel_mesh(mesh),
+        jax_impl.ShardingPolicy.parse(policy.to_toml()),
+    )
+    state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3))
+    for device, found in enumerate(jax_impl.memory_report(plan, state).devices):
+        model = decoder("jax", tmp_path)
+        planned = make_plan(model, policy, world, "jax", Workload(1, 3, 2), device=device)
+        rest = planned.at_rest
+        assert (found.main_weights, found.moments) == (rest.main_weights.real, rest.moments.real)
+        assert found.padding == rest.padding
+        assert found.total - found.other == rest.total
+
+    def loss(model: Any, tokens: jax.Array) -> jax.Array:
+        return jax_decoder.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+    gradients = jax_impl.make_gradients(plan, loss, 2)
+    rows = jax.ShapeDtypeStruct((world, 4), jnp.int32)
+    assert Counter(dict(counted(jax.make_jaxpr(gradients)(weights, rows).jaxpr))) == expected(planned)
+    # Parts, not whole parameters, and of two groups: those of the axis and the rest.
+    assert {len(unit.groups) for unit in planned.units if unit.paths != ("",)} == {2}
+
+
+def test_convolutions_of_jax_are_cut_over_their_last_dimensions() -> None:
+    model = Model.of("m", [Parameter("conv.kernel", (3, 3, 4, 8), kind="convolution")])
+    for style, part in (("colwise", (3, 3, 4, 4)), ("rowwise", (3, 3, 2, 8))):
+        entry = ParallelPolicy(("conv",), "tp", style)
+        policy = replace(parse_policy('[mesh]\ndp = 2\ntp = 2\n[[unit]]\nmatch = ""', "p"), parallel=(entry,))
+        plan = make_plan(model, policy, 4, "jax", Workload())
+        assert plan.units[0].groups[0].shape.shapes == (part,)
+    (found,) = resolve_models("tests.planning.test_plan_model_axes:convolution").values()
+    assert {one.path: one.kind for one in found.parameters} == {"bias": "", "kernel": "convolution"}
+
+
+def convolution(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Conv(4, 8, (3, 3), rngs=rngs)
