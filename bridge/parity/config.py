@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import sys
 import tomllib
@@ -171,11 +170,9 @@ class LegPolicy:
     def data_ranks(self, ranks: int) -> int:
         """Among how many of ``ranks`` a global batch is divided; all where the policy does not fit, see ``compute``."""
         try:
-            policy = ShardingPolicy.parse(self.text, self.source)
-            sizes = policy.mesh_sizes(ranks)
+            return ShardingPolicy.parse(self.text, self.source).data_ranks(ranks)
         except PolicyError:
             return ranks
-        return math.prod(sizes[axis] for axis in policy.data_axes)
 
 
 @dataclass(frozen=True)
