@@ -29,7 +29,7 @@ from bridge.sharding import ParallelPolicy, PrecisionPolicy, ShardingPolicy
 from jax_impl.models import decoder as jax_decoder
 from tests.planning.test_plan_jax import counted, expected
 from tests.planning.test_plan_torch import PART, assert_collectives, model_of, policy_text
-from tests.support.parity.plan_runs import Spec, train, train_decoder
+from tests.support.parity.plan_runs import KINDS, Spec, train, train_decoder
 from tests.support.ranks import RankGroup
 
 SIZES = {
@@ -86,10 +86,35 @@ def test_the_decoder_in_pytorch(
     for rank, found in enumerate(ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)):
         planned = make_plan(decoder("torch", tmp_path), policy, 4, "torch", Workload(2, 5, 2), device=rank)
         assert_same(planned, {**found, "groups": None})
-        # Ranks along the data-parallel axes are two apart; those along tp exchange activations, which are not planned.
-        data = {key: calls for key, calls in found["groups"].items() if key[1] in ((0, 2), (1, 3))}
-        assert sum(data.values()) == sum(planned.traffic.calls.values())
-        assert set(found["groups"]) - set(data) <= {("all_reduce", (0, 1)), ("all_reduce", (2, 3))}
+        # Ranks along the data-parallel axes are two apart.
+        for axis, groups in (("tp", ((0, 1), (2, 3))), (planned.mesh.names[-1], ((0, 2), (1, 3)))):
+            for kind in KINDS:
+                measured = sum(
+                    calls for key, calls in found["groups"].items() if key[0] == kind and key[1] in groups
+                )
+                among = (axis,) if axis == "tp" else planned.mesh.names
+                assert measured == sum(planned.traffic.count(kind, one) for one in among)
+
+
+ENDS = {"colwise": "rowwise", "rowwise": "colwise"}
+
+
+@pytest.mark.parametrize(("ends", "recompute"), [(None, False), ("colwise", True), ("rowwise", False)])
+def test_what_the_decoder_exchanges_over_a_model_axis(
+    ranks: RankGroup, tmp_path: Path, ends: str | None, recompute: bool
+) -> None:
+    policy = load_policy("fsdp_tp")
+    units = (replace(policy.units[0], recompute=recompute), policy.units[1])
+    policy = replace(policy, mesh=TWO, units=units, precision=PrecisionPolicy(compute="bfloat16"))
+    if ends is not None:
+        head, embed = ParallelPolicy(("lm_head",), "tp", ends), ParallelPolicy(("embed",), "tp", ENDS[ends])
+        policy = replace(policy, parallel=(*policy.parallel, head, embed))
+    found = ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)[0]
+    planned = make_plan(decoder("torch", tmp_path), policy, 4, "torch", Workload(2, 5, 2))
+    for kind in KINDS:
+        assert found["calls"].get(("activations", kind), 0) == planned.traffic.count(kind, "tp"), kind
+        assert found["bytes"].get(("activations", kind), 0) == planned.traffic.nbytes(kind, "tp"), kind
+    assert planned.traffic.count("all_reduce", "tp") >= 2 * 4 * SIZES["n_layers"]
 
 
 def test_parameters_of_any_shapes_in_pytorch(ranks: RankGroup) -> None:
@@ -166,17 +191,21 @@ def test_a_published_shape_on_data_and_tensor_parallel_axes() -> None:
         assert plan.numel == whole + (model.numel - whole) // 8
         assert plan.mesh.devices == 64
         assert plan.traffic.nbytes("reduce_scatter", "dp") == pytest.approx(4 * plan.numel, rel=1e-3)
-    comparison = compare({"torch": model}, [policy, load_policy("fsdp")], [64], Workload(), 80 * 10**9)
-    headings, (ours, alone) = overview(comparison)
+    # Two sums forward and two backward of a layer's tokens.
+    assert plans["torch"].traffic.nbytes("all_reduce", "tp") == 80 * 4 * 4096 * 8192 * 4
+    models = {"torch": model, "jax": model}
+    comparison = compare(models, [policy, load_policy("fsdp")], [64], Workload(), 80 * 10**9)
+    headings, rows = overview(comparison)
     at = headings.index("peak")
-    assert ours[at].startswith("< ")
-    assert not alone[at].startswith("<")
+    assert [row[at].startswith("< ") for row in rows] == [True, True, False, False]
     lines = "\n".join(notes(comparison))
-    assert "tp: what model axes send, activations and their gradients, is not counted" in lines
+    assert "jax: what model axes send, activations and their gradients, is not counted" in lines
+    assert "torch: what" not in lines
     assert "peak: with whole activations, of which model axes cut some, and so an upper bound" in lines
     found = json.loads(json.dumps(document(comparison), default=list))["plans"]
-    assert [one["mesh"] for one in found] == [{"dp": 8, "tp": 8}, {"dp": 64}]
-    assert [one["peak"]["upper_bound"] for one in found] == [True, False]
+    assert [one["mesh"] for one in found] == [{"dp": 8, "tp": 8}] * 2 + [{"dp": 64}] * 2
+    assert [one["peak"]["upper_bound"] for one in found] == [True, True, False, False]
+    assert [one["model_axes_counted"] for one in found] == [True, False, True, True]
 
 
 def test_an_upper_bound_answers_yes_or_unknown_and_no_only_without_activations() -> None:
