@@ -1,4 +1,4 @@
-"""What modules that are cut over a model axis exchange in a step: activations and their gradients, as in ``torch_impl``.
+"""What modules that are cut over a model axis exchange in a step of ``torch_impl``: activations and their gradients.
 
 With B T tokens of a microbatch, for ``nn.Linear`` (out, in) and ``nn.Embedding`` (vocabulary, d)::
 

@@ -153,7 +153,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for choice in comparison.choices:
         where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
-            lines.append(f"{where}: {choice.policy} is the cheapest that fits")
+            known = all(plan.exchanges is not None for plan in comparison.plans)
+            lines.append(
+                f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
+            )
         elif not choice.unknown:
             lines.append(f"{where}: no policy fits")
         if choice.unknown:

@@ -201,6 +201,7 @@ def test_a_published_shape_on_data_and_tensor_parallel_axes() -> None:
     lines = "\n".join(notes(comparison))
     assert "jax: what model axes send, activations and their gradients, is not counted" in lines
     assert "torch: what" not in lines
+    assert "is the cheapest that fits, by what is counted" in lines
     assert "peak: with whole activations, of which model axes cut some, and so an upper bound" in lines
     found = json.loads(json.dumps(document(comparison), default=list))["plans"]
     assert [one["mesh"] for one in found] == [{"dp": 8, "tp": 8}] * 2 + [{"dp": 64}] * 2
