@@ -15,6 +15,7 @@ import numpy as np
 from bridge.planning.at_rest import AtRest, at_rest
 from bridge.planning.buffers import GroupBuffers, buffers_of
 from bridge.planning.errors import PlanError
+from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
 from bridge.planning.peak import Peak, StepUnit, step_peak
@@ -82,6 +83,7 @@ class UnitPlan:
 class Plan:
     """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
 
+    ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
     ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. Only the peak depends on it.
     """
 
@@ -93,6 +95,7 @@ class Plan:
     prefetch: int
     device: int
     units: tuple[UnitPlan, ...]
+    exchanges: Calls | None = None
 
     @cached_property
     def at_rest(self) -> AtRest:
@@ -105,6 +108,7 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
+        calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
     @cached_property
@@ -220,4 +224,16 @@ def make_plan(
         for kind, (paths, groups) in kinds.items()
     )
     prefetch = 1 if policy.prefetch is None else policy.prefetch
-    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units)
+    known = _exchanges(model, policy, mesh, runtime, workload)
+    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known)
+
+
+def _exchanges(
+    model: Model, policy: ShardingPolicy, mesh: MeshShape, runtime: str, workload: Workload
+) -> Calls | None:
+    if mesh.model_ranks == 1:
+        return Calls()
+    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens.
+    if runtime == "jax" or not model.activations:
+        return None
+    return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)

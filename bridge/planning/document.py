@@ -12,8 +12,8 @@ plans         a list, one for each policy, number of devices, workload and runti
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   peak          "moment", "total", "terms" (bytes), "activations_known"; "upper_bound": whether it counts whole
                 activations, of which model axes cut some
-  traffic       a list by kind and data-parallel axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in
-                a step; what model axes send is not counted
+  traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
+  model_axes_counted  whether ``traffic`` has what model axes send; true where there are none
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
@@ -98,7 +98,8 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
             "activations_known": peak.complete,
             "upper_bound": plan.peak_is_upper_bound,
         },
-        "traffic": _traffic(plan.traffic, mesh.names),
+        "traffic": _traffic(plan.traffic, tuple(mesh.all_axes)),
+        "model_axes_counted": plan.exchanges is not None,
         "other": plan.traffic.loss,
         "wire_bytes": plan.traffic.wire_bytes(),
         "padding": plan.overhead,

@@ -163,8 +163,18 @@ def _nnx_shapes(
     except ValueError as error:
         raise PlanError(f"model {name}: {error}") from error
     stacks = {path.replace("/", "."): length for path, length in lengths.items()}
+    convolutions = {
+        (*path, "kernel")
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Conv | nnx.ConvTranspose)
+    }
     parameters = [
-        Parameter(_dotted(path), tuple(variable.get_raw_value().shape), str(variable.get_raw_value().dtype))
+        Parameter(
+            _dotted(path),
+            tuple(variable.get_raw_value().shape),
+            str(variable.get_raw_value().dtype),
+            kind="convolution" if path in convolutions else "",
+        )
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
     ]
     modules = list(_nnx_modules(model))

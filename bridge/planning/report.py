@@ -93,7 +93,7 @@ def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
             human_bytes(plan.traffic.nbytes(kind, axis)),
             human_bytes(plan.traffic.wire_bytes(kind, axis)),
         )
-        for axis, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+        for axis, size in plan.mesh.all_axes.items()
         for kind in KINDS
         if plan.traffic.count(kind, axis)
     ]
@@ -131,11 +131,8 @@ def notes(comparison: Comparison) -> Sequence[str]:
         lines.append(
             "peak: without activations, which are known for built-in models only, and so a lower bound"
         )
-    axes = dict.fromkeys(axis for plan in comparison.plans for axis, size in plan.mesh.model if size > 1)
-    if axes:
-        lines.append(
-            f"{', '.join(axes)}: what model axes send, activations and their gradients, is not counted"
-        )
+    for runtime in dict.fromkeys(plan.runtime for plan in comparison.plans if plan.exchanges is None):
+        lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
     if any(plan.peak_is_upper_bound for plan in comparison.plans):
         lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
     if any(
@@ -156,7 +153,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for choice in comparison.choices:
         where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
-            lines.append(f"{where}: {choice.policy} is the cheapest that fits")
+            known = all(plan.exchanges is not None for plan in comparison.plans)
+            lines.append(
+                f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
+            )
         elif not choice.unknown:
             lines.append(f"{where}: no policy fits")
         if choice.unknown:

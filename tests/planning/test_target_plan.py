@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bridge.planning import Workload, make_plan, resolve_models, target_plan, tp
 from bridge.planning.batch_shapes import load_batch_shapes
 from bridge.planning.compile_cache import cache_folder, key_of, load, save
 from bridge.planning.compilers import why_not
-from bridge.planning.cost import parse_policy
+from bridge.planning.cost import load_policy, parse_policy
 from bridge.planning.errors import PlanError
 from bridge.planning.leg_process import Leg
 from bridge.planning.target_plan import Task
@@ -92,6 +93,29 @@ def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: Path) -> None:
+    sizes = (
+        "vocab_size = 257\nd_model = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nhead_dim = 8\nd_ff = 48\n"
+    )
+    (tmp_path / "sizes.toml").write_text(f"[model]\n{sizes}")
+    model, policy = f"decoder:{tmp_path / 'sizes.toml'}", load_policy("fsdp_tp")
+    found = gpu.ask(
+        {**request("shard_map"), "step": StepRequest(model, WORK).to_json(), "policy": policy.to_toml()}
+    )
+    planned = make_plan(resolve_models(model, ["jax"])["jax"], policy, 8, "jax", WORK)
+    assert planned.mesh.all_axes == {"dp": 4, "tp": 2}
+    held, rest = found["held"], planned.at_rest
+    assert (held["weights"], held["moments"]) == (rest.main_weights.allocated, rest.moments.allocated + 4)
+    # The rows of a data rank are whole on both places of the axis.
+    assert held["batch"] == WORK.batch * (WORK.length + 1) * 4
+    # XLA joins gathers, and has some of its own over the axis.
+    gathered = sum(one["bytes"] for one in found["collectives"] if one["kind"] == "all_gather")
+    assert gathered >= planned.traffic.nbytes("all_gather", "dp") > 0
+    whole = replace(policy, mesh={"dp": 8}, parallel=())
+    alone = make_plan(resolve_models(model, ["jax"])["jax"], whole, 8, "jax", WORK)
+    assert gathered < alone.traffic.nbytes("all_gather", "dp")
 
 
 @pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])

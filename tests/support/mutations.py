@@ -62,6 +62,27 @@ TORCH = [
         "parity/test_torch_strategies.py",
     ),
     M(
+        "gradients of what tensor parallelism enters are not summed",
+        "torch_impl/parallel",
+        "return sum_over(grads[0], ctx.group), None",
+        "return grads[0], None",
+        "torch_impl/parallel/test_decoder.py",
+    ),
+    M(
+        "fused tensors are cut as one",
+        "torch_impl/parallel",
+        "return FusedShard(cut.dimension, cut.fused) if cut.fused else Shard(cut.dimension)",
+        "return Shard(cut.dimension)",
+        "torch_impl/parallel/test_decoder.py",
+    ),
+    M(
+        "whole weights used on parts keep a part of their gradient",
+        "torch_impl/parallel",
+        "param.register_hook(",
+        "(lambda hook: None)(",
+        "torch_impl/parallel/test_modules.py",
+    ),
+    M(
         "outer axis not reduced",
         "torch_impl/runtime",
         " if last else strategy.gradients)",
