@@ -2,7 +2,7 @@
 
 Latent attention, 3 dense layers, 58 layers of 256 experts and a shared one (arXiv 2412.19437, section 4.2). A token goes
 to its 8 experts by a dispatch of fixed capacity, as GShard does (arXiv 2006.16668): experts that have no place left drop
-it. Weights of experts are stacked, ``[experts, in, out]``, so that a model axis can cut them::
+it. Experts' weights are stacked, ``[experts, in, out]``, so that a model axis can cut them::
 
     [mesh]
     dp = "all"
@@ -43,6 +43,13 @@ class Sizes:
     experts: int = 256
     chosen: int = 8
     theta: float = 10_000.0
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """Sequences over the devices of a data rank: else each of them computes all, as the batch is the same on ``ep``."""
+    if "ep" not in jax.sharding.get_abstract_mesh().axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("ep"))
 
 
 class LatentAttention(nnx.Module):
@@ -130,8 +137,8 @@ class Block(nnx.Module):
         self.mlp = Mixture(s, rngs=rngs) if sparse else Gated(s.width, s.hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = spread(x + self.attention(self.norm1(x)))
+        return spread(x + self.mlp(self.norm2(x)))
 
 
 class DeepSeek(nnx.Module):
@@ -155,7 +162,7 @@ class DeepSeek(nnx.Module):
             return block(x)
 
         # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
-        x = self.embed(tokens).astype(self.head.kernel[...].dtype)
+        x = spread(self.embed(tokens).astype(self.head.kernel[...].dtype))
         return self.head(self.norm(run(self.sparse, run(self.dense, x))))
 
 
