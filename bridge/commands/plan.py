@@ -32,6 +32,13 @@ class EngineChoice(StrEnum):
     pjit = "pjit"
 
 
+class XlaChoice(StrEnum):
+    """How XLA's GPU compiler schedules."""
+
+    default = "default"
+    recommended = "recommended"
+
+
 def plan(
     policies: Annotated[
         list[str],
@@ -120,6 +127,14 @@ def plan(
     engine: Annotated[
         EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
     ] = EngineChoice.shard_map,
+    xla: Annotated[
+        XlaChoice,
+        typer.Option(
+            "--xla",
+            help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers beside "
+            "computation, which are off by default.",
+        ),
+    ] = XlaChoice.default,
     loss: Annotated[
         str | None,
         typer.Option(
@@ -225,7 +240,15 @@ def plan(
             for tokens in parse_counts(length, "length")
         ]
         wanted = TargetOptions.of(
-            target, engine.value, loss, batch_shapes, devices, runtime.value, price, efficiency
+            target,
+            engine.value,
+            loss,
+            batch_shapes,
+            devices,
+            runtime.value,
+            price,
+            efficiency,
+            xla is XlaChoice.recommended,
         )
         counts = wanted.counts if wanted else parse_counts(devices or "8")
         check_paths(chart, page)

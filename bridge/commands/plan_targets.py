@@ -46,6 +46,7 @@ class TargetOptions:
     batch: dict[str, BatchArray]
     price: float | None
     efficiency: Efficiency
+    recommended: bool = False
 
     @staticmethod
     def of(
@@ -57,13 +58,14 @@ class TargetOptions:
         runtime: str,
         price: float | None,
         efficiency: str | None,
+        recommended: bool = False,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency)):
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency)) or recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --price, --efficiency: expected --target NAME,..., which compiles such a "
-                    "step"
+                    "--loss, --batch-shapes, --price, --efficiency, --xla: expected --target NAME,..., which compiles "
+                    "such a step"
                 )
             return None
         if runtime == "torch":
@@ -78,7 +80,7 @@ class TargetOptions:
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
         engines = ENGINES if engine == "both" else (engine,)
         reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached)
+        return TargetOptions(found, engines, loss, batch, price, reached, recommended)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ def compile_targets(
 ) -> TargetPlan:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
-    tasks, refused = tasks_of(policies, options.targets, options.engines)
+    tasks, refused = tasks_of(policies, options.targets, options.engines, options.recommended)
     names = ", ".join(policy.source for policy in policies)
     print_line(
         errors,

@@ -138,11 +138,27 @@ def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
     yield from (
         f"{one.row.task}: no time: {one.why}" for one in estimates if one.why and one.row.found is not None
     )
+    for one in estimates:
+        compute = one.row.task.policy.precision.compute_dtype
+        wide = wide_share(one.time) if one.time and compute in ("bfloat16", "float16") else 0.0
+        if wide > 0.5:
+            yield (
+                f"{one.row.task}: {wide:.0%} of the operations of products are in float32, though the policy computes "
+                f"in {compute}: a layer of the model widens its input, as nnx.Embed without dtype= does"
+            )
     used = roofline.efficiency
     yield (
         f"times are estimates from the compiled programs, no measurements: {used.products:.0%} of the peak of "
         f"products, {used.memory:.0%} of the memory's rate, {used.links:.0%} of the links'; of transfers, what is "
         "exposed counts"
+    )
+
+
+def wide_share(time: StepTime) -> float:
+    """The share of products' operations whose factors are float32."""
+    total = sum(time.flops.values())
+    return (
+        sum(count for dtype, count in time.flops.items() if dtype.startswith("f32")) / total if total else 0.0
     )
 
 

@@ -1,8 +1,8 @@
 """A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its own.
 
 Parameters that are cut over the same model axes are one group; those that no axis cuts are another. A *row* is what one
-place of the group's model axes has of all parameters, and ``layout`` is the layout of a row: all rows have equal shapes.
-Of a kernel ``[4, 6]`` whose second dimension is cut over ``tp = 2``, on ``dp = 2``::
+place of the group's model axes has of all parameters, and ``layout`` is the layout of a row: all rows are alike. Of a
+kernel ``[4, 6]`` whose second dimension is cut over ``tp = 2``, on ``dp = 2``::
 
     row 0, tp = 0     kernel[:, 0:3] flat      |a0 a1|      a0, b0: the shards of dp = 0
     row 1, tp = 1     kernel[:, 3:6] flat      |b0 b1|      a1, b1: those of dp = 1

@@ -32,6 +32,7 @@ from jax_impl.diagnostics.layout_report import layout_report
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
 from jax_impl.runtime.model_axes import ModelAxes, data_spec
@@ -39,16 +40,6 @@ from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
-
-
-def check_not_donated(name: str, array: jax.Array) -> None:
-    """Raises ``ValueError`` for an array without values."""
-    # XLA does not check: a program that is given such an array crashes.
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
-        raise ValueError(
-            f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
-            "state which that step returned"
-        )
 
 
 @dataclass(frozen=True)

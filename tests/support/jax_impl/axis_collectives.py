@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
+from bridge.hlo.collectives import groups_of
+from bridge.hlo.text import read_module
 from jax_impl.diagnostics.scheduled import Array, read_collectives
-
-_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# From jax 0.11 on.
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 
 class OverAxes(NamedTuple):
@@ -24,48 +21,29 @@ class OverAxes(NamedTuple):
     axes: tuple[str, ...]
     arrays: tuple[Array, ...]
     times: int
-    line: str
 
 
 def collectives_over_axes(text: str, mesh: Mesh) -> list[OverAxes]:
     """Of a program that was compiled for ``mesh``, whose devices are numbered in its order."""
-    lines = {}
-    for line in text.splitlines():
-        named = re.match(r"\s+(?:ROOT )?%(\S+) = ", line)
-        if named:
-            lines[named[1]] = line
+    operations = {
+        one.name: one
+        for computation in read_module(text).computations.values()
+        for one in computation.operations
+    }
     return [
-        OverAxes(one.kind, _axes(lines[one.name], mesh), one.arrays, one.times, lines[one.name].strip())
+        OverAxes(
+            one.kind,
+            _axes(groups_of(operations[one.name], mesh.devices.size)[0], mesh),
+            one.arrays,
+            one.times,
+        )
         for one in read_collectives(text)
     ]
 
 
-def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-    places = np.arange(math.prod(mesh.devices.shape)).reshape(mesh.devices.shape)
-    group = _first_group(line)
-    coordinates = np.array([np.argwhere(places == device)[0] for device in group])
-    over = [i for i in range(places.ndim) if len(set(coordinates[:, i])) > 1]
-    expected = math.prod(places.shape[i] for i in over)
-    assert len(group) == expected, f"no group of whole axes: {line}"
-    return tuple(mesh.axis_names[i] for i in over)
-
-
-def _first_group(line: str) -> list[int]:
-    listed = _LISTED.search(line)
-    if listed:
-        return [int(x) for x in listed[1].split("}")[0].strip("{").split(",")]
-    iota = _IOTA.search(line)
-    if iota:
-        shape, dimensions = ([int(x) for x in part.split(",")] for part in iota.groups()[:2])
-        order = [int(x) for x in iota[3].split(",")] if iota[3] else range(len(dimensions))
-        return [
-            int(x)
-            for x in np.arange(math.prod(dimensions)).reshape(dimensions).transpose(order).reshape(shape)[0]
-        ]
-    named = _NAMED.search(line)
-    assert named, line
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
-    over = re.findall(r"'([^']*)'", named[2])
-    places = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    index = tuple(slice(None) if name in over else 0 for name in sizes)
-    return [int(x) for x in places[index].reshape(-1)]
+def _axes(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
+    shape = mesh.devices.shape
+    places = np.array(np.unravel_index(group, shape)).T
+    over = [axis for axis in range(len(shape)) if len(set(places[:, axis])) > 1]
+    assert len(group) == math.prod(shape[axis] for axis in over), f"no group of whole axes: {group}"
+    return tuple(mesh.axis_names[axis] for axis in over)
