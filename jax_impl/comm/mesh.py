@@ -87,7 +87,7 @@ def simulate_devices(count: int) -> None:
       compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
       the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results. Those that XLA adds
-      over model axes wait for no other: each has a channel of its own, and all devices run them in one order.
+      over model axes have a channel each, and what they are made of waits for the ones before; a test repeats a step.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
