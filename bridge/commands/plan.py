@@ -10,10 +10,13 @@ import typer
 from rich.console import Console
 
 from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.plan_options import SaveOption, SearchOption
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.planning.comparison import Comparison
+    from bridge.planning.cost import Plan, Workload
+    from bridge.sharding import ShardingPolicy
 
 
 class RuntimeChoice(StrEnum):
@@ -162,6 +165,8 @@ def plan(
             help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
         ),
     ] = None,
+    search: SearchOption = False,
+    save: SaveOption = None,
     chart: Annotated[
         Path | None,
         typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
@@ -191,18 +196,22 @@ def plan(
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
     from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
+    from bridge.commands.plan_search import check_options, print_search, save_policy
     from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
     from bridge.planning.adapt import with_node, with_units
     from bridge.planning.comparison import compare
-    from bridge.planning.cost import Workload, load_policy
+    from bridge.planning.cost import Workload, load_policy, make_plan
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
     from bridge.planning.runtimes import RUNTIMES
+    from bridge.planning.search import search as find
+    from bridge.planning.search_report import as_json
     from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
     try:
+        check_options(search, save, memory, target)
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
         share = parse_share(reserve)
@@ -223,6 +232,15 @@ def plan(
         loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
         loaded = with_node(loaded, node, counts)
         comparison = compare(models, loaded, counts, works, limit, share)
+        findings = None
+        if search:
+
+            def planner(runtime: str, policy: ShardingPolicy, count: int, work: Workload) -> Plan:
+                return make_plan(models[runtime], policy, count, runtime, work)
+
+            findings = find(comparison, loaded, models, planner, node)
+            if save is not None:
+                save_policy(findings, model, save)
         checks = []
         if compile_ and not wanted:
             from bridge.planning.compiled import check_compiled
@@ -245,6 +263,7 @@ def plan(
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
+        found["search"] = None if findings is None else as_json(findings, model)
         if wanted and step and compiled:
             roofline = wanted.roofline(models["jax"], step)
             found["targets"] = compiled.as_dict([roofline.estimate(row).as_dict() for row in compiled.rows])
@@ -255,6 +274,8 @@ def plan(
         print_targets(out, models["jax"], step, compiled, wanted.roofline(models["jax"], step))
     else:
         _print(out, comparison)
+        if findings is not None:
+            print_search(out, findings, model, save)
         for check in checks:
             print_line(out)
             print_table(out, *check.table(), left=1)
@@ -262,7 +283,8 @@ def plan(
     if compiled:
         raise typer.Exit(0 if compiled.good else 1)
     agreed = all(check.agrees for check in checks)
-    raise typer.Exit(0 if comparison.anything_fits and agreed else 1)
+    fits = comparison.anything_fits or any(one.ways for one in findings or ())
+    raise typer.Exit(0 if fits and agreed else 1)
 
 
 def _print(out: Console, comparison: Comparison) -> None:
