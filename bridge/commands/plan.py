@@ -10,7 +10,14 @@ import typer
 from rich.console import Console
 
 from bridge.commands.output import print_json, print_line, print_table
-from bridge.commands.plan_options import SaveOption, SearchOption
+from bridge.commands.plan_options import (
+    FrozenOption,
+    MomentsOption,
+    OffloadOption,
+    OptimizerOption,
+    SaveOption,
+    SearchOption,
+)
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -165,6 +172,10 @@ def plan(
             help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
         ),
     ] = None,
+    optimizer: OptimizerOption = "adamw",
+    moments: MomentsOption = None,
+    offload: OffloadOption = None,
+    frozen: FrozenOption = None,
     search: SearchOption = False,
     save: SaveOption = None,
     chart: Annotated[
@@ -198,12 +209,13 @@ def plan(
     from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
     from bridge.commands.plan_search import check_options, print_search, save_policy
     from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
-    from bridge.planning.adapt import with_node, with_units
+    from bridge.planning.adapt import with_frozen, with_node, with_units
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy, make_plan
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.models import resolve_models
+    from bridge.planning.optimizers import parse_optimizer
     from bridge.planning.runtimes import RUNTIMES
     from bridge.planning.search import search as find
     from bridge.planning.search_report import as_json
@@ -227,26 +239,35 @@ def plan(
         if chart is not None:
             check_picture_path(chart)
         runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
-        step = wanted and wanted.step(model, works, stacks)
-        models = resolve_models(model, runtimes, stacks)
+        trainer = parse_optimizer(optimizer, moments, offload)
+        step = wanted and wanted.step(model, works, stacks, trainer, tuple(frozen or ()))
+        models = {
+            one: with_frozen(found, frozen or ())
+            for one, found in resolve_models(model, runtimes, stacks).items()
+        }
         loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
         loaded = with_node(loaded, node, counts)
-        comparison = compare(models, loaded, counts, works, limit, share)
+        comparison = compare(models, loaded, counts, works, limit, share, trainer)
         findings = None
         if search:
 
             def planner(runtime: str, policy: ShardingPolicy, count: int, work: Workload) -> Plan:
-                return make_plan(models[runtime], policy, count, runtime, work)
+                return make_plan(models[runtime], policy, count, runtime, work, optimizer=trainer)
 
-            findings = find(comparison, loaded, models, planner, node)
+            findings = find(comparison, loaded, planner, node)
             if save is not None:
                 save_policy(findings, model, save)
         checks = []
         if compile_ and not wanted:
+            if frozen:
+                raise PlanError(
+                    "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
+                    "units from forward to backward, which it does not on accelerators; use --target"
+                )
             from bridge.planning.compiled import check_compiled
 
             checks = [
-                check_compiled(model, policy, count, work, stacks)
+                check_compiled(model, policy, count, work, stacks, trainer)
                 for policy in loaded
                 for count in counts
                 for work in works

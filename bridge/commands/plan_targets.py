@@ -16,6 +16,7 @@ from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
+from bridge.planning.optimizers import Optimizer
 from bridge.planning.sizes import parse_counts
 from bridge.planning.step_time import Efficiency
 from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
@@ -81,7 +82,14 @@ class TargetOptions:
         tokens = work.microbatches * work.batch * work.length if step.is_decoder else None
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
-    def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
+    def step(
+        self,
+        model: str,
+        works: Sequence[Workload],
+        stacked: tuple[str, ...],
+        optimizer: Optimizer,
+        frozen: tuple[str, ...],
+    ) -> StepRequest:
         """Raises ``PlanError`` for several workloads."""
         if len(works) > 1:
             raise PlanError(
@@ -89,7 +97,7 @@ class TargetOptions:
                 "command once for each"
             )
         (work,) = works
-        found = StepRequest(model, work, stacked, self.loss, self.batch)
+        found = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
         if self.loss is not None:
             # A wrong path is told at once, not by each of many compilations.
             found.loss_function()

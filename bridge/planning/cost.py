@@ -7,7 +7,7 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Plan:
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
         placed = [(group, unit.on_host) for unit in self.units for group in unit.groups * unit.count]
-        return step_peak(
+        peak = step_peak(
             self.model,
             units,
             self.at_rest,
@@ -133,6 +133,9 @@ class Plan:
             self.prefetch,
             self.optimizer.staged(placed, self.runtime, self.device),
         )
+        # XLA chooses what an update brings together that looks at shapes.
+        known = self.runtime == "torch" or not self.optimizer.by_parameter
+        return replace(peak, complete=peak.complete and known)
 
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None

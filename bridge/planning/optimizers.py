@@ -40,7 +40,10 @@ from bridge.sharding.rows import rows_of
 
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
 MOMENT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+CONSTANTS = (".count", ".ns_coeffs")
+"""Ends of paths in an optax state that lead to no moments: step counters and constants, which no plan counts."""
 _SCALED = ("float16", "float8_e4m3fn")
+_TWO_MOMENTS = ("adamw", "muon")
 _FACTORED_FROM = 128
 _BATCH = 1 << 22
 """Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
@@ -116,6 +119,14 @@ class Optimizer:
             words.append(f"{float(100 * self.offload):g} % of the state in CPU memory")
         return ", ".join(words)
 
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "moments": list(self.moments), "offload": str(self.offload)}
+
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> Optimizer:
+        first, second = found["moments"]
+        return Optimizer(found["name"], (first, second), Fraction(found["offload"]))
+
     @property
     def by_parameter(self) -> bool:
         """Whether JAX gives it parameters instead of buffers."""
@@ -124,6 +135,7 @@ class Optimizer:
     def why_not(self, runtime: str, stacks: Collection[str] = ()) -> str | None:
         """The reason why a runtime cannot run it; None where the runtime can."""
         first, second = (None if one == "float32" else one for one in self.moments)
+        second = second if self.name in _TWO_MOMENTS else None
         if runtime == "torch":
             if self.name == "lion":
                 return "torch: lion: torch.optim has none"

@@ -73,7 +73,10 @@ TERMS = (
 
 @dataclass(frozen=True)
 class Peak:
-    """``moment``: when it is, in words. ``terms``: bytes by name, see above. ``complete``: activations are known."""
+    """``moment``: when it is, in words. ``terms``: bytes by name, see above.
+
+    ``complete``: everything is known; else the sum is a lower bound.
+    """
 
     moment: str
     terms: Mapping[str, int]

@@ -102,7 +102,6 @@ class Finding:
 def search(
     comparison: Comparison,
     policies: Sequence[ShardingPolicy],
-    models: Mapping[str, Model],
     planner: Planner,
     node: int | None = None,
 ) -> tuple[Finding, ...]:
@@ -115,6 +114,7 @@ def search(
     usable = comparison.usable
     if usable is None:
         raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
+    models = {plan.runtime: plan.model for plan in comparison.plans}
     named = {policy.source: policy for policy in policies}
     found: list[Finding] = []
     fewest: dict[tuple[str, Workload], tuple[FewestDevices, ...]] = {}

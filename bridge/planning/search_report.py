@@ -55,8 +55,8 @@ def heading(finding: Finding) -> str:
     lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
     if not nearest.complete:
         return (
-            f"{where}: unknown, since activations are not known; the lowest bound of a peak is {lowest}: run a step "
-            "and measure, or compile it with --target"
+            f"{where}: unknown, since peaks are lower bounds; the lowest of them is {lowest}: run a step and measure, "
+            "or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
     return f"{where}: no set of changes fits; the lowest peak is {lowest}, which needs more devices: {needed}"
@@ -141,7 +141,7 @@ def _nearest(found: Nearest) -> dict[str, Any]:
     return {
         "changes": found.changes,
         "peak": found.peak,
-        "activations_known": found.complete,
+        "lower_bound": not found.complete,
         "policy": found.policy.to_toml(),
         "fewest_devices": _fewest(found.fewest),
     }

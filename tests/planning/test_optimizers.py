@@ -10,11 +10,8 @@ import jax
 import pytest
 
 import jax_impl
-from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.comparison import compare
-from bridge.planning.model import Model, Parameter
-from bridge.planning.optimizers import ADAMW, NAMES, Optimizer, parse_optimizer
-from bridge.planning.shipped_models import shipped_model
+from bridge.planning import Workload, make_plan, parse_policy
+from bridge.planning.optimizers import CONSTANTS, Optimizer
 from tests.planning.test_plan_jax import Whole, frozen_paths
 from tests.planning.test_plan_torch import model_of, policy_text
 from tests.support.parity.optimizer_runs import state_bytes
@@ -80,7 +77,7 @@ def held(tree: Any, device: jax.Device) -> tuple[int, int]:
     """Bytes on the device and in the host's memory; counters and constants are left out."""
     found = [0, 0]
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if not jax.tree_util.keystr(path).endswith((".count", ".ns_coeffs")):
+        if not jax.tree_util.keystr(path).endswith(CONSTANTS):
             for shard in leaf.addressable_shards:
                 if shard.device == device:
                     found[leaf.sharding.memory_kind == "pinned_host"] += shard.data.nbytes

@@ -95,7 +95,7 @@ def searched(
     def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
         return make_plan(models[runtime], policy, devices, runtime, work)
 
-    (found,) = search(comparison, [policy], models, plan, **options)
+    (found,) = search(comparison, [policy], plan, **options)
     return found
 
 
@@ -230,7 +230,7 @@ def test_a_lower_bound_never_answers_yes() -> None:
         assert found.ways == ()
         assert found.nearest is not None
         assert not found.nearest.complete
-        assert "unknown, since activations are not known" in heading(found)
+        assert "unknown, since peaks are lower bounds" in heading(found)
         (batch,) = (one for one in found.batches if models[one.runtime] is unknown)
         assert batch.batch == 0
         fits = searched(load_policy("fsdp"), 8, 10**12, models)
