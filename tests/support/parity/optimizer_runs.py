@@ -14,6 +14,7 @@ from tests.support.parity.plan_runs import Spec, Whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
+
 def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -> torch.optim.Optimizer:
     """An optimizer by its name in a plan. ``dtypes``, ``offload``: of adamw alone."""
     if name == "adamw":
@@ -71,3 +72,12 @@ def peak_bytes(policy: str, name: str, dtype: str, frozen: list[str], batch: int
         return step
 
     return live_bytes(build, torch.device("cpu")).peak
+
+
+def muon_step(policy: str) -> None:
+    """A step of ``torch.optim.Muon`` on sharded matrices."""
+    model = Whole([[Spec((6, 5))]], [])
+    torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+    optimizer = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+    model(torch.full((3,), 0.1)).sum().backward()
+    optimizer.step()
