@@ -9,10 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from bridge.commands.output import print_line, print_table
+from bridge.planning.comparison import Comparison
+from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
-from bridge.planning.search import Finding
+from bridge.planning.optimizers import Optimizer
+from bridge.planning.search import Finding, search
 from bridge.planning.search_report import answers, heading, only_file, policy_file, ways_table
 from bridge.planning.shipped_models import SHIPPED
+from bridge.sharding import ShardingPolicy
 
 
 def check_options(searching: bool, save: Path | None, memory: str | None, target: str | None) -> None:
@@ -28,9 +32,26 @@ def check_options(searching: bool, save: Path | None, memory: str | None, target
         )
 
 
-def save_policy(findings: Sequence[Finding], model: str, path: Path) -> None:
-    """Write the policy that fits. Raises ``PlanError`` where there is none, or several are asked for."""
-    path.write_text(only_file(findings, model), encoding="utf-8")
+def searched(
+    comparison: Comparison,
+    policies: Sequence[ShardingPolicy],
+    optimizer: Optimizer,
+    node: int | None,
+    save: Path | None,
+) -> tuple[Finding, ...]:
+    """Search for each policy, and ``save`` the one that fits.
+
+    Raises ``PlanError`` where there is none to save, or where several searches are asked for.
+    """
+    models = {plan.runtime: plan.model for plan in comparison.plans}
+
+    def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
+        return make_plan(models[runtime], policy, devices, runtime, work, optimizer=optimizer)
+
+    findings = search(comparison, policies, planned, node)
+    if save is not None:
+        save.write_text(only_file(findings, comparison.plans[0].model.name), encoding="utf-8")
+    return findings
 
 
 def print_search(out: Console, findings: Sequence[Finding], model: str, saved: Path | None) -> None:

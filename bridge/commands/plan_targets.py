@@ -16,7 +16,7 @@ from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
-from bridge.planning.optimizers import Optimizer
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.sizes import parse_counts
 from bridge.planning.step_time import Efficiency
 from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
@@ -25,6 +25,16 @@ from bridge.planning.target_step import ENGINES, StepRequest
 from bridge.planning.target_time import Roofline, parse_efficiency
 from bridge.planning.targets import Target, targets_named
 from bridge.sharding import ShardingPolicy
+
+
+@dataclass(frozen=True)
+class CompiledSteps:
+    """``described``: what a step is, in a line."""
+
+    model: str
+    described: str
+    plan: TargetPlan
+    roofline: Roofline
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class TargetOptions:
     batch: dict[str, BatchArray]
     price: float | None
     efficiency: Efficiency
+    recommended: bool = False
 
     @staticmethod
     def of(
@@ -48,13 +59,14 @@ class TargetOptions:
         runtime: str,
         price: float | None,
         efficiency: str | None,
+        recommended: bool = False,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency)):
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency)) or recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --price, --efficiency: expected --target NAME,..., which compiles such a "
-                    "step"
+                    "--loss, --batch-shapes, --price, --efficiency, --xla: expected --target NAME,..., which compiles "
+                    "such a step"
                 )
             return None
         if runtime == "torch":
@@ -69,7 +81,7 @@ class TargetOptions:
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
         engines = ENGINES if engine == "both" else (engine,)
         reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached)
+        return TargetOptions(found, engines, loss, batch, price, reached, recommended)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -114,7 +126,7 @@ def compile_targets(
 ) -> TargetPlan:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
-    tasks, refused = tasks_of(policies, options.targets, options.engines)
+    tasks, refused = tasks_of(policies, options.targets, options.engines, options.recommended)
     names = ", ".join(policy.source for policy in policies)
     print_line(
         errors,
@@ -164,20 +176,25 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(
-    out: Console, model: Model, step: StepRequest, plan: TargetPlan, roofline: Roofline
-) -> None:
-    """The tables, and what is to say of them."""
+def describe_step(model: Model, step: StepRequest) -> str:
+    """What a step is, in a line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_decoder
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
-    print_line(
-        out,
-        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
-    )
+    frozen = sum(one.numel for one in model.parameters if not one.trainable)
+    parts = [f"{model.numel:,} parameters" + (f", of which {frozen:,} are frozen" if frozen else "")]
+    parts += [f"{batch} a device and step"]
+    parts += [f"optimizer {step.optimizer}"] if step.optimizer != ADAMW else []
+    return "; ".join([*parts, "bytes of one device, as XLA compiled"])
+
+
+def print_targets(out: Console, steps: CompiledSteps) -> None:
+    """The tables, and what is to say of them."""
+    plan, roofline = steps.plan, steps.roofline
+    print_line(out, f"{steps.model}: {steps.described}")
     print_line(out)
     print_table(out, *table(plan), left=LEFT)
     for line in notes(plan):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from bridge.planning.compilers import RECOMMENDED
 from bridge.planning.model import Model
 from bridge.planning.target_plan import GATHERS, REDUCTIONS, TargetPlan, TargetRow
 from bridge.text import human_bytes
@@ -30,6 +31,8 @@ HEADINGS = (
 )
 LEFT = 3
 MANY_LAYERS = 8
+FEW = 0.1
+"""The share of gathered bytes beside products, below which a schedule is told of."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
@@ -73,6 +76,12 @@ def notes(plan: TargetPlan) -> Iterator[str]:
         if row.unread:
             yield f"{row.task}: its collectives are not known, the compiled text cannot be read: {row.unread}"
         told.update(dict.fromkeys((row.found or {}).get("warnings", [])))
+        if row.task.target.platform == "gpu" and not row.task.recommended and _runs_alone(row):
+            yield (
+                f"{row.task}: XLA runs transfers beside nothing on this card unless its scheduler is told to: "
+                f"XLA_FLAGS={' '.join(f'--{name}={str(value).lower()}' for name, value in RECOMMENDED.items())!r}; "
+                "--xla recommended compiles with these"
+            )
     yield from (f"warning: {text}" for text in told)
     for target, cheapest in plan.cheapest():
         if cheapest is None:
@@ -83,6 +92,11 @@ def notes(plan: TargetPlan) -> Iterator[str]:
                 f"{target.name}: {cheapest.task.policy.source} ({cheapest.task.engine}) is the cheapest that fits, "
                 f"{sent} sent in a step"
             )
+
+
+def _runs_alone(row: TargetRow) -> bool:
+    _, nbytes, share = row.collectives(GATHERS)
+    return nbytes > 0 and share < FEW
 
 
 def unrolled_layers(model: Model) -> tuple[str, int] | None:

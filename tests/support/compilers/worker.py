@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.planning import tpu_text
 from bridge.planning.compilers import devices_of, options_of, why_not
 from bridge.planning.leg_process import Leg, LegError, serve
 from bridge.planning.targets import target_named
@@ -73,12 +74,12 @@ def compiled(setting: Setting) -> Compiled:
         plan = plan_of(setting, mesh)
         stored, shards = tuple(_stored(plan)), plan.axes.sizes
         lowered = _of_plan(setting, plan)
+    tpu_text.clear()
     begun = time.monotonic()
     program: jax.stages.Compiled = lowered.compile(options_of(target, setting.recommended))
     seconds = time.monotonic() - begun
     found: Any = program.memory_analysis()
-    text = program.as_text()
-    assert text is not None
+    text = tpu_text.text_of(program, lowered.as_text())
     if folder := os.environ.get("TWINSHARD_DUMP"):
         Path(folder, f"{setting}.hlo").write_text(text)
         Path(folder, f"{setting}.costs.json").write_text(json.dumps(program.cost_analysis()))
