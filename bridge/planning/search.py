@@ -2,7 +2,7 @@
 
 Nothing is compiled: a search plans. Each answer is one that trying all of its space would give, and the tests do try::
 
-    largest batch     1, 2, 3, ... sequences      doubled until one does not fit, then halved between; the peak never
+    largest batch     1, 2, 3, ... sequences      narrowed by the slope of the peak, then by halving; the peak never
                                                   falls when the batch grows
     fewest devices    ``device_counts``           one after another: padding makes the peak no monotone function of them
     fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
@@ -31,6 +31,7 @@ NODE = 8
 MOST_DEVICES = 16384
 LARGEST_BATCH = 1 << 20
 _IN_STEPS_OF_A_NODE = 16
+_BY_SLOPE = 5
 
 Planner = Callable[[str, ShardingPolicy, int, Workload], Plan]
 """``(runtime, policy, devices, workload) -> plan``; raises ``PlanError`` where there is none."""
@@ -137,20 +138,24 @@ def search(
 def largest_batch(plan: Plan, usable: int) -> LargestBatch:
     """Of the plan's policy, devices, length and microbatches; at most ``LARGEST_BATCH``."""
 
-    def fits(batch: int) -> bool:
-        return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total <= usable
+    def peak(batch: int) -> int:
+        return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total
 
-    if not fits(1):
+    first = peak(1)
+    if first > usable:
         return LargestBatch(plan.runtime, 0)
     if not plan.peak.complete:
         return LargestBatch(plan.runtime, None)
-    low, high = 1, 2
-    while high <= LARGEST_BATCH and fits(high):
-        low, high = high, 2 * high
-    high = min(high, LARGEST_BATCH + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    low, high, batch = 1, LARGEST_BATCH + 1, 2
+    for turn in itertools.count():
+        if high - low == 1:
+            break
+        found = peak(batch)
+        low, high = (batch, high) if found <= usable else (low, batch)
+        # Nearly a line: its slope leads to the answer, or to a neighbour. Halving ends what a line does not.
+        slope = (found - first) / (batch - 1)
+        ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
+        batch = min(max(ahead, low + 1), high - 1)
     return LargestBatch(plan.runtime, low)
 
 
