@@ -16,6 +16,7 @@ from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.sizes import parse_counts
 from bridge.planning.step_time import Efficiency
 from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
@@ -96,7 +97,14 @@ class TargetOptions:
         tokens = None if rows is None else work.microbatches * rows
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
-    def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
+    def step(
+        self,
+        model: str,
+        works: Sequence[Workload],
+        stacked: tuple[str, ...],
+        optimizer: Optimizer,
+        frozen: tuple[str, ...],
+    ) -> StepRequest:
         """Raises ``PlanError`` for several workloads."""
         if len(works) > 1:
             raise PlanError(
@@ -104,7 +112,7 @@ class TargetOptions:
                 "command once for each"
             )
         (work,) = works
-        found = StepRequest(model, work, stacked, self.loss, self.batch)
+        found = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
         if found.is_decoder and self.tokens is not None:
             raise PlanError(
                 f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
@@ -183,7 +191,11 @@ def describe_step(model: Model, step: StepRequest) -> str:
         if step.is_decoder
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
-    return f"{model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled"
+    frozen = sum(one.numel for one in model.parameters if not one.trainable)
+    parts = [f"{model.numel:,} parameters" + (f", of which {frozen:,} are frozen" if frozen else "")]
+    parts += [f"{batch} a device and step"]
+    parts += [f"optimizer {step.optimizer}"] if step.optimizer != ADAMW else []
+    return "; ".join([*parts, "bytes of one device, as XLA compiled"])
 
 
 def print_targets(out: Console, steps: CompiledSteps) -> None:

@@ -1,12 +1,17 @@
-"""A policy for another model or another machine: other names of layers, another number of devices in a node."""
+"""A policy for another model or machine, and a model with frozen parameters.
+
+A policy may get other names of layers and another number of devices in a node.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge.planning.errors import PlanError
+from bridge.planning.model import Model
 from bridge.sharding import PolicyError, ShardingPolicy
 
 
@@ -67,3 +72,28 @@ def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
             f"--node: expected a node of devices that the {beside} on model axes of {policy.source} divide, got {node}"
         )
     return replace(policy, mesh={outer: size, inner: node // beside, **dict(model)})
+
+
+def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
+    """The model with parameters that are not trained, as ``frozen=`` of ``jax_impl`` and ``requires_grad=False``.
+
+    patterns: of whole paths of parameters, with dots or slashes: ``embed.*``, ``*/norm/*``; ``*`` matches any of both.
+
+    Raises ``PlanError`` for a pattern that matches no parameter, and where none is left to train.
+    """
+    paths = [one.path for one in model.parameters]
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(paths, pattern.replace("/", "."))
+        if not matching:
+            raise PlanError(
+                f"--frozen: expected patterns of parameter paths, but {pattern!r} matches none of "
+                f"{', '.join(paths[:8])}"
+            )
+        found.update(matching)
+    parameters = tuple(
+        replace(one, trainable=one.trainable and one.path not in found) for one in model.parameters
+    )
+    if not any(one.trainable for one in parameters):
+        raise PlanError(f"--frozen: expected parameters that are trained, got none left in {model.name}")
+    return replace(model, parameters=parameters)

@@ -21,6 +21,7 @@ from fractions import Fraction
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import ACTIVATIONS
 from bridge.sharding import ShardingPolicy
 
@@ -115,14 +116,22 @@ def compare(
     workloads: Workload | Sequence[Workload],
     memory: int | None = None,
     reserve: Fraction = RESERVE,
+    optimizer: Optimizer = ADAMW,
 ) -> Comparison:
     """Plan every model (by runtime) under every policy on every number of devices, for every workload.
 
-    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices.
+    A runtime that cannot run ``optimizer`` is left out, and told of in ``refused``.
+
+    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices, and when no
+    runtime can run the optimizer.
     """
+    reasons = {one: optimizer.why_not(one, model.stacks) for one, model in models.items()}
+    models = {one: model for one, model in models.items() if reasons[one] is None}
+    if not models:
+        raise PlanError("; ".join(reason for reason in reasons.values() if reason))
     works = [workloads] if isinstance(workloads, Workload) else workloads
     plans: list[Plan] = []
-    refused: list[str] = []
+    refused = [reason for reason in reasons.values() if reason]
     for policy in policies:
         possible = []
         for count in devices:
@@ -135,7 +144,7 @@ def compare(
             raise PlanError(refused[-1])
         for count in possible:
             plans += [
-                make_plan(model, policy, count, runtime, workload)
+                make_plan(model, policy, count, runtime, workload, optimizer=optimizer)
                 for workload in works
                 for runtime, model in models.items()
             ]

@@ -8,6 +8,7 @@ from bridge.planning.activations import FormulaSegment
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
+from bridge.planning.optimizers import ADAMW
 from bridge.planning.traffic import KINDS, Traffic
 from bridge.text import human_bytes
 
@@ -48,16 +49,19 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     """Headings, and a row for each plan; workloads are told apart where there are several."""
     several = len(comparison.workloads) > 1
     asked = comparison.memory is not None
+    offloading = any(plan.at_rest.host for plan in comparison.plans)
     rows: list[Row] = []
     for plan in comparison.plans:
         row: Row = (plan.policy, str(plan.mesh.devices), plan.runtime)
         if several:
             row += (str(plan.workload.microbatches), str(plan.workload.length))
-        row += (*_held(plan.at_rest), _peak(plan))
+        row += _held(plan.at_rest)
+        row += ((human_bytes(plan.at_rest.host),) if offloading else ()) + (_peak(plan),)
         row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
         rows.append((*row, _ANSWERS[comparison.fits(plan)]) if asked else row)
     work = ("microbatches", "length") if several else ()
-    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:])
+    host = ("in CPU memory",) if offloading else ()
+    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:9], *host, *OVERVIEW[9:])
     return (*headings, "fits") if asked else headings, rows
 
 
@@ -127,7 +131,21 @@ def _peak(plan: Plan) -> str:
 def notes(comparison: Comparison) -> Sequence[str]:
     """Lines under the tables: unknown numbers, wasteful units, the cheapest policies."""
     lines = list(comparison.refused)
-    if any(not plan.peak.complete for plan in comparison.plans):
+    first = comparison.plans[0]
+    if first.optimizer != ADAMW:
+        lines.append(f"optimizer: {first.optimizer}")
+    if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
+        lines.append(
+            f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
+            "what XLA holds and sends for that is not counted, and the peak is a lower bound; compile it with --target"
+        )
+    if any(not one.trainable for one in first.model.parameters):
+        frozen = sum(one.numel for one in first.model.parameters if not one.trainable)
+        lines.append(
+            f"frozen: {frozen:,} parameters, without gradients and moments; activations are counted as if they were "
+            "trained, an upper bound"
+        )
+    if any(not plan.model.activations for plan in comparison.plans):
         lines.append(
             "peak: without activations, which are known for built-in models only, and so a lower bound"
         )

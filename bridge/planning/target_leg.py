@@ -94,9 +94,14 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     sizes = policy.mesh_sizes(target.devices)
     mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
     plan = runtime.plan_sharding(
-        _model(json.dumps(request["step"])), mesh, policy, stacked=step.stacked, engine=request["engine"]
+        _model(json.dumps(request["step"])),
+        mesh,
+        policy,
+        stacked=step.stacked,
+        engine=request["engine"],
+        frozen=step.frozen_paths,
     )
-    optimizer = runtime.main_weight_adamw(1e-3)
+    optimizer = step.optimizer.transformation()
     training = runtime.make_train_step(
         plan, step.loss_function(), optimizer, microbatches=step.workload.microbatches
     )

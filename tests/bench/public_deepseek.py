@@ -1,8 +1,8 @@
 """DeepSeek-V3's shapes as a user of flax nnx writes them, to be compiled for hundreds of devices.
 
-Latent attention, 3 dense layers, 58 layers of 256 experts and a shared one (arXiv 2412.19437, section 4.2). A token goes
-to its 8 experts by a dispatch of fixed capacity, as GShard does (arXiv 2006.16668): experts that have no place left drop
-it. Experts' weights are stacked, ``[experts, in, out]``, so that a model axis can cut them::
+Latent attention, 3 dense layers, 58 layers of 256 experts and a shared one (arXiv 2412.19437, section 4.2). A token
+goes to its 8 experts by a dispatch of fixed capacity, as GShard does (arXiv 2006.16668): experts that have no place
+left drop it. Experts' weights are stacked, ``[experts, in, out]``, so that a model axis can cut them::
 
     [mesh]
     dp = "all"

@@ -88,6 +88,7 @@ def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
         "source": POLICY.source,
         "target": "h100:8",
         "engine": engine,
+        "recommended": False,
     }
 
 

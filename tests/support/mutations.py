@@ -954,9 +954,30 @@ PLANNING = [
     M(
         "one moment",
         "bridge/planning",
-        ", 2 * group.main_bytes)",
-        ", group.main_bytes)",
+        "[self._first(main), main] if",
+        "[main] if",
         "planning/test_cost.py",
+    ),
+    M(
+        "a lower bound answers yes",
+        "bridge/planning/search.py",
+        "if peak <= usable and complete:",
+        "if peak <= usable:",
+        "planning/test_search.py",
+    ),
+    M(
+        "the first way instead of the cheapest",
+        "bridge/planning",
+        "key=lambda way: (way.sent, way.peak)",
+        "key=lambda way: way.peak",
+        "planning/test_search.py",
+    ),
+    M(
+        "columns of Adafactor cut as rows",
+        "bridge/planning",
+        "columns = piece.numel if shape[-2] == 1 else whole",
+        "columns = piece.numel // max(1, piece.rows)",
+        "planning/test_optimizers.py",
     ),
     M(
         "reduced once a step",
