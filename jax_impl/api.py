@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy, Strategy, plan_layout
+from bridge.sharding.recompute import why_not_around
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, is_simulated, is_tpu
 from jax_impl.modules.annotations import warn_of_annotations
@@ -98,6 +99,8 @@ def plan_sharding(
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
+        if module.inner and (reason := why_not_around(unit.recompute, path, next(iter(module.inner)))):
+            raise ValueError(reason)
         wired = _wired(resolved.mesh, resolved.precision, module, frozen)
         groups = tuple(_groups(module, unit, wired, resolved.mesh if engine == "pjit" else None))
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from bridge.sharding.alignment import DEFAULT_ALIGN, Align, is_align
 from bridge.sharding.mesh_axes import why_not_data_parallel
+from bridge.sharding.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -44,7 +45,8 @@ class UnitPolicy:
     match: dotted module path, each segment with the wildcards of ``fnmatch``; "" is the root.
     strategy, placements: at most one of the two; neither: "optim_grads_params".
     granularity: "row", "tensor" or "block(n)", of all parameters of the unit.
-    recompute: compute the activations of the unit again in backward instead of keeping them.
+    recompute: compute the activations of the unit again in backward instead of keeping them, all (True) or all but what
+        a name keeps, see ``recompute.py``.
     align: what the unit's shards are multiples of, see ``plan_layout``. None: what the policy says of all units.
 
     Raises PolicyError naming the field.
@@ -54,7 +56,7 @@ class UnitPolicy:
     strategy: str | None = None
     placements: Placements | None = None
     granularity: str = "row"
-    recompute: bool = False
+    recompute: Recompute = False
     align: Align | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class UnitPolicy:
             r"row|tensor|block\([1-9][0-9]*\)", self.granularity
         )
         _require(grain, "granularity", "row, tensor or block(n) with n >= 1", self.granularity)
-        _require(isinstance(self.recompute, bool), "recompute", "true or false", self.recompute)
+        _require(is_recompute(self.recompute), "recompute", RECOMPUTE_WORDS, self.recompute)
         _require(self.align is None or is_align(self.align), "align", _ALIGN, self.align)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
+from bridge.sharding.recompute import Recompute
 from jax_impl.runtime.flat_group import FlatGroup
 
 _RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "align", "bytes/device"})
@@ -68,7 +69,7 @@ class UnitReport:
     name: str
     layers: int | None
     strategy: str
-    recompute: bool
+    recompute: Recompute
     groups: tuple[GroupReport, ...]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from bridge.sharding import Layout, Strategy
+from bridge.sharding.recompute import Recompute
 from jax_impl.comm.collectives import Wire
 from jax_impl.modules.module_tree import UnitModule
 from jax_impl.runtime.buffer import Piece, Read
@@ -70,7 +71,7 @@ class UnitPlan:
 
     module: UnitModule
     strategy: Strategy
-    recompute: bool
+    recompute: Recompute
     groups: tuple[Group, ...]
 
     @property
