@@ -122,7 +122,7 @@ class Plan:
     def peak(self) -> Peak:
         """The most bytes that the device holds in a step."""
         units = [
-            StepUnit(path, unit.groups, unit.kind.recompute, self._stack(path))
+            StepUnit(path, unit.groups, bool(unit.kind.recompute), self._stack(path))
             for unit in self.units
             for path in unit.paths
         ]
@@ -140,8 +140,9 @@ class Plan:
             self.prefetch,
             self.optimizer.staged(placed, self.runtime, self.device),
         )
-        # XLA chooses what an update brings together that looks at shapes.
+        # XLA chooses what an update brings together that looks at shapes, and results of products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
+        known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return replace(peak, complete=peak.complete and known)
 
     @property

@@ -10,6 +10,7 @@ from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
 from bridge.planning.optimizers import ADAMW
 from bridge.planning.traffic import KINDS, Traffic
+from bridge.sharding.recompute import Recompute
 from bridge.text import human_bytes
 
 Row = tuple[str, ...]
@@ -73,7 +74,7 @@ def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
         rows.append(
             (
                 unit.title,
-                unit.kind.strategy.name + (", recomputed" if unit.kind.recompute else ""),
+                unit.kind.strategy.name + _recomputed(unit.kind.recompute),
                 f"{unit.numel * unit.count:,}",
                 f"{100 * unit.overhead:.2f} %",
                 *_held(unit.at_rest.times(unit.count)),
@@ -84,6 +85,12 @@ def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
     total = ("total", "", f"{plan.numel:,}", f"{100 * plan.overhead:.2f} %", *_held(plan.at_rest))
     rows.append((*total, *_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes())))
     return UNITS, rows
+
+
+def _recomputed(recompute: Recompute) -> str:
+    return (
+        f", recomputed but {recompute}" if isinstance(recompute, str) else ", recomputed" if recompute else ""
+    )
 
 
 def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
@@ -138,6 +145,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
         lines.append(
             f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
             "what XLA holds and sends for that is not counted, and the peak is a lower bound; compile it with --target"
+        )
+    if any(isinstance(unit.kind.recompute, str) for plan in comparison.plans for unit in plan.units):
+        lines.append(
+            "recompute: results of products that a unit keeps are not counted, and so the peak is a lower bound"
         )
     if any(not one.trainable for one in first.model.parameters):
         frozen = sum(one.numel for one in first.model.parameters if not one.trainable)

@@ -20,6 +20,7 @@ from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
 from bridge.planning.model_axes import Cuts, cuts_of
 from bridge.sharding import Align, ShardingPolicy, Strategy, local_shape
+from bridge.sharding.recompute import Recompute, why_not_around
 
 ROOT = ""
 
@@ -38,16 +39,16 @@ class GroupShape:
 class UnitKind:
     """Everything that a unit's plan depends on.
 
-    recompute: whether backward computes the unit's activations again. reruns: the number of recomputed units around
-    this one, each of which runs its forward again; 0 for PyTorch, which keeps weights gathered from the second forward
-    to backward.
+    recompute: what backward computes again of the unit's activations (``bridge.sharding.recompute``). reruns: how many
+    recomputed units are around this one, each of which runs its forward again; 0 for PyTorch, which keeps weights
+    gathered from the second forward to backward.
     """
 
     groups: tuple[GroupShape, ...]
     strategy: Strategy
     granularity: str
     align: Align
-    recompute: bool
+    recompute: Recompute
     reruns: int
 
 
@@ -86,6 +87,9 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[
         owned[next(path for path in outward(parameter.module) if path in owned)].append(parameter)
     units = []
     for path, unit in chosen.items():
+        inside = next((one for one in chosen if one != path and path in outward(one)), None)
+        if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
+            raise PlanError(f"model {model.name}: {policy.source}: {reason}")
         kind = UnitKind(
             groups=_groups(path, owned[path], policy, runtime, cuts, model_axes),
             strategy=unit.chosen,
@@ -93,7 +97,7 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[
             align=policy.align_of(unit),
             recompute=unit.recompute,
             reruns=sum(
-                chosen[outer].recompute for outer in outward(path) if outer != path and outer in chosen
+                bool(chosen[outer].recompute) for outer in outward(path) if outer != path and outer in chosen
             )
             if runtime == "jax"
             else 0,
