@@ -51,7 +51,7 @@ def exchanges(
     entered: set[tuple[str, str, int]] = set()
     for number, one in enumerate(styled):
         around = [path for path in outward(one.path) if path in units]
-        runs = 1 + sum(units[path].recompute for path in around)
+        runs = 1 + sum(bool(units[path].recompute) for path in around)
         beside = [other for other in styled if (other.parent, other.axis) == (one.parent, one.axis)]
         beside = [other for other in beside if not other.embeds]
         after = styled[number + 1 :]
@@ -61,7 +61,7 @@ def exchanges(
         elif one.style == "rowwise":
             own = f"{around[0]}.".lstrip(".")
             last = not any(other.style == "rowwise" and other.path.startswith(own) for other in after)
-            found.append(("all_reduce", one.shape[0], runs - (last and units[around[0]].recompute)))
+            found.append(("all_reduce", one.shape[0], runs - (last and bool(units[around[0]].recompute))))
             if not any(other.style == "colwise" and other not in after for other in beside):
                 found.append(("all_gather", one.shape[1], 1))
         elif any(other.style == "rowwise" and other in after for other in beside):
