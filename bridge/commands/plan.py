@@ -160,6 +160,15 @@ def plan(
             "array of the batch, rows of a device and microbatch first.",
         ),
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            metavar="N",
+            help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, MFU and cost.",
+        ),
+    ] = None,
     price: Annotated[
         float | None,
         typer.Option(
@@ -258,9 +267,9 @@ def plan(
         stacks = tuple(stacked or ())
         share = parse_share(reserve)
         works = [
-            Workload(batch, tokens, micro)
+            Workload(batch, of_row, micro)
             for micro in parse_counts(microbatches, "microbatches")
-            for tokens in parse_counts(length, "length")
+            for of_row in parse_counts(length, "length")
         ]
         wanted = TargetOptions.of(
             target,
@@ -272,6 +281,7 @@ def plan(
             price,
             efficiency,
             xla is XlaChoice.recommended,
+            tokens,
         )
         counts = wanted.counts if wanted else parse_counts(devices or "8")
         check_paths(chart, page)

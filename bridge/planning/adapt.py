@@ -6,6 +6,7 @@ A policy may get other names of layers and another number of devices in a node.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,28 +42,36 @@ def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolic
 def with_node(
     policies: Sequence[ShardingPolicy], node: int | None, counts: Sequence[int]
 ) -> list[ShardingPolicy]:
-    """The policies with ``node`` devices on the inner axis of those with two axes; as they are where ``node`` is None.
+    """The policies with the ``node`` devices of a node on their model axes and the inner one of two data-parallel axes.
+
+    As they are where ``node`` is None.
 
     Raises ``PlanError`` where ``node`` does not divide one of ``counts``, where the outer axis is not "all", and where
     no policy has two axes.
     """
     if node is None:
         return list(policies)
-    if all(len(policy.axes) == 1 for policy in policies):
+    if all(len(policy.data_axes) == 1 for policy in policies):
         raise PlanError("--node: expected a policy with two mesh axes, such as hsdp or hfsdp, got none")
     uneven = [count for count in counts if count % node]
     if uneven:
         raise PlanError(
             f"--node: expected numbers of devices that {node} divides, got {', '.join(map(str, uneven))}"
         )
-    return [policy if len(policy.axes) == 1 else _with_inner(policy, node) for policy in policies]
+    return [policy if len(policy.data_axes) == 1 else _with_inner(policy, node) for policy in policies]
 
 
 def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
-    (outer, size), (inner, _) = policy.axes
+    (outer, size), (inner, _), *model = policy.axes
     if size != "all":
         raise PlanError(f'--node: expected {outer} = "all" in [mesh] of {policy.source}, got {size!r}')
-    return replace(policy, mesh={outer: size, inner: node})
+    # Model axes are innermost: they lie within a node.
+    beside = math.prod(int(ranks) for _, ranks in model)
+    if node % beside:
+        raise PlanError(
+            f"--node: expected a node of devices that the {beside} on model axes of {policy.source} divide, got {node}"
+        )
+    return replace(policy, mesh={outer: size, inner: node // beside, **dict(model)})
 
 
 def with_frozen(model: Model, patterns: Sequence[str]) -> Model:

@@ -8,7 +8,8 @@ the largest of the runtimes'.
 A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
 what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
 
-A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest.
+A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest. A peak on a
+mesh with model axes counts whole activations, and is an upper bound: a plan that it does not fit may fit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
+from bridge.planning.peak import ACTIVATIONS
 from bridge.sharding import ShardingPolicy
 
 RESERVE = Fraction(1, 10)
@@ -63,8 +65,11 @@ class Comparison:
         usable = self.usable
         if usable is None:
             return None
-        if plan.peak.total > usable:
+        activations = sum(plan.peak.terms[name] for name in ACTIVATIONS)
+        if plan.peak.total - (activations if plan.peak_is_upper_bound else 0) > usable:
             return False
+        if plan.peak_is_upper_bound and plan.peak.total > usable:
+            return None
         return True if plan.peak.complete else None
 
     @property

@@ -92,6 +92,11 @@ def check_compiled(
     kind, _, name = model.partition(":")
     if kind != "decoder":
         raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")
+    if policy.model_axes:
+        raise PlanError(
+            f"--compile: expected a policy without model axes, whose transfers XLA chooses, got "
+            f"{', '.join(policy.model_axes)} in {policy.source}; compile it with --target"
+        )
     if devices > LARGEST:
         raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
     if optimizer.offload:

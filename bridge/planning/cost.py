@@ -16,6 +16,7 @@ import numpy as np
 from bridge.planning.at_rest import AtRest, at_rest
 from bridge.planning.buffers import GroupBuffers, buffers_of
 from bridge.planning.errors import PlanError
+from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
@@ -30,7 +31,10 @@ LARGE_PADDING = 0.05
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one device in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
+    """The work of one data rank in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens.
+
+    A data rank is one device, or all places of the model axes together, which have the same sequences.
+    """
 
     batch: int = 1
     length: int = 4096
@@ -71,7 +75,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters of one unit."""
+        """Elements of the parameters of one unit, of cut ones of one part."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -85,6 +89,7 @@ class UnitPlan:
 class Plan:
     """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
 
+    ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
     ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. Only the peak depends on it.
     """
 
@@ -96,6 +101,7 @@ class Plan:
     prefetch: int
     device: int
     units: tuple[UnitPlan, ...]
+    exchanges: Calls | None = None
     optimizer: Optimizer = ADAMW
 
     @cached_property
@@ -109,6 +115,7 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
+        calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
     @cached_property
@@ -138,13 +145,18 @@ class Plan:
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return replace(peak, complete=peak.complete and known)
 
+    @property
+    def peak_is_upper_bound(self) -> bool:
+        """Whether the peak counts whole activations, of which model axes cut some."""
+        return self.mesh.model_ranks > 1 and self.peak.complete
+
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None
         return place and place[0]
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters, of cut ones of one part."""
         return sum(unit.numel * unit.count for unit in self.units)
 
     @property
@@ -198,6 +210,11 @@ def make_plan(
     """
     if reason := optimizer.why_not(runtime, model.stacks):
         raise PlanError(reason)
+    if policy.model_axes and optimizer.looks_at_rows:
+        raise PlanError(
+            f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
+            f"{' and '.join(policy.model_axes)}, got {optimizer}"
+        )
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
@@ -205,7 +222,7 @@ def make_plan(
     moved = optimizer.offloaded(model.parameters) if runtime == "torch" else frozenset()
     kinds = {
         (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
-        for (kind, on_host), paths in _kinds(cut(model, policy, runtime), moved).items()
+        for (kind, on_host), paths in _kinds(cut(model, policy, runtime, dict(mesh.model)), moved).items()
     }
     if device is None:
         held = sum(
@@ -231,7 +248,19 @@ def make_plan(
         for (kind, on_host), (paths, groups) in kinds.items()
     )
     prefetch = 1 if policy.prefetch is None else policy.prefetch
-    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, optimizer)
+    known = _exchanges(model, policy, mesh, runtime, workload)
+    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+
+
+def _exchanges(
+    model: Model, policy: ShardingPolicy, mesh: MeshShape, runtime: str, workload: Workload
+) -> Calls | None:
+    if mesh.model_ranks == 1:
+        return Calls()
+    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens.
+    if runtime == "jax" or not model.activations:
+        return None
+    return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)
 
 
 def _kinds(model: CutModel, moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:

@@ -13,15 +13,17 @@ plans         a list, one for each policy, number of devices, workload and runti
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   host          bytes of moments in CPU memory, not in ``at_rest``
-  peak          "moment", "total", "terms" (bytes), "activations_known", "lower_bound"
+  peak          "moment", "total", "terms" (bytes), "activations_known", "lower_bound"; "upper_bound": whether it counts
+                whole activations, of which model axes cut some
   traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
+  model_axes_counted  whether ``traffic`` has what model axes send; true where there are none
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``usable``; null without ``memory``, and when the peak is a lower bound that
-                is within it (see "lower_bound")
-  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
-                padding, at_rest (bytes of one) and traffic (of one), as above
+  fits          whether the peak is within ``usable``; null without ``memory``, when the peak is a lower bound that is
+                within it (see "lower_bound"), and when the peak is an upper bound that is not
+  units         a list of kinds of units: paths, parameters (elements of one; of cut parameters of one part), strategy,
+                granularity, align, recompute, padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
 cheapest      a list, for each number of devices and workload: devices, workload, policy (null when none is known to
               fit), unknown (policies of which that is not known); empty without ``memory``
@@ -98,7 +100,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "policy": plan.policy,
         "runtime": plan.runtime,
         "devices": mesh.devices,
-        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "mesh": mesh.all_axes,
         "prefetch": plan.prefetch,
         "workload": vars(plan.workload),
         "device": plan.device,
@@ -110,8 +112,10 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
             "terms": dict(peak.terms),
             "activations_known": bool(plan.model.activations),
             "lower_bound": not peak.complete,
+            "upper_bound": plan.peak_is_upper_bound,
         },
-        "traffic": _traffic(plan.traffic, mesh.names),
+        "traffic": _traffic(plan.traffic, tuple(mesh.all_axes)),
+        "model_axes_counted": plan.exchanges is not None,
         "other": plan.traffic.loss,
         "wire_bytes": plan.traffic.wire_bytes(),
         "padding": plan.overhead,

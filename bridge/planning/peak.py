@@ -69,6 +69,8 @@ TERMS = (
     "activations",
     "segment",
 )
+ACTIVATIONS = ("activations", "segment")
+"""The terms that are of activations."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
             human_bytes(plan.traffic.nbytes(kind, axis)),
             human_bytes(plan.traffic.wire_bytes(kind, axis)),
         )
-        for axis, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+        for axis, size in plan.mesh.all_axes.items()
         for kind in KINDS
         if plan.traffic.count(kind, axis)
     ]
@@ -131,7 +131,8 @@ def _calls(traffic: Traffic) -> Row:
 
 
 def _peak(plan: Plan) -> str:
-    return human_bytes(plan.peak.total) if plan.peak.complete else f"> {human_bytes(plan.peak.total)}"
+    bound = "< " if plan.peak_is_upper_bound else "" if plan.peak.complete else "> "
+    return f"{bound}{human_bytes(plan.peak.total)}"
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
@@ -159,6 +160,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
         lines.append(
             "peak: without activations, which are known for built-in models only, and so a lower bound"
         )
+    for runtime in dict.fromkeys(plan.runtime for plan in comparison.plans if plan.exchanges is None):
+        lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
+    if any(plan.peak_is_upper_bound for plan in comparison.plans):
+        lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
     if any(
         plan.runtime == "jax" and any(isinstance(part, FormulaSegment) for part in plan.model.activations)
         for plan in comparison.plans
@@ -177,7 +182,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for choice in comparison.choices:
         where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
-            lines.append(f"{where}: {choice.policy} is the cheapest that fits")
+            known = all(plan.exchanges is not None for plan in comparison.plans)
+            lines.append(
+                f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
+            )
         elif not choice.unknown:
             lines.append(f"{where}: no policy fits")
         if choice.unknown:

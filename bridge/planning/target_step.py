@@ -105,9 +105,9 @@ class StepRequest:
         return loss
 
     def global_batch(self, plan: Any) -> Any:
-        """Arrays of all devices and microbatches."""
+        """Arrays of all data ranks and microbatches."""
         jax = framework("jax")
-        parts = plan.num_devices * self.workload.microbatches
+        parts = plan.data_ranks * self.workload.microbatches
         arrays = self.batch or {
             "tokens": BatchArray((self.workload.batch, self.workload.length + 1), "int32")
         }

@@ -91,6 +91,8 @@ def mesh_of(setting: Setting) -> Mesh:
     from jax.sharding import Mesh
 
     devices = np.array(devices_of(target_named(setting.target)))
+    if setting.tensors:
+        return Mesh(devices.reshape(-1, setting.tensors), ("dp", "tp"))
     if setting.inner:
         return Mesh(devices.reshape(-1, setting.inner), ("dp_outer", "dp"))
     return Mesh(devices.reshape(-1), ("dp",))
@@ -110,6 +112,13 @@ def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
     from jax_impl import plan_sharding
 
     units: Any = {"units": setting.units} if setting.units else {}
+    if setting.tensors:
+        units["parallel"] = {
+            "layers/*/attention/[qkv]*": "colwise",
+            "layers/*/mlp/[gu]*": "colwise",
+            "layers/*/attention/out": "rowwise",
+            "layers/*/mlp/down": "rowwise",
+        }
     return plan_sharding(
         model_of(setting),
         mesh,
@@ -129,7 +138,8 @@ def _stored(plan: ShardingPlan) -> Iterator[Stored]:
         for group in unit.groups:
             for key, array in group.stored.items():
                 layers = group.layers or 1
-                yield Stored(key, math.prod(array.shape) // layers, layers, any(array.spec))
+                size = math.prod(array.shape) // layers // getattr(group, "rows", 1)
+                yield Stored(key, size, layers, any(array.spec))
 
 
 def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:
