@@ -5,7 +5,7 @@ Four things may change, each in one way or not at all::
     recompute   layers      units of which there are several recompute their activations
     precision   compute     forward and backward in bfloat16; gradients cross the network in the dtype they had
     strategy    rung        every unit is sharded at least as the rung says; those that are sharded more stay
-    mesh        inner axis  of two axes: another number of devices on the inner one
+    mesh        inner axis  of two data-parallel axes: another number of devices on the inner one
 
     rungs       one axis    no_shard  optim  optim_grads  optim_grads_params
                 two axes    no_shard  optim  optim_grads  hsdp  hfsdp  and all three kinds sharded over both axes
@@ -51,7 +51,7 @@ def variants(policy: ShardingPolicy, model: Model, devices: int) -> Iterator[Var
     kinds = (
         _recomputed(policy, model),
         [_Change("compute in bfloat16", _narrow)],
-        [_sharded(rung, len(policy.axes)) for rung in _RUNGS[len(policy.axes)]],
+        [_sharded(rung, len(policy.data_axes)) for rung in _RUNGS[len(policy.data_axes)]],
         _other_meshes(policy, devices),
     )
     seen = [policy]
@@ -125,9 +125,10 @@ def _named(depths: Depths, ndim: int) -> str | None:
 
 
 def _other_meshes(policy: ShardingPolicy, devices: int) -> list[_Change]:
-    if len(policy.axes) != 2:
+    if len(policy.data_axes) != 2:
         return []
-    (outer, asked), (inner, _) = policy.axes
+    outer, inner = policy.data_axes
+    asked = policy.mesh[outer]
     sizes = policy.mesh_sizes(devices)
     both = sizes[outer] * sizes[inner]
 

@@ -210,6 +210,11 @@ def make_plan(
     """
     if reason := optimizer.why_not(runtime, model.stacks):
         raise PlanError(reason)
+    if policy.model_axes and optimizer.looks_at_rows:
+        raise PlanError(
+            f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
+            f"{' and '.join(policy.model_axes)}, got {optimizer}"
+        )
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:

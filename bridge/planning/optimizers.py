@@ -132,6 +132,11 @@ class Optimizer:
         """Whether JAX gives it parameters instead of buffers."""
         return self.name in ("adafactor", "muon")
 
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether a state depends on the shapes of parameters: by means of rows, or by scales of rows."""
+        return self.by_parameter or any(dtype in _SCALED for dtype in self.moments)
+
     def why_not(self, runtime: str, stacks: Collection[str] = ()) -> str | None:
         """The reason why a runtime cannot run it; None where the runtime can."""
         first, second = (None if one == "float32" else one for one in self.moments)

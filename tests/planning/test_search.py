@@ -280,3 +280,23 @@ def test_the_file_is_the_policy_that_was_found(tmp_path: Any) -> None:
     (document,) = as_json([nothing], "llama3-8b")
     assert (document["ways"], document["file"]) == ([], None)
     assert document["nearest"]["peak"] > 10**9
+
+
+def test_model_axes_stay_as_they_are() -> None:
+    model = resolve_models("decoder:quick", ["torch"])["torch"]
+    for policy, meshes in (
+        (load_policy("fsdp_tp"), {(("dp", "all"), ("tp", 2))}),
+        (
+            replace(
+                load_policy("hsdp"),
+                mesh={"out": "all", "dp": 2, "tp": 2},
+                parallel=load_policy("fsdp_tp").parallel,
+            ),
+            {(("out", "all"), ("dp", count), ("tp", 2)) for count in (2, 4)},
+        ),
+    ):
+        found = list(variants(policy, model, 16))
+        assert {one.policy.axes for one in found} == meshes
+        assert all(one.policy.parallel == policy.parallel for one in found)
+        for one in found:
+            make_plan(model, one.policy, 16, "torch", Workload(1, 16))
