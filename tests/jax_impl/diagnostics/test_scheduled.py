@@ -122,11 +122,12 @@ def test_loops_are_multiplied_out():
         read_collectives(program(loop, before=before))
 
 
-def test_a_loop_of_a_tpu_has_its_length_in_its_condition():
+@pytest.mark.parametrize("counter", ["s32", "u32"])
+def test_a_loop_of_a_tpu_has_its_length_in_its_condition(counter: str):
     before = computation("turn", f"ROOT %g = f32[64]{{0}} all-gather(%x), {GROUPS}") + computation(
         "condition",
-        "%n = s32[]{:T(128)} constant(32), metadata={}",
-        "%i = s32[]{:T(128)} get-tuple-element(%x), index=0",
+        f"%n = {counter}[]{{:T(128)}} constant(32), metadata={{}}",
+        f"%i = {counter}[]{{:T(128)}} get-tuple-element(%x), index=0",
         "ROOT %c = pred[]{:T(512)} compare(%i, %n), direction=LT",
     )
     loop = "%w = f32[64]{0} while(%x), condition=%condition, body=%turn"
