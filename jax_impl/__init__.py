@@ -84,7 +84,8 @@ reduced in its turn, and compile time does not grow with depth. The members of a
 (``nnx.vmap``, ``nn.vmap``), are gathered together. Without ``stacked``, an nnx module that a pattern like ``layers/*``
 names is recognized as a stack where flax's own layers in it (``nnx.Linear``) show the axis.
 
-**Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only. A recomputed unit with units
+**Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only, with "dots_saveable" or
+"dots_with_no_batch_dims_saveable" the results of such products as well. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
 **Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy
+from bridge.sharding.recompute import why_not_around
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
@@ -97,6 +98,8 @@ def plan_sharding(
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
+        if module.inner and (reason := why_not_around(unit.recompute, path, next(iter(module.inner)))):
+            raise ValueError(reason)
         groups = groups_of(module, unit, resolved, frozen, cuts, engine)
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(

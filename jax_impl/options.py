@@ -26,6 +26,7 @@ from bridge.sharding import (
     check_axes,
     strategy_named,
 )
+from bridge.sharding.recompute import SELECTIVE, Recompute, is_recompute
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
@@ -47,7 +48,9 @@ class ShardingOptions(TypedDict, total=False):
         where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
     align: elements of which every shard of the shard_map engine is a multiple, or "auto"; see ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
-        only where a policy says it; then all that is inside runs forward once more.
+        only where a policy says it; then all that is inside runs forward once more. A name of
+        ``jax.checkpoint_policies``, "dots_saveable" or "dots_with_no_batch_dims_saveable": the results of such products
+        are saved, too.
 
     With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns, and
     ``prefetch`` of the policy's:
@@ -75,7 +78,7 @@ class ShardingOptions(TypedDict, total=False):
     granularity: Granularity
     rows: int
     align: Align
-    recompute: bool
+    recompute: Recompute
     stacked: Sequence[str]
     parallel: Mapping[str, str | PartitionSpec]
     frozen: Frozen
@@ -91,7 +94,7 @@ class UnitOptions:
     """What is asked of one unit."""
 
     strategy: Strategy
-    recompute: bool
+    recompute: Recompute
     granularity: Granularity
     rows: int = 1
     align: Align = DEFAULT_ALIGN
@@ -149,10 +152,10 @@ def _by_keywords(
     check_axes(strategy, placements, DataParallelMesh.of(mesh).ndim)
     check_align(options.get("align", DEFAULT_ALIGN))
     recompute = options.get("recompute", False)
-    if not isinstance(recompute, bool):
+    if not is_recompute(recompute):
         raise ValueError(
-            f"recompute: expected True or False, got {recompute!r}; to save chosen activations, use jax.checkpoint "
-            "with a policy inside of the model's units"
+            f"recompute: expected True, False or one of {', '.join(SELECTIVE)}, got {recompute!r}; to save other "
+            "activations, use jax.checkpoint with a policy inside of the model's units"
         )
     unit = UnitOptions(
         strategy,

@@ -10,17 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bridge.sharding
 from bridge.sharding import PolicyError
+from bridge.sharding.recompute import Recompute, why_not_around
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
+from torch_impl.parallel.cuts import apply_cuts, plan_cuts
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
 
 # They have no forward whose beginning and end could be a unit's.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_recomputed_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_recomputed_classes: dict[tuple[type[nn.Module], Recompute], type[nn.Module]] = {}
+# The operators of products, and of those the ones of batches of matrices.
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.mv.default, _aten.dot.default, _aten.addmv.default)
+_BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
+_KEPT = {"dots_saveable": (*_PRODUCTS, *_BATCHED), "dots_with_no_batch_dims_saveable": _PRODUCTS}
 
 
 class ShardingPolicy(bridge.sharding.ShardingPolicy):
@@ -31,14 +38,17 @@ class ShardingPolicy(bridge.sharding.ShardingPolicy):
     ) -> nn.Module:
         """``fully_shard`` every unit of ``model`` by this policy, the root last; returns the model, changed in place.
 
-        mesh: data-parallel axes as in the policy, by number, size and, where it has them, names; None: made from
-            ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None: "cuda" under NCCL, else
-            "cpu").
+        mesh: axes as in the policy, by number, size and, where it has them, names, which a mesh with model axes must
+            have; None: made from ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None:
+            "cuda" under NCCL, else "cpu").
+
+        Modules that ``[[parallel]]`` names compute on their rank's part of their parameters, see
+        ``torch_impl.parallel``. All ranks of a model axis must be given the same data.
 
         Weights that a strategy shards are freed after forward in the root too, unlike ``fully_shard``'s default: the
         JAX runtime gathers them again in backward, and a policy means the same collectives in both. A unit that
-        recomputes keeps its inputs, and computes its activations again in backward from the weights that backward
-        gathers anyway; its parameters keep their names.
+        recomputes keeps its inputs, and by a name the results of products, and computes its other activations again in
+        backward from the weights that backward gathers anyway; its parameters keep their names.
 
         Raises PolicyError, before anything is changed, when policy and model do not fit: patterns, the dtype of the
         main weights, weights tied across units, the mesh; and whatever ``fully_shard`` raises.
@@ -60,13 +70,23 @@ def _apply(
                 f"{policy.source}: {path!r}: expected a module whose class has its forward, to recompute it, got one "
                 "set on the module itself"
             )
+        inside = next(
+            (one for one in units if path != one and (not path or one.startswith(f"{path}."))), None
+        )
+        if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
+            raise PolicyError(f"{policy.source}: {reason}")
     mesh = _mesh(policy, mesh, device_type)
+    cuts = plan_cuts(policy, model, dict(zip(policy.mesh, mesh.shape, strict=True)))
+    apply_cuts(cuts, mesh, model)
+    # A mesh of data-parallel axes alone may be without names.
+    if policy.model_axes:
+        mesh = mesh[policy.data_axes]
     precision = _mixed_precision(policy)
     for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
         module, unit = modules[path], units[path]
         given = type(module)
         if unit.recompute:
-            module.__class__ = _recomputed_class(given)
+            module.__class__ = _recomputed_class(given, unit.recompute)
         try:
             fully_shard(
                 module,
@@ -87,16 +107,22 @@ def _apply(
 class _Recomputed:
     """Mixed in between a unit and its class, so that the unit's weights are there when backward recomputes."""
 
+    _recompute: Recompute = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(super().forward, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
-        return checkpoint(forward, *args, use_reentrant=False)
+        if self._recompute is True:
+            return checkpoint(forward, *args, use_reentrant=False)
+        kept = functools.partial(create_selective_checkpoint_contexts, list(_KEPT[str(self._recompute)]))
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=kept)
 
 
-def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _recomputed_class(cls: type[nn.Module], recompute: Recompute) -> type[nn.Module]:
     """With the name of ``cls``, as reports show it; one for each class, so that modules of one class stay of one."""
-    if cls not in _recomputed_classes:
-        _recomputed_classes[cls] = type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__})
-    return _recomputed_classes[cls]
+    if (cls, recompute) not in _recomputed_classes:
+        members = {"__module__": cls.__module__, "_recompute": recompute}
+        _recomputed_classes[cls, recompute] = type(cls.__name__, (_Recomputed, cls), members)
+    return _recomputed_classes[cls, recompute]
 
 
 def _modules_with_forward(model: nn.Module, source: str) -> dict[str, nn.Module]:
@@ -165,7 +191,8 @@ def _mesh(policy: ShardingPolicy, mesh: DeviceMesh | None, device_type: str | No
         raise PolicyError(f"{policy.source}: expected mesh or device_type, got both")
     sizes = policy.mesh_sizes(mesh.size())
     names = mesh.mesh_dim_names
-    if names not in (None, tuple(sizes)) or tuple(mesh.shape) != tuple(sizes.values()):
+    allowed = (tuple(sizes),) if policy.model_axes else (None, tuple(sizes))
+    if names not in allowed or tuple(mesh.shape) != tuple(sizes.values()):
         raise PolicyError(
             f"{policy.source}: [mesh]: expected a mesh of {sizes}, got shape {tuple(mesh.shape)}, axes {names}"
         )

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from bridge.planning.device_bytes import allocated, held
+from bridge.planning.optimizers import CONSTANTS, Optimizer
 from bridge.planning.runtimes import framework, part
 
 _KINDS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
@@ -24,7 +25,7 @@ def main() -> None:
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: sizes of the decoder, its stacked modules, policy text, devices, batch, length, microbatches."""
+    """``request``: sizes of the decoder, its stacked modules, policy text, devices, workload and optimizer."""
     runtime = framework("jax_impl")
     runtime.simulate_devices(request["devices"])
     jax, nnx, models = framework("jax"), framework("flax.nnx"), part("jax", "models")
@@ -39,47 +40,33 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         "int32",
         sharding=jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec),
     )
-    weights = {
-        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
-        for key, stored in plan.arrays.items()
-    }
-    trained = {key: array for key, array in weights.items() if key in plan.trainable}
-    optimizer = runtime.main_weight_adamw(1e-3)
+    optimizer = Optimizer.from_json(request["optimizer"]).transformation()
+    state = runtime.abstract_state(plan, optimizer)
 
     def loss(model: Any, tokens: Any) -> Any:
         return models.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
 
     gradients = runtime.make_gradients(plan, loss, request["microbatches"])
     traced: Counter[tuple[str, str, int]] = Counter()
-    for one, calls in runtime.count_collectives(gradients, weights, rows).items():
+    for one, calls in runtime.count_collectives(gradients, state.weights, rows).items():
         traced[_KINDS[one.kind], one.dtype, one.size * jax.numpy.dtype(one.dtype).itemsize] += calls
-    first = jax.jit(gradients).lower(weights, rows).compile()
+    step = runtime.make_train_step(plan, loss, optimizer, microbatches=request["microbatches"])
+    first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
     for one, calls in runtime.count_compiled_collectives(first).items():
         # The CPU compiler carries bfloat16 in float32: elements are what can be compared.
         kept[_KINDS.get(one.kind, one.kind), one.size] += calls
 
-    def placed(leaf: Any) -> Any:
-        same = [array.sharding for array in trained.values() if array.shape == leaf.shape]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=same[0] if same else plan.replicated)
-
-    state = jax.tree.map(placed, jax.eval_shape(optimizer.init, trained))
-    moments = held(jax.tree.leaves(state))
-    dtypes = {key: out.dtype for key, out in jax.eval_shape(gradients, weights, rows)[1].items()}
-    given = {
-        key: jax.ShapeDtypeStruct(array.shape, dtypes[key], sharding=array.sharding)
-        for key, array in trained.items()
-    }
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (trained, state))
-    second = jax.jit(
-        lambda weights, state, gradients: optimizer.apply(gradients, state, weights),
-        donate_argnums=(0, 1),
-        out_shardings=shardings,
-    )
-    update = second.lower(trained, state, given).compile()
+    moments = held(jax.tree.leaves(state.opt_state))
+    counters = [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if jax.tree_util.keystr(path).endswith(CONSTANTS)
+    ]
     return {
-        "weights": held(weights.values()),
+        "weights": held(state.weights.values()),
         "moments": moments,
+        "counters": held(counters),
         "gradient_program": allocated(first),
         "update_program": allocated(update),
         "peak": max(moments + allocated(first)["total"], allocated(update)["total"]),

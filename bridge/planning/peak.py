@@ -69,11 +69,16 @@ TERMS = (
     "activations",
     "segment",
 )
+ACTIVATIONS = ("activations", "segment")
+"""The terms that are of activations."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """``moment``: when it is, in words. ``terms``: bytes by name, see above. ``complete``: activations are known."""
+    """``moment``: when it is, in words. ``terms``: bytes by name, see above.
+
+    ``complete``: everything is known; else the sum is a lower bound.
+    """
 
     moment: str
     terms: Mapping[str, int]
@@ -191,8 +196,12 @@ def step_peak(
     length: int,
     microbatches: int,
     prefetch: int,
+    staged: int = 0,
 ) -> Peak:
-    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last."""
+    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last.
+
+    staged: bytes of moments that the update has on the device beside those at rest, see ``Optimizer.staged``.
+    """
     sizes = {unit.path: _Sizes.of(unit, microbatches, runtime, prefetch) for unit in units}
     steps = list(_steps(model, units, batch, length))
     kept = rest.compute_weights.allocated
@@ -208,7 +217,7 @@ def step_peak(
         *_forward(steps, sizes),
         *_backward(steps, sizes, kept),
         *([_reduction(sizes)] if runtime == "jax" else []),
-        _update(sizes, units, runtime),
+        _update(sizes, units, runtime, staged),
     )
     moment, terms = max(moments, key=lambda one: sum({**always, **one[1]}.values()))
     named = {name: {**always, **terms}.get(name, 0) for name in TERMS}
@@ -272,14 +281,14 @@ def _reduction(sizes: Mapping[str, _Sizes]) -> Moment:
     return "reduction", {"compute_weights": 0, "gradients": held + reduced}
 
 
-def _update(sizes: Mapping[str, _Sizes], units: Sequence[StepUnit], runtime: str) -> Moment:
+def _update(sizes: Mapping[str, _Sizes], units: Sequence[StepUnit], runtime: str, staged: int) -> Moment:
     if runtime == "torch":
-        return "update", {"gradients": sum(one.done for one in sizes.values())}
+        return "update", {"gradients": sum(one.done for one in sizes.values()), "segment": staged}
     # A program of its own, which holds no compute weights.
     trained = [group for unit in units for group in unit.groups if group.shape.trainable]
     gradients = sum(group.size(group.strategy.optimizer) * group.grad_bytes for group in trained)
     largest = max((one.updated for one in sizes.values()), default=0)
-    return "update", {"compute_weights": 0, "gradients": gradients, "segment": largest}
+    return "update", {"compute_weights": 0, "gradients": gradients, "segment": largest + staged}
 
 
 def _collecting(made: int, unit: _Sizes) -> int:

@@ -202,6 +202,33 @@ def tasks_of(
     return tasks, refused
 
 
+def plan_targets(
+    step: StepRequest,
+    policies: Sequence[ShardingPolicy],
+    targets: Sequence[Target],
+    engines: Sequence[str] = ("shard_map",),
+    *,
+    recommended: bool = False,
+    memory: int | None = None,
+    reserve: float = RESERVE,
+    say: Say = print,
+) -> TargetPlan:
+    """Compile a step under every policy, for every target, by every engine.
+
+    memory: bytes of a device, None: the target's. reserve: the share of it that a step that fits leaves. say: gets what
+    people should know while they wait. Raises ``PlanError`` where nothing can be compiled.
+    """
+    tasks, refused = tasks_of(policies, targets, engines, recommended)
+    rows = list(compile_tasks(step, tasks, (memory, reserve), lambda task: say(f"compiling {task}"), say))
+    return in_order(rows, tasks, refused)
+
+
+def in_order(rows: Sequence[TargetRow], tasks: Sequence[Task], refused: Sequence[str]) -> TargetPlan:
+    """Rows in the order of the tasks, whenever each was compiled."""
+    places = {str(task): place for place, task in enumerate(tasks)}
+    return TargetPlan(tuple(sorted(rows, key=lambda row: places[str(row.task)])), tuple(refused))
+
+
 def compile_tasks(
     step: StepRequest,
     tasks: Sequence[Task],

@@ -39,7 +39,7 @@ PRICE = "$/M tokens"
 
 @dataclass(frozen=True)
 class Roofline:
-    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one device and step.
+    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one data rank and step.
 
     ``parameters``: elements of the model.
     """
@@ -68,7 +68,7 @@ class Roofline:
         rate = throughput(
             whole,
             machine,
-            tokens=self.tokens * machine.devices,
+            tokens=self.tokens * row.task.policy.data_ranks(machine.devices),
             parameters=self.parameters,
             dtype={"bfloat16": "bf16", "float16": "bf16"}.get(dtype, "f32"),
             price=self.price,

@@ -193,6 +193,11 @@ class ShardingPolicy:
             raise PolicyError(f"{self.source}: [mesh]: expected axes of {devices} devices in all, got {axes}")
         return sizes
 
+    def data_ranks(self, devices: int) -> int:
+        """Among how many ranks a batch is divided: places of the data-parallel axes. Errors as of ``mesh_sizes``."""
+        sizes = self.mesh_sizes(devices)
+        return math.prod(sizes[axis] for axis in self.data_axes)
+
     def check_model_axes(self, cut_by_model: Collection[str] = ()) -> None:
         """PolicyError for a model axis over which neither ``parallel`` nor the model itself cuts anything.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bridge.sharding.alignment import Align, is_align
 from bridge.sharding.patterns import is_pattern
 from bridge.sharding.policy_error import PolicyError, require
+from bridge.sharding.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
 from bridge.sharding.strategy import Placements, Strategy, strategy_named
 
 ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
@@ -22,7 +23,8 @@ class UnitPolicy:
     match: dotted module path, each segment with the wildcards of ``fnmatch``; "" is the root.
     strategy, placements: at most one of the two; neither: "optim_grads_params".
     granularity: "row", "tensor" or "block(n)", of all parameters of the unit.
-    recompute: compute the activations of the unit again in backward instead of keeping them.
+    recompute: compute the activations of the unit again in backward instead of keeping them, all (True) or all but what
+        a name keeps, see ``recompute.py``.
     align: what the unit's shards are multiples of, see ``plan_layout``. None: what the policy says of all units.
 
     Raises PolicyError naming the field.
@@ -32,7 +34,7 @@ class UnitPolicy:
     strategy: str | None = None
     placements: Placements | None = None
     granularity: str = "row"
-    recompute: bool = False
+    recompute: Recompute = False
     align: Align | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class UnitPolicy:
             r"row|tensor|block\([1-9][0-9]*\)", self.granularity
         )
         require(grain, "granularity", "row, tensor or block(n) with n >= 1", self.granularity)
-        require(isinstance(self.recompute, bool), "recompute", "true or false", self.recompute)
+        require(is_recompute(self.recompute), "recompute", RECOMPUTE_WORDS, self.recompute)
         require(self.align is None or is_align(self.align), "align", ALIGN_WORDS, self.align)
 
     @property

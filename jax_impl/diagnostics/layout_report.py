@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, NamedSharding
 
+from bridge.sharding.recompute import Recompute
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
 
@@ -71,7 +72,7 @@ class UnitReport:
     name: str
     layers: int | None
     strategy: str
-    recompute: bool
+    recompute: Recompute
     groups: tuple[GroupReport, ...]
 
 

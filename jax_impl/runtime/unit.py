@@ -14,7 +14,7 @@ Three fences make XLA keep that order:
 
 A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
 With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
-anyway.
+anyway. With a name instead (``bridge.sharding.recompute``) it saves the results of products as well.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+from bridge.sharding.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched
@@ -51,7 +52,7 @@ class UnitCall:
     name: str
     apply: Callable[..., Any]
     groups: Sequence[Group]
-    recompute: bool
+    recompute: Recompute
     order: Order
     derives: bool
 
@@ -86,7 +87,7 @@ class UnitCall:
 
     def _forward(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         leaves, inputs = self._weights(sources, inputs)
-        if self.recompute:
+        if self.recompute is True:
             return self.apply(leaves, inner, *inputs), (sources, inner, inputs)
         if not any(group.strategy.shard_parameters for group in self.groups):
             output, vjp = self._differentiated(leaves, inner, *inputs)
@@ -102,19 +103,23 @@ class UnitCall:
 
     def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
-        output, vjp = jax.vjp(self.apply, leaves, inner, *inputs)
+        apply = self.apply
+        if isinstance(self.recompute, str):
+            apply = jax.checkpoint(apply, policy=getattr(jax.checkpoint_policies, self.recompute))
+        output, vjp = jax.vjp(apply, leaves, inner, *inputs)
         # Residuals that are arguments are listed apart, so weights can be left out and put back.
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
     def _backward(self, saved: Any, cotangent: Any) -> tuple[Any, ...]:
         sources, inner, rest = saved
-        varying = rest if self.recompute else rest.varying
+        whole = self.recompute is True
+        varying = rest if whole else rest.varying
         if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that computed.
             cotangent, varying = fence((cotangent, varying))
         leaves, (cotangent, varying) = self._weights(sources, (cotangent, varying), again=True)
-        if self.recompute:
+        if whole:
             with jax.named_scope("recompute"):
                 vjp = self._recomputed(leaves, inner, varying)
         else:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from bridge.sharding import Layout, Strategy
 from bridge.sharding.parallel import Cut
+from bridge.sharding.recompute import Recompute
 from jax_impl.comm.collectives import Wire
 from jax_impl.modules.module_tree import UnitModule
 from jax_impl.runtime.buffer import Piece, Read
@@ -72,7 +73,7 @@ class UnitPlan:
 
     module: UnitModule
     strategy: Strategy
-    recompute: bool
+    recompute: Recompute
     groups: tuple[Group, ...]
 
     @property

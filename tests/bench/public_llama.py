@@ -65,8 +65,7 @@ class Block(nnx.Module):
 
 class Llama(nnx.Module):
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
-        # Without a dtype, nnx.Embed remembers that of its fresh weights, float32, and with it all products are float32.
-        self.embed = nnx.Embed(sizes.vocabulary, sizes.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.embed = nnx.Embed(sizes.vocabulary, sizes.width, rngs=rngs)
 
         @nnx.split_rngs(splits=sizes.layers)
         @nnx.vmap
@@ -82,7 +81,9 @@ class Llama(nnx.Module):
         def run(block: Block, x: jax.Array) -> jax.Array:
             return block(x)
 
-        return self.head(self.norm(run(self.layers, self.embed(tokens))))
+        # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
+        x = self.embed(tokens).astype(self.head.kernel[...].dtype)
+        return self.head(self.norm(run(self.layers, x)))
 
 
 def llama3_8b(rngs: nnx.Rngs) -> Llama:

@@ -275,10 +275,19 @@ def test_a_star_of_a_pattern_does_not_cross_a_slash():
     assert list(plan.units) == ["layers/0", "layers/0/mlp", "layers/1", ""]
 
 
-@pytest.mark.parametrize("recompute", ["dots_saveable", 1, None])
-def test_recompute_is_a_bool(recompute):
-    with pytest.raises(ValueError, match=f"recompute: expected True or False, got {recompute!r}"):
+@pytest.mark.parametrize("recompute", ["everything_saveable", 1, None])
+def test_recompute_is_a_bool_or_a_known_name(recompute):
+    with pytest.raises(
+        ValueError, match=f"recompute: expected True, False or one of dots.*, got {recompute!r}"
+    ):
         plan_sharding(decoder(), data_parallel_mesh(2), recompute=recompute)
+
+
+def test_a_name_is_for_units_without_units_inside():
+    units = ["layers/*", "layers/*/mlp"]
+    with pytest.raises(ValueError, match=r"unit 'layers/0': recompute: .* around 'layers/0/mlp'"):
+        plan_sharding(decoder(), data_parallel_mesh(2), units=units, recompute="dots_saveable")
+    plan_sharding(decoder(), data_parallel_mesh(2), units=units, recompute=True)
 
 
 def test_units_beside_a_policy_take_the_place_of_its_patterns():

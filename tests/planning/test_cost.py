@@ -246,10 +246,12 @@ def test_a_loop_holds_gradients_of_all_its_layers_from_its_start() -> None:
 )
 def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
     loaded = load_policy(name)
-    for model in (shipped_model("llama3-8b"), *resolve_models("decoder:quick").values()):
+    # Model axes must divide widths, and of cut parameters a part is planned: ``test_plan_model_axes``.
+    decoders = () if loaded.model_axes else resolve_models("decoder:quick").values()
+    for model in (shipped_model("llama3-8b"), *decoders):
         for runtime in ("torch", "jax"):
             plan = make_plan(model, loaded, 8, runtime, Workload(1, 16))
-            assert plan.numel == model.numel
+            assert (plan.numel < model.numel) if loaded.model_axes else (plan.numel == model.numel)
             assert plan.peak.total >= plan.at_rest.total - plan.at_rest.gradients.allocated
 
 

@@ -42,6 +42,7 @@ def test_axes_of_models_are_told_from_data_parallel_ones_by_name(name: str) -> N
     assert found.data_axes == ("outer", "dp")
     assert found.model_axes == (name,)
     assert found.mesh_sizes(16) == {"outer": 2, "dp": 2, name: 4}
+    assert found.data_ranks(16) == 4
     with pytest.raises(
         PolicyError, match=r"expected axes of 12 devices in all, got outer = 2 x dp = \"all\""
     ):

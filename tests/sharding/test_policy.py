@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import bridge.sharding.policy
 from bridge.sharding import STRATEGIES, Placements, PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
+from bridge.sharding.recompute import RECOMPUTE_WORDS, SELECTIVE, why_not_around
 from tests.sharding.golden import policies as golden
 from tests.support.examples import examples
 
@@ -83,8 +84,8 @@ def test_shipped_policies_are_read_by_name_and_written_as_they_are(name: str) ->
         ),
         (lambda: UnitPolicy("", granularity="block"), "granularity: expected row, tensor or block(n)"),
         (lambda: UnitPolicy("", granularity="block(-1)"), "granularity: expected row, tensor or block(n)"),
-        (lambda: UnitPolicy("", recompute=1), "recompute: expected true or false, got 1"),
-        (lambda: UnitPolicy("", recompute="yes"), "recompute: expected true or false, got 'yes'"),
+        (lambda: UnitPolicy("", recompute=1), f"recompute: expected {RECOMPUTE_WORDS}, got 1"),
+        (lambda: UnitPolicy("", recompute="yes"), f"recompute: expected {RECOMPUTE_WORDS}, got 'yes'"),
         (lambda: PrecisionPolicy(main="bfloat16"), "main: expected one of float32, float64, got 'bfloat16'"),
         (lambda: PrecisionPolicy(main=None), "main: expected one of float32, float64, got None"),
         (lambda: PrecisionPolicy(grad="fp8"), "grad: expected one of float32, bfloat16"),
@@ -394,3 +395,15 @@ def test_any_file_is_read_or_refused_as_the_readme_says(
         assert policy.align_of(unit) == given_.get("align", policy.align)
     assert align is None or policy.align == align
     assert policy.prefetch == prefetch
+
+
+@pytest.mark.parametrize("recompute", [False, True, *SELECTIVE])
+def test_recomputation_survives_a_file(recompute: bool | str) -> None:
+    policy = ShardingPolicy((UnitPolicy("layers.*", recompute=recompute), UnitPolicy("")))
+    assert ShardingPolicy.parse(policy.to_toml()) == policy
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+def test_a_name_is_for_units_without_units_inside(name: str) -> None:
+    assert why_not_around(True, "layers.0", "layers.0.mlp") is None
+    assert f"got {name!r} around 'layers.0.mlp'" in (why_not_around(name, "layers.0", "layers.0.mlp") or "")

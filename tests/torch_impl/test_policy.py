@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_impl
+from bridge.sharding.recompute import SELECTIVE
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks
 from torch_impl import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
@@ -254,6 +257,97 @@ def test_recomputed_units_gather_no_more_often_and_train_alike(
 ) -> None:
     """``depth``: how often the innermost forward runs again."""
     ranks.run(2, recomputing, recomputed, depth)
+
+
+class Attending(nn.Module):
+    """Products of weights and of batches of matrices, and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).relu()
+        return self.last(torch.softmax(y @ y.transpose(1, 2), -1) @ y)
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Counting(TorchDispatchMode):
+    """Calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kept(recompute: bool | str) -> tuple[list[float], Counter[str], int]:
+    """Losses of two steps; operators of the last, and how often its units are gathered."""
+    model: Any = ShardingPolicy((UnitPolicy("layers.*", recompute=recompute), UnitPolicy(""))).apply(
+        Attentive()
+    )
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05)
+    torch.manual_seed(100 + dist.get_rank())
+    x, losses = torch.randn(3, 4, 6), []
+    for _ in range(2):
+        with torch_impl.count_collectives(model) as count, Counting() as counting:
+            loss = model(x).square().mean()
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, counting.calls, sum(count.calls_of[unit, "all_gather"] for unit, _ in count.calls_of)
+
+
+def keeping() -> None:
+    plain, again, dots, weighted = (kept(one) for one in (False, True, *SELECTIVE))
+    for losses, _, gathers in (again, dots, weighted):
+        assert losses == plain[0]
+        assert gathers == plain[2]
+
+    def calls(run: tuple[list[float], Counter[str], int], name: str) -> int:
+        return run[1][name] - plain[1][name]
+
+    # Of two layers, in backward: products of weights (not the last, which backward needs no result of), of batches, ...
+    assert [calls(again, name) for name in ("addmm", "bmm", "_softmax")] == [2, 4, 2]
+    assert [calls(dots, name) for name in ("addmm", "bmm", "_softmax")] == [0, 0, 2]
+    assert [calls(weighted, name) for name in ("addmm", "bmm", "_softmax")] == [0, 4, 2]
+
+
+def test_products_are_kept_and_the_rest_is_computed_again(ranks: RankGroup) -> None:
+    ranks.run(2, keeping)
+
+
+def named_around_units() -> None:
+    policy = ShardingPolicy(
+        (
+            UnitPolicy("layers.*", recompute="dots_saveable"),
+            UnitPolicy("layers.*.first"),
+            UnitPolicy(""),
+        )
+    )
+    with pytest.raises(PolicyError, match=r"unit 'layers.0': recompute: .* around 'layers.0.first'"):
+        policy.apply(Attentive())
+
+
+def test_a_name_is_for_units_without_units_inside(ranks: RankGroup) -> None:
+    ranks.run(1, named_around_units)
 
 
 class Broken(nn.Linear):
