@@ -61,11 +61,17 @@ def init_sharded(
 
     Raises ``ValueError`` as ``fully_shard`` does.
     """
-    # As a module, which may hold what is no array.
-    plan = plan_sharding(nnx.eval_shape(lambda: as_module(make())), mesh, policy, **options)
+
+    def made() -> nnx.Module:
+        # Annotated variables would be constrained as they are made, on a mesh that need not be there.
+        with nnx.use_eager_sharding(False):
+            # As a module, which may hold what is no array.
+            return as_module(make())
+
+    plan = plan_sharding(nnx.eval_shape(made), mesh, policy, **options)
 
     def values() -> tuple[Values, Values]:
-        module = as_module(make())
+        module = made()
         return parameter_leaves(module), variable_leaves(module)
 
     values = _op_by_op(values)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import errors, linen
+from flax.core import meta
 from flax.linen.module import wrap_method_once
 
 from jax_impl.modules.seal import seal
@@ -246,7 +247,8 @@ def _placeholders(params: Tree, path: Path, units: dict[Path, UnitSlot], sliced:
         return {**zeros, _ARRAYS: _for_loop(unit, jax.tree.leaves(params))}
     if isinstance(params, Mapping):
         return {name: _placeholders(below, (*path, name), units, sliced) for name, below in params.items()}
-    return params
+    # A box would constrain its value by names that the mesh may not have; the plan has cut the value already.
+    return params.value if isinstance(params, meta.Partitioned) else params
 
 
 def _without_arrays(params: Tree) -> Tree:

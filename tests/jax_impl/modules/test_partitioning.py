@@ -20,12 +20,14 @@ from jax_impl import (
     apply_linen,
     data_parallel_mesh,
     fully_shard,
+    init_sharded,
     init_state,
     main_weight_adamw,
     make_train_step,
     plan_sharding,
     unshard,
 )
+from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import stack_lengths
 from jax_impl.modules.tree_model import as_module
@@ -279,6 +281,59 @@ class _Plain(nnx.Module):
             for name, value in vars(self).items()
             if isinstance(value, _Plain | nnx.Param)
         }
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        def dense(features: int, names: tuple[Any, ...]) -> linen.Dense:
+            init = linen.with_partitioning(linen.initializers.normal(0.5), names)
+            return linen.Dense(features, param_dtype=jnp.float64, kernel_init=init)
+
+        return x + dense(8, ("tp", None))(jnp.tanh(dense(12, (None, "tp"))(x))), None
+
+
+class LinenStack(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = linen.scan(
+            LinenBlock,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={linen.PARTITION_NAME: "layers"},
+        )
+        return scanned(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("sizes", [TP, pytest.param({"dp": 2}, id="without a model axis")])
+def test_boxes_of_a_scanned_linen_module_are_followed_where_they_can_be(sizes: dict[str, int]) -> None:
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows, optimizer = cut_models.expert_rows(), main_weight_adamw(1e-2)
+        params = LinenStack().init(jax.random.key(0), rows)["params"]
+
+        def loss(params: Any, rows: jax.Array) -> jax.Array:
+            return jnp.mean((apply_linen(LinenStack(), {"params": params}, rows) - 1) ** 2)
+
+        plan, weights = fully_shard(params, data_parallel_mesh(sizes), units=["layers/*"], stacked=["layers"])
+        assert ("layers (tp)" in weights) == ("tp" in sizes)
+        _, metrics = make_train_step(plan, loss, optimizer)(init_state(plan, weights, optimizer), rows)
+        plain = LinenStack().apply({"params": linen.meta.unbox(params)}, rows)
+        np.testing.assert_allclose(metrics["loss"], jnp.mean((plain - 1) ** 2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_an_annotated_model_is_born_cut_without_a_mesh_around(engine: str) -> None:
+    def make() -> nnx.Module:
+        init = nnx.with_partitioning(nnx.initializers.normal(0.5), (None, "tp"))
+        return nnx.Linear(8, 12, kernel_init=init, rngs=nnx.Rngs(0))
+
+    plan, weights, _ = init_sharded(make, data_parallel_mesh(TP), units=[], engine=engine)
+    with nnx.use_eager_sharding(False):
+        expected = parameter_leaves(make())
+    for path, value in unshard(plan, weights).items():
+        np.testing.assert_array_equal(value, expected[path])
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,15 @@ def as_accelerators(monkeypatch: Any) -> None:
 
 
 def _mapped(
-    function: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool
+    function: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: set[str],
+    check_vma: bool,
 ) -> Callable[..., Any]:
+    assert axis_names == set(mesh.axis_names), "no vmap is automatic"
     names, sizes = mesh.axis_names, dict(mesh.shape)
     for name in reversed(names):
         function = jax.vmap(function, axis_name=name)
