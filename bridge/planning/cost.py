@@ -257,8 +257,10 @@ def _exchanges(
 ) -> Calls | None:
     if mesh.model_ranks == 1:
         return Calls()
-    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens.
-    if runtime == "jax" or not model.activations:
+    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens. Where some
+    # results are saved, how far PyTorch runs forward again is its own choice.
+    selective = any(isinstance(unit.recompute, str) for unit in policy.units)
+    if runtime == "jax" or not model.activations or selective:
         return None
     return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)
 

@@ -233,7 +233,7 @@ def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
     ("mesh", "strategy"),
     [
         (TWO, "optim_grads_params"),
-        ({"dp": 2, "tp": 2}, "no_shard"),
+        pytest.param(TWO, "no_shard", marks=pytest.mark.slow),
         ({"outer": 2, "dp": 2, "tp": 2}, "hfsdp"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ CASES: dict[str, tuple[ParallelPolicy, ...]] = {
 }
 
 
-def trains(name: str) -> None:
+def trains(name: str, folder: str) -> None:
     entries = CASES[name]
     axes = sorted({entry.axis for entry in entries}, reverse=True)
     mesh = {"dp": WORLD // 2 ** len(axes), **dict.fromkeys(axes, 2)}
@@ -140,6 +141,11 @@ def trains(name: str) -> None:
             torch.testing.assert_close(
                 whole(param), other.detach(), msg=lambda m, p=path: f"{p}: {m}", **EXACT
             )
+    torch_impl.save_checkpoint(folder, model, optimizers[0])
+    plain = net()
+    torch_impl.load_checkpoint(folder, plain)
+    for param, other in zip(plain.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other, **EXACT)
     cuts = {path: sum(map(_cuts, param.placements)) for path, param in model.named_parameters()}
     assert sum(cuts.values()) > 0
     for path, param in model.named_parameters():
@@ -154,8 +160,10 @@ def _cuts(placement: Placement) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_style_trains_as_one_process(ranks: RankGroup, name: str) -> None:
-    ranks.run(WORLD, trains, name)
+def test_every_style_trains_as_one_process_and_saves_whole_parameters(
+    ranks: RankGroup, tmp_path: Path, name: str
+) -> None:
+    ranks.run(WORLD, trains, name, str(tmp_path / "saved"))
 
 
 class Gated(nn.Module):
