@@ -318,7 +318,7 @@ def test_an_optimizer_that_looks_at_shapes_gives_a_lower_bound_in_jax() -> None:
 
 @pytest.mark.parametrize("chosen", [Optimizer("adafactor"), Optimizer("adamw", ("float16", None))])
 def test_a_state_by_rows_of_parameters_that_a_model_axis_cuts_is_refused(chosen: Optimizer) -> None:
-    model = resolve_models("decoder:quick", ["torch"])["torch"]
+    model = shipped_model("llama3-8b")
     with pytest.raises(
         PlanError, match=r"fsdp_tp.toml: expected an optimizer that treats all elements alike, .* tp"
     ):

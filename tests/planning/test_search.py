@@ -283,7 +283,7 @@ def test_the_file_is_the_policy_that_was_found(tmp_path: Any) -> None:
 
 
 def test_model_axes_stay_as_they_are() -> None:
-    model = resolve_models("decoder:quick", ["torch"])["torch"]
+    model = shipped_model("llama3-8b")
     for policy, meshes in (
         (load_policy("fsdp_tp"), {(("dp", "all"), ("tp", 2))}),
         (
