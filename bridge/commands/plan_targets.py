@@ -78,7 +78,7 @@ class TargetOptions:
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
         """What times of the compiled steps assume."""
         work = step.workload
-        tokens = work.microbatches * work.batch * work.length if step.is_decoder else None
+        tokens = work.microbatches * work.batch * work.length if step.is_language_model else None
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
     def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
@@ -163,7 +163,7 @@ def print_targets(
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
-        if step.is_decoder
+        if step.is_language_model
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
     print_line(

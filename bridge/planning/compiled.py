@@ -18,7 +18,9 @@ from typing import Any
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
-from bridge.planning.models import decoder_config, resolve_models
+from bridge.planning.language_models import is_language_model
+from bridge.planning.models import resolve_models
+from bridge.planning.target_step import StepRequest
 from bridge.sharding import ShardingPolicy
 from bridge.text import human_bytes
 
@@ -80,20 +82,20 @@ def check_compiled(
     model: str, policy: ShardingPolicy, devices: int, workload: Workload, stacked: Sequence[str] = ()
 ) -> CompiledCheck:
     """Compile and compare. Raises ``PlanError`` for models that are no decoders, and when XLA fails."""
-    kind, _, name = model.partition(":")
-    if kind != "decoder":
-        raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")
+    if not is_language_model(model):
+        raise PlanError(
+            f"--compile: expected decoder:CONFIG, a config.json or a built-in shape, got {model!r}; compile a model of "
+            "your own with --target"
+        )
     if devices > LARGEST:
         raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
     policy = replace(policy, prefetch=0)
     plan = make_plan(resolve_models(model, ["jax"], stacked)["jax"], policy, devices, "jax", workload)
     request = {
-        "sizes": asdict(decoder_config(name)),
+        "step": StepRequest(model, workload, tuple(stacked)).to_json(),
         "policy": policy.to_toml(),
         "source": policy.source,
         "devices": devices,
-        "stacked": list(stacked),
-        **asdict(workload),
     }
     command = [sys.executable, "-m", "bridge.planning.compiled_leg"]
     try:

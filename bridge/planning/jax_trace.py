@@ -9,7 +9,7 @@ largest residual: in attention that keeps its scores, the cotangent of the score
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge.planning.activations import SegmentBytes
@@ -21,10 +21,12 @@ def trace_segment(
     given: Any,
     compute: str,
     finish: Callable[[Any], Any] = lambda output: output,
+    others: Sequence[Any] = (),
 ) -> SegmentBytes:
     """Trace an nnx module, which may be abstract, with parameters in ``compute``, on an input like ``given``.
 
-    finish: the function from the module's output to the differentiated value, such as a loss.
+    finish: the function from the module's output to the differentiated value, such as a loss. others: further inputs,
+    whose bytes are not counted.
     """
     jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
     graph, state = nnx.split(module)
@@ -33,7 +35,7 @@ def trace_segment(
 
     def differentiated(state: Any, _inner: Any, given: Any) -> Any:
         output, vjp = jax.vjp(
-            lambda state, _, given: finish(nnx.merge(graph, state)(given)), state, (), given
+            lambda state, _, given: finish(nnx.merge(graph, state)(given, *others)), state, (), given
         )
         # The weights are there in backward in any case.
         vjp.args_res[:2] = [None, None]

@@ -6,16 +6,19 @@ head), whose layouts and padding differ. So a name resolves to one ``Model`` for
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
 from bridge.planning.decoder_activations import decoder_activations
 from bridge.planning.errors import PlanError
 from bridge.planning.factory import Factory
+from bridge.planning.language_models import (
+    abstract_model,
+    causal_lm_config,
+    decoder_config,
+    is_config,
+)
 from bridge.planning.model import Model, Parameter
 from bridge.planning.runtimes import RUNTIMES, framework, installed, part
 from bridge.planning.shipped_models import SHIPPED, shipped_model
@@ -42,6 +45,8 @@ def resolve_models(
                 f"model {name}: the decoder needs PyTorch or JAX, and neither is installed; install "
                 "twinshard[torch] or twinshard[jax]"
             )
+    elif is_config(name):
+        models = {"jax": _causal_lm(name, stacked)}
     elif colon:
         models = _built(name, stacked)
     else:
@@ -54,28 +59,6 @@ def resolve_models(
             f"model {name}: expected a model of {' or '.join(runtimes)}, got one of {', '.join(models)}"
         )
     return found
-
-
-def decoder_config(name_or_path: str) -> ModelConfig:
-    """The ``[model]`` table of a relay file, or of any TOML file. Raises ``PlanError`` where there is none."""
-    built_in = BUILT_IN / f"{name_or_path}.toml"
-    path = built_in if built_in.is_file() else Path(name_or_path)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
-        raise PlanError(
-            f"decoder {path}: expected a TOML file or one of {names}: {error.strerror}"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"decoder {path}: not a TOML file: {error}") from error
-    model = table.get("model")
-    if not isinstance(model, Mapping):
-        raise PlanError(f"decoder {path}: expected a table [model], got {model!r}")
-    try:
-        return ModelConfig(**model)
-    except (TypeError, ConfigError) as error:
-        raise PlanError(f"decoder {path}: {error}") from error
 
 
 def _stacked_shape(model: Model, stacked: Sequence[str]) -> Model:
@@ -93,14 +76,23 @@ def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str
             parameters, modules = _torch_shapes(models.Decoder(sizes))
         stacked = ()
     else:
-        nnx = framework("flax.nnx")
-        if stacked not in ((), ("layers",)):
-            raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
-        scan = bool(stacked)
-        model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=scan))
-        parameters, modules = _nnx_shapes(name, model, stacked)
+        parameters, modules = _language_shapes(name, stacked)
     activations = decoder_activations(runtime, sizes)
     return Model(name, modules, parameters, activations, f"the decoder of {runtime}_impl", tuple(stacked))
+
+
+def _causal_lm(name: str, stacked: Sequence[str]) -> Model:
+    parameters, modules = _language_shapes(name, stacked)
+    activations = decoder_activations("jax", causal_lm_config(name))
+    return Model(name, modules, parameters, activations, "jax_impl.models.CausalLM", tuple(stacked))
+
+
+def _language_shapes(
+    name: str, stacked: Sequence[str]
+) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    if tuple(stacked) not in ((), ("layers",)):
+        raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
+    return _nnx_shapes(name, abstract_model(name, bool(stacked)), stacked)
 
 
 def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from bridge.planning.activations import FormulaSegment
 from bridge.planning.errors import PlanError
@@ -139,6 +140,25 @@ class DecoderShape:
     mlp: DenseMlp | Experts
     dense_layers: int = 0
     dense: DenseMlp | None = None
+    rope_theta: float = 500000.0
+
+    def causal_lm(self) -> dict[str, Any] | None:
+        """Keywords of ``jax_impl.models.CausalLMConfig``, but ``rotary``; None for what it cannot be."""
+        attention, mlp = self.attention, self.mlp
+        if isinstance(attention, LatentAttention) or (isinstance(mlp, Experts) and mlp.shared):
+            return None
+        return {
+            "vocab_size": self.vocabulary,
+            "d_model": self.hidden,
+            "n_layers": self.layers,
+            "n_heads": attention.heads,
+            "n_kv_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
+            "d_ff": mlp.ff,
+            "norm_eps": 1e-5,
+            "n_experts": mlp.count if isinstance(mlp, Experts) else 1,
+            "experts_per_token": mlp.active if isinstance(mlp, Experts) else 1,
+        }
 
     def mlp_of(self, layer: int) -> DenseMlp | Experts:
         return self.dense if self.dense is not None and layer < self.dense_layers else self.mlp
@@ -193,7 +213,9 @@ SHIPPED: dict[str, Callable[[], DecoderShape]] = {
     "llama3-8b": lambda: _llama(32, 4096, 14336, 32),
     "llama3-70b": lambda: _llama(80, 8192, 28672, 64),
     "llama3-405b": lambda: _llama(126, 16384, 53248, 128),
-    "mixtral-8x7b": lambda: DecoderShape(32000, 4096, 32, GroupedQueries(32, 8, 128), Experts(8, 2, 14336)),
+    "mixtral-8x7b": lambda: DecoderShape(
+        32000, 4096, 32, GroupedQueries(32, 8, 128), Experts(8, 2, 14336), rope_theta=1e6
+    ),
     "deepseek-v3": _deepseek_v3,
 }
 
