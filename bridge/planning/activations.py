@@ -28,7 +28,9 @@ class SegmentBytes:
     saved: bytes that forward leaves for backward, with the segment's input if it is kept.
     input: the segment's input, which alone stays when the segment is recomputed.
     forward, backward: the most while the segment runs, its input and what it saves included.
-    again: the most while a recomputed segment runs backward.
+    once, again: the most while a recomputed segment runs forward and backward.
+    fixed: constants that forward reads, such as masks: a loop holds them, other programs make them where they are read.
+    fixed_saved: those among what forward leaves for backward, which ``saved`` does not count.
 
     Parameters and their gradients are not counted.
     """
@@ -37,7 +39,10 @@ class SegmentBytes:
     input: int = 0
     forward: int = 0
     backward: int = 0
+    once: int = 0
     again: int = 0
+    fixed: int = 0
+    fixed_saved: int = 0
 
 
 class Segment(Protocol):
@@ -88,4 +93,4 @@ class FormulaSegment:
         working = round(tokens * (self.working * size + self.working_bytes))
         given = round(tokens * self.input * size)
         forward = given + saved + working
-        return SegmentBytes(saved, given, forward, saved + working, given + forward)
+        return SegmentBytes(saved, given, forward, saved + working, forward, given + forward)

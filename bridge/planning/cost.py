@@ -17,7 +17,8 @@ from bridge.planning.buffers import GroupBuffers, buffers_of
 from bridge.planning.errors import PlanError
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
-from bridge.planning.peak import Peak, StepUnit, step_peak
+from bridge.planning.peak import Peak, step_peak
+from bridge.planning.peak_steps import StepUnit
 from bridge.planning.traffic import Calls, Traffic, step_calls
 from bridge.planning.units import UnitKind, cut
 from bridge.sharding import PolicyError, ShardingPolicy

@@ -41,17 +41,33 @@ def trace_segment(
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
-    def kept(state: Any, given: Any) -> list[Any]:
-        residuals = part("jax", "runtime.residuals")
-        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
-        # Constants, such as the zeros of a mask, are made where they are used.
-        results = len(jax.tree.leaves(output))
-        return [leaf for leaf, one in zip(jax.tree.leaves(vjp), depends[results:], strict=True) if one]
+    residuals = part("jax", "runtime.residuals")
 
-    sizes = [_bytes(leaf) for leaf in jax.eval_shape(kept, state, given)]
+    def split(state: Any, given: Any) -> tuple[list[Any], list[Any]]:
+        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
+        leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
+        found = list(zip(leaves, depends[results:], strict=True))
+        # Constants, such as the zeros of a mask, are made where they are used.
+        return [leaf for leaf, one in found if one], [leaf for leaf, one in found if not one]
+
+    kept, constants = jax.eval_shape(split, state, given)
+    sizes = [_bytes(leaf) for leaf in kept]
     saved, largest = sum(sizes), max(sizes, default=0)
     size = _bytes(given) if differentiable else 0
-    return SegmentBytes(saved, size, saved + size, saved + 2 * size + largest, saved + largest)
+    program = jax.make_jaxpr(lambda state, given: finish(nnx.merge(graph, state)(given, *others)))(
+        state, given
+    )
+    return SegmentBytes(
+        saved,
+        size,
+        saved + size,
+        saved + 2 * size + largest,
+        # Of a chain such as scores, exponentials, weights, each made of the one before, XLA holds three.
+        2 * size + 3 * largest,
+        saved + largest,
+        fixed=sum(_bytes(v.aval) for v in residuals.constants_of(program)),
+        fixed_saved=sum(map(_bytes, constants)),
+    )
 
 
 def _bytes(aval: Any) -> int:
