@@ -31,6 +31,7 @@ class SegmentBytes:
     once, again: the most while a recomputed segment runs forward and backward.
     fixed: constants that forward reads, such as masks: a loop holds them, other programs make them where they are read.
     fixed_saved: those among what forward leaves for backward, which ``saved`` does not count.
+    largest: the largest array.
 
     Parameters and their gradients are not counted.
     """
@@ -43,6 +44,7 @@ class SegmentBytes:
     again: int = 0
     fixed: int = 0
     fixed_saved: int = 0
+    largest: int = 0
 
 
 class Segment(Protocol):

@@ -67,6 +67,7 @@ def trace_segment(
         saved + largest,
         fixed=sum(_bytes(v.aval) for v in residuals.constants_of(program)),
         fixed_saved=sum(map(_bytes, constants)),
+        largest=largest,
     )
 
 

@@ -131,7 +131,7 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int) -> I
 
 def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kept: int) -> Iterator[Moment]:
     made: Counter[str] = Counter()
-    reducing = 0
+    reducing = waiting = 0
     for place in reversed(range(len(steps))):
         step = steps[place]
         # Of the units around, only those that backward has yet to read are gathered: none.
@@ -151,7 +151,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                 "gradients": there,
                 # Those of this segment take the place of what it has saved.
                 "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
-                "activations": saved,
+                "activations": saved + (0 if step.stack else waiting),
                 "segment": step.backward + (step.fixed_kept if looped else 0),
                 "compute_weights": weights,
             },
@@ -159,6 +159,10 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         made.update(step.raw)
         finished = [path for path in step.raw if path not in done and made[path] >= sizes[path].raw]
         unfinished = [path for path in sizes if path not in done and path not in finished]
+        if place == len(steps) - 1 and not finished:
+            # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
+            # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
+            waiting = step.largest * (1 + all(sizes[path].whole for path in running))
         if finished:
             yield (
                 f"reduction of {step.title}",

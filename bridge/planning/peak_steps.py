@@ -30,7 +30,7 @@ class Step:
 
     running: units that run with it: those inside of it, and then its owner and the units around that.
     inner: how many of these are not around the owner. raw: unreduced gradients by unit that its backward makes.
-    kept: bytes that it leaves for backward. fixed, fixed_kept: see ``SegmentBytes``.
+    kept: bytes that it leaves for backward. fixed, fixed_kept, largest: see ``SegmentBytes``.
     """
 
     path: str
@@ -43,6 +43,7 @@ class Step:
     backward: int
     fixed: int
     fixed_kept: int
+    largest: int
     raw: Mapping[str, int]
 
     @property
@@ -102,6 +103,7 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
             needed.backward,
             needed.fixed,
             needed.fixed_saved,
+            needed.largest,
             raw[path],
         )
 
