@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bridge.planning.dtypes import size_of
-
 
 @dataclass(frozen=True)
 class SegmentBytes:
@@ -46,6 +44,27 @@ class SegmentBytes:
     fixed_saved: int = 0
     largest: int = 0
 
+    @staticmethod
+    def of_residuals(
+        saved: int, given: int, largest: int, fixed: int = 0, fixed_saved: int = 0
+    ) -> SegmentBytes:
+        """Of a segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
+
+        Backward adds the cotangents of output and input, and that of the largest intermediate.
+        """
+        return SegmentBytes(
+            saved,
+            given,
+            forward=saved + given,
+            backward=saved + 2 * given + largest,
+            # Of a chain such as scores, exponentials, quotients, each made of the one before, XLA holds three.
+            once=2 * given + 3 * largest,
+            again=saved + largest,
+            fixed=fixed,
+            fixed_saved=fixed_saved,
+            largest=largest,
+        )
+
 
 class Segment(Protocol):
     """One segment: the path of its module, and its bytes for ``batch`` sequences of ``length`` tokens."""
@@ -61,38 +80,3 @@ class Segment(Protocol):
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """``compute``: name of the dtype of forward and backward."""
         ...
-
-
-@dataclass(frozen=True)
-class FormulaSegment:
-    """Bytes by formula, for B sequences of T tokens, c bytes an element of the compute dtype::
-
-        saved     B T (saved c + saved_bytes)
-        input     B T input c
-        forward   input + saved + B T (working c + working_bytes)
-        backward  saved + B T (working c + working_bytes)
-        again     input + forward
-
-    ``working``: cotangents, and intermediates that are not kept.
-    """
-
-    path: str
-    input: float = 0.0
-    saved: float = 0.0
-    saved_bytes: float = 0.0
-    working: float = 0.0
-    working_bytes: float = 0.0
-
-    @property
-    def parts(self) -> tuple[Segment, ...]:
-        """None."""
-        return ()
-
-    def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
-        """See ``Segment``."""
-        tokens, size = batch * length, size_of(compute)
-        saved = round(tokens * (self.saved * size + self.saved_bytes))
-        working = round(tokens * (self.working * size + self.working_bytes))
-        given = round(tokens * self.input * size)
-        forward = given + saved + working
-        return SegmentBytes(saved, given, forward, saved + working, forward, given + forward)

@@ -1,4 +1,4 @@
-"""Compares the plan of a decoder with the program that XLA compiles for simulated devices, in a process of its own.
+"""Compares the plan of a language model with the program that XLA compiles for simulated devices.
 
 XLA's figures come from its CPU compiler, which computes in float32 where the policy asks for bfloat16. For bfloat16
 the figures are therefore upper bounds, and only a float32 peak is required to agree. That compiler runs nothing beside
@@ -18,6 +18,7 @@ from typing import Any
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
+from bridge.planning.formulas import Attention
 from bridge.planning.language_models import is_language_model
 from bridge.planning.models import resolve_models
 from bridge.planning.target_step import StepRequest
@@ -79,18 +80,29 @@ class CompiledCheck:
 
 
 def check_compiled(
-    model: str, policy: ShardingPolicy, devices: int, workload: Workload, stacked: Sequence[str] = ()
+    model: str,
+    policy: ShardingPolicy,
+    devices: int,
+    workload: Workload,
+    stacked: Sequence[str] = (),
+    attention: Attention | None = None,
 ) -> CompiledCheck:
-    """Compile and compare. Raises ``PlanError`` for models that are no decoders, and when XLA fails."""
+    """Compile and compare. Raises ``PlanError`` for models of others, and when XLA fails."""
     if not is_language_model(model):
         raise PlanError(
             f"--compile: expected decoder:CONFIG, a config.json or a built-in shape, got {model!r}; compile a model of "
             "your own with --target"
         )
+    if attention is Attention.fused:
+        raise PlanError(
+            "--compile: expected --attention plain or none, since jax_impl's models run plain attention"
+        )
     if devices > LARGEST:
         raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
     policy = replace(policy, prefetch=0)
-    plan = make_plan(resolve_models(model, ["jax"], stacked)["jax"], policy, devices, "jax", workload)
+    plan = make_plan(
+        resolve_models(model, ["jax"], stacked, attention)["jax"], policy, devices, "jax", workload
+    )
     request = {
         "step": StepRequest(model, workload, tuple(stacked)).to_json(),
         "policy": policy.to_toml(),

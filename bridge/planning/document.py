@@ -8,6 +8,7 @@ reserve       the share of ``memory`` that stays free
 usable        bytes of a device without the reserve, or null
 plans         a list, one for each policy, number of devices, workload and runtime:
   policy, runtime, devices, mesh {axis: size}, prefetch, workload
+  attention     "fused" or "plain", which the activations are counted with; null where the model's own code says
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   peak          "moment", "total", "terms" (bytes), "activations_known"
@@ -86,6 +87,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "devices": mesh.devices,
         "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
         "prefetch": plan.prefetch,
+        "attention": plan.model.attention,
         "workload": vars(plan.workload),
         "device": plan.device,
         "at_rest": _at_rest(plan.at_rest),

@@ -57,17 +57,12 @@ def trace_segment(
     program = jax.make_jaxpr(lambda state, given: finish(nnx.merge(graph, state)(given, *others)))(
         state, given
     )
-    return SegmentBytes(
+    return SegmentBytes.of_residuals(
         saved,
         size,
-        saved + size,
-        saved + 2 * size + largest,
-        # Of a chain such as scores, exponentials, weights, each made of the one before, XLA holds three.
-        2 * size + 3 * largest,
-        saved + largest,
+        largest,
         fixed=sum(_bytes(v.aval) for v in residuals.constants_of(program)),
         fixed_saved=sum(map(_bytes, constants)),
-        largest=largest,
     )
 
 

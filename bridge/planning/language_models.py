@@ -18,7 +18,7 @@ from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
 from bridge.planning.abstract import abstract_module
 from bridge.planning.errors import PlanError
 from bridge.planning.runtimes import part
-from bridge.planning.shipped_models import SHIPPED
+from bridge.planning.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
 
 
 def is_decoder(name: str) -> bool:
@@ -78,6 +78,37 @@ def causal_lm_config(name: str) -> Any:
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"model {path}: {error}") from error
+
+
+def shape_of(config: Any) -> DecoderShape | None:
+    """Of a ``CausalLMConfig``; None where the layers are not those of Llama or Mixtral."""
+    variations = (
+        config.norm != "rms",
+        config.output_norms,
+        config.query_key_norms,
+        not config.gated,
+        config.activation != "silu",
+        config.qkv_bias,
+        config.out_bias,
+        config.mlp_bias,
+        config.rotary is None,
+        config.attention_cap,
+        config.logit_cap,
+    )
+    if any(variations):
+        return None
+    attention = GroupedQueries(config.n_heads, config.n_kv_heads, config.head_dim)
+    experts = Experts(config.n_experts, config.experts_per_token, config.d_ff)
+    mlp = experts if config.n_experts > 1 else DenseMlp(config.d_ff)
+    return DecoderShape(
+        config.vocab_size,
+        config.d_model,
+        config.n_layers,
+        attention,
+        mlp,
+        rope_theta=config.rotary.theta,
+        tied=config.tied,
+    )
 
 
 def abstract_model(name: str, stacked: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Models by name: ``llama3-8b``, ``decoder:CONFIG`` or ``package.module:Factory``.
+"""Models by name: ``llama3-8b``, ``decoder:CONFIG``, ``folder/config.json`` or ``package.module:Factory``.
 
 The two runtimes may store one model in different shapes (PyTorch ``[out, in]`` and fused, JAX ``[in, out]`` and by
 head), whose layouts and padding differ. So a name resolves to one ``Model`` for each runtime that can run the model.
@@ -10,34 +10,44 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from bridge.parity.config import ModelConfig
 from bridge.planning.decoder_activations import decoder_activations
 from bridge.planning.errors import PlanError
 from bridge.planning.factory import Factory
+from bridge.planning.formulas import Attention
 from bridge.planning.language_models import (
     abstract_model,
     causal_lm_config,
     decoder_config,
     is_config,
+    shape_of,
 )
 from bridge.planning.model import Model, Parameter
 from bridge.planning.runtimes import RUNTIMES, framework, installed, part
-from bridge.planning.shipped_models import SHIPPED, shipped_model
+from bridge.planning.shipped_models import SHIPPED, shape_model, shipped_model
 
 
 def resolve_models(
-    name: str, runtimes: Sequence[str] = RUNTIMES, stacked: Sequence[str] = ()
+    name: str,
+    runtimes: Sequence[str] = RUNTIMES,
+    stacked: Sequence[str] = (),
+    attention: Attention | None = None,
 ) -> dict[str, Model]:
     """``{runtime: model}`` for those of ``runtimes`` that can run it. Raises ``PlanError`` when none can.
 
     stacked: dotted paths of modules that JAX scans: a model that is built must have their parameters with a leading
-    axis over layers. PyTorch has no such modules.
+    axis over layers. PyTorch has no such modules. attention: the kind to count, of a model that is planned by formulas;
+    None for what each runtime runs.
     """
     stacked = tuple(path.replace("/", ".") for path in stacked)
     kind, colon, rest = name.partition(":")
     if name in SHIPPED:
-        shape = shipped_model(name)
-        models = {"torch": shape, "jax": _stacked_shape(shape, stacked)}
+        models = {
+            "torch": shipped_model(name, "torch", attention),
+            "jax": _stacked_shape(shipped_model(name, "jax", attention), stacked),
+        }
     elif kind == "decoder" and colon:
+        _check_own_attention(name, attention, runs=Attention.plain)
         config = decoder_config(rest)
         models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
         if not any(map(installed, RUNTIMES)):
@@ -46,12 +56,14 @@ def resolve_models(
                 "twinshard[torch] or twinshard[jax]"
             )
     elif is_config(name):
-        models = {"jax": _causal_lm(name, stacked)}
+        models = _of_config(name, stacked, attention)
     elif colon:
+        _check_own_attention(name, attention)
         models = _built(name, stacked)
     else:
         raise PlanError(
-            f"model: expected decoder:CONFIG, package.module:Factory or one of {', '.join(SHIPPED)}, got {name!r}"
+            f"model: expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of "
+            f"{', '.join(SHIPPED)}, got {name!r}"
         )
     found = {one: models[one] for one in runtimes if one in models}
     if not found:
@@ -81,15 +93,35 @@ def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str
     return Model(name, modules, parameters, activations, f"the decoder of {runtime}_impl", tuple(stacked))
 
 
-def _causal_lm(name: str, stacked: Sequence[str]) -> Model:
+def _check_own_attention(name: str, asked: Attention | None, runs: Attention | None = None) -> None:
+    if asked not in (None, runs):
+        raise PlanError(
+            f"model {name}: expected no --attention {asked}, since its activations are those of its own code"
+            + (f", which runs {runs} attention" if runs else "")
+        )
+
+
+def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -> dict[str, Model]:
+    config = causal_lm_config(name)
     parameters, modules = _language_shapes(name, stacked)
-    activations = decoder_activations("jax", causal_lm_config(name))
-    return Model(name, modules, parameters, activations, "jax_impl.models.CausalLM", tuple(stacked))
+    shape = shape_of(config)
+    if attention is Attention.fused:
+        if shape is None:
+            raise PlanError(
+                f"model {name}: expected no --attention fused, which is counted for Llama and Mixtral only"
+            )
+        activations = tuple(shape.jax_activations(attention))
+    else:
+        activations = decoder_activations("jax", config)
+    source, chosen = "jax_impl.models.CausalLM", attention or Attention.plain
+    models = {
+        "jax": Model(name, modules, parameters, activations, source, tuple(stacked), chosen.value),
+    }
+    # Of other families the layers of Hugging Face are not counted.
+    return models if shape is None else {"torch": shape_model(name, shape, "torch", attention), **models}
 
 
-def _language_shapes(
-    name: str, stacked: Sequence[str]
-) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+def _language_shapes(name: str, stacked: Sequence[str]) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     if tuple(stacked) not in ((), ("layers",)):
         raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
     return _nnx_shapes(name, abstract_model(name, bool(stacked)), stacked)

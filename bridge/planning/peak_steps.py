@@ -14,6 +14,7 @@ from bridge.planning.units import outward
 # A name, and bytes by term.
 Moment = tuple[str, dict[str, int]]
 
+
 @dataclass(frozen=True)
 class StepUnit:
     """One unit as the walk needs it. ``stack``: the stack of scanned layers in JAX that contains the unit."""

@@ -18,8 +18,7 @@ ENGINES = ("shard_map", "pjit")
 
 @dataclass(frozen=True)
 class StepRequest:
-    """``model``, ``stacked``, ``loss`` as on the command line. ``batch``: shapes where the model is no language model of
-    ``jax_impl``.
+    """``model``, ``stacked``, ``loss`` as on the command line. ``batch``: shapes, of a model of the user's.
 
     Raises ``PlanError`` for a model of the user's without loss or batch.
     """
@@ -34,8 +33,8 @@ class StepRequest:
         if self.is_language_model:
             if self.loss is not None or self.batch:
                 raise PlanError(
-                    "--loss, --batch-shapes: expected none for a language model of jax_impl, whose loss is that of the next "
-                    "token over --batch sequences of --length tokens"
+                    "--loss, --batch-shapes: expected none for a language model of jax_impl, whose loss is that of the "
+                    "next token over --batch sequences of --length tokens"
                 )
         elif self.loss is None or not self.batch:
             raise PlanError(
