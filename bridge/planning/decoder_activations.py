@@ -113,7 +113,16 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
             logits = layers.softcap(logits, sizes.logit_cap)
         return models.next_token_loss(logits, jax.numpy.zeros((batch, length), "int32"))
 
-    head = framework("flax.nnx").Sequential(model.norm, model.embed.attend if sizes.tied else model.lm_head)
+    nnx = framework("flax.nnx")
+
+    class Tied(nnx.Module):  # type: ignore[name-defined, misc]  # the framework is imported when it is used
+        def __init__(self) -> None:
+            self.norm, self.embed = model.norm, model.embed
+
+        def __call__(self, x: Any) -> Any:
+            return self.embed.attend(self.norm(x))
+
+    head = Tied() if sizes.tied else nnx.Sequential(model.norm, model.lm_head)
     return jax_trace.trace_segment(head, hidden, compute, loss)
 
 

@@ -1,6 +1,6 @@
 """Bytes of a segment by formula, for B sequences of T tokens and c bytes an element of the compute dtype.
 
-``FormulaSegment`` counts what PyTorch keeps, ``ResidualSegment`` what JAX keeps. Both know two kinds of attention::
+``FormulaSegment`` and ``LossSegment`` count what PyTorch keeps, ``ResidualSegment`` what JAX keeps. Both know two kinds of attention::
 
     fused   one kernel, which keeps the queries, keys, values and outputs, and a float32 number a row and head
     plain   scores = q k^T, their softmax in float32, and the softmax rounded to the compute dtype: [heads, T, T] each
@@ -65,6 +65,35 @@ class FormulaSegment:
         attending = saved - round(tokens * self.after * size)
         forward = given + max(saved + working, attending + scores * _WIDE)
         backward = max(saved + working, attending + scores * (_WIDE + size))
+        return SegmentBytes(saved, given, forward, backward, forward, given + max(forward, backward))
+
+
+@dataclass(frozen=True)
+class LossSegment:
+    """The last norm, output projection and loss in PyTorch, for a vocabulary of V::
+
+        saved     B T (2 hidden c + 4 hidden + 4 + 4 V)      the last: log-probabilities in float32
+        forward   input + saved + B T (V c + 4 V)            logits, and in float32: one array where c = 4
+        backward  saved + B T (hidden c + 4 V)               the cotangent of the logits
+    """
+
+    path: str
+    hidden: int
+    vocabulary: int
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """None."""
+        return ()
+
+    def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
+        """See ``Segment``."""
+        tokens, size = batch * length, size_of(compute)
+        given = tokens * self.hidden * size
+        wide = tokens * self.vocabulary * _WIDE
+        saved = 2 * given + tokens * (self.hidden + 1) * _WIDE + wide
+        rounded = 0 if size == _WIDE else tokens * self.vocabulary * size
+        forward, backward = given + saved + rounded + wide, saved + given + wide
         return SegmentBytes(saved, given, forward, backward, forward, given + max(forward, backward))
 
 

@@ -137,13 +137,17 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         # Of the units around, only those that backward has yet to read are gathered: none.
         running = step.running[: step.inner] if step.input else ()
         following = steps[place - 1].running[: steps[place - 1].inner] if place else ()
-        looping = [path for path in sizes if is_inside(path, step.stack)]
+        loops = {step.stack, steps[place - 1].stack if place else None}
+        looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         weights = kept - sum(sizes[path].freed for path in done if path not in looping)
-        # A loop's results are allocated from its start, and its inputs until its end.
+        # A loop's results are allocated before its start, and its inputs until its end.
         there = held + sum(one.micro for path, one in sizes.items() if path in done or path in looping)
         saved = saved_before(steps, place)
-        looped = step.stack is not None and all(sizes[path].whole for path in running)
+        whole = all(sizes[path].whole for path in running)
+        # Without a barrier between forward and backward XLA makes constants, and what the loss scatters, before they
+        # are read.
+        early = (step.fixed_kept if step.stack else 0) if place < len(steps) - 1 else step.largest
         yield (
             f"backward of {step.title}",
             {
@@ -152,7 +156,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                 # Those of this segment take the place of what it has saved.
                 "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
                 "activations": saved + (0 if step.stack else waiting),
-                "segment": step.backward + (step.fixed_kept if looped else 0),
+                "segment": step.backward + (early if whole else 0),
                 "compute_weights": weights,
             },
         )
@@ -160,9 +164,9 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         finished = [path for path in step.raw if path not in done and made[path] >= sizes[path].raw]
         unfinished = [path for path in sizes if path not in done and path not in finished]
         if place == len(steps) - 1 and not finished:
-            # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
-            # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
-            waiting = step.largest * (1 + all(sizes[path].whole for path in running))
+            # The gradient of the output projection is made when its unit is reduced. Until then the cotangent of the
+            # logits waits.
+            waiting = step.largest
         if finished:
             yield (
                 f"reduction of {step.title}",

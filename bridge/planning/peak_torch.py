@@ -15,13 +15,14 @@ class _Sizes:
     """Bytes of one unit's buffers on a device.
 
     gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
-    raw: unsharded gradients. buffer: the buffer of these. beside: what is reduced while the next unit's backward runs.
+    raw: unsharded gradients. half: of these with padding, above which they get a buffer. buffer: that. beside: what is reduced while the next unit's backward runs.
     done: reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace.
     """
 
     gathered: int
     ahead: int
     raw: int
+    half: int
     buffer: int
     beside: int
     done: int
@@ -36,6 +37,7 @@ class _Sizes:
             gathered=gathered,
             ahead=gathered if prefetch else 0,
             raw=sum(g.numel * g.compute_bytes for g in trained),
+            half=sum(g.size(0) * g.compute_bytes for g in trained) // 2,
             buffer=buffer,
             beside=buffer if prefetch else 0,
             done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
@@ -82,6 +84,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         following = steps[place - 1].running if place else ()
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         gradients = sum(one.done if path in done else one.before for path, one in sizes.items())
+        before = Counter(made)
         made.update(step.raw)
         open_units = [path for path in sizes if made[path] and path not in done]
         yield (
@@ -90,7 +93,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
                 "gathered_weights": _gathered(step, following, sizes),
                 "gradients": gradients,
                 "gradient_buffers": reducing
-                + sum(_collecting(made[path], sizes[path]) for path in open_units),
+                + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units),
                 "activations": saved_before(steps, place),
                 "segment": step.backward,
             },
@@ -100,9 +103,17 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
             reducing = finished[-1].beside
 
 
-def _collecting(made: int, unit: _Sizes) -> int:
-    """Bytes of unreduced gradients: single tensors up to half of the unit, then the unit's buffer as well."""
-    return made if 2 * made <= unit.raw else unit.raw // 2 + unit.buffer
+def _collecting(before: int, made: int, unit: _Sizes) -> int:
+    """Bytes of unreduced gradients: single tensors up to half of the unit, then the unit's buffer as well.
+
+    Where the last segment brings the rest, as the embedding does at the root, the buffer waits until the unit's weights
+    are freed.
+    """
+    if made <= unit.half:
+        return made
+    if made >= unit.raw and 0 < before <= unit.half:
+        return unit.raw + max(0, unit.buffer - unit.gathered)
+    return unit.raw // 2 + unit.buffer
 
 
 def _gathered(step: Step, following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:

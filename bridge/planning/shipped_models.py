@@ -21,7 +21,7 @@ hidden, q and k widths of queries and keys, f feed-forward width::
     SwiGLU      4 f
     experts     as SwiGLU for each of a token's experts, and their inputs and outputs 2 h each
     MLA         also the compressed queries and keys, twice: as they are and normalised
-    head        x in float32, normalised h, scaled h, logits V, and in float32 V
+    head        as a norm, and log-probabilities V in float32
 
 In JAX parameters and activations are those of ``jax_impl.models.CausalLM``, by default with plain attention. It has no
 latent attention and no shared experts: DeepSeek-V3 has PyTorch's modules there, too, with activations as ``CausalLM``
@@ -38,7 +38,7 @@ from typing import Any
 
 from bridge.planning.activations import Segment
 from bridge.planning.errors import PlanError
-from bridge.planning.formulas import Attention, FormulaSegment, ResidualSegment
+from bridge.planning.formulas import Attention, FormulaSegment, LossSegment, ResidualSegment
 from bridge.planning.model import Model, Parameter
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -285,14 +285,7 @@ class DecoderShape:
                 heads=own.heads if plain else 0,
                 after=after,
             )
-        yield FormulaSegment(
-            "",
-            input=hidden,
-            saved=2 * hidden + self.vocabulary,
-            saved_bytes=4 * hidden + 4 * self.vocabulary + 4,
-            working=hidden + self.vocabulary,
-            working_bytes=4 * self.vocabulary,
-        )
+        yield LossSegment("", hidden, self.vocabulary)
 
     def jax_activations(self, attention: Attention) -> Iterator[Segment]:
         """Of the embedding, each layer, and the head at the root."""
