@@ -17,7 +17,7 @@ from bridge.planning.runtimes import framework, part
 class TracedSegment:
     """One segment of the decoder; ``sizes`` is a runtime's ``DecoderConfig``.
 
-    ``kind``: "embed", "layer" or "head", or "attention" or "mlp" of a layer.
+    ``kind``: "embed", "positions" (of a table), "layer" or "head", or "attention" or "mlp" of a layer.
     """
 
     path: str
@@ -46,6 +46,11 @@ def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
     one = _one_layer(sizes, None)
     return (
         TracedSegment("embed", "embed", runtime, one),
+        *(
+            [TracedSegment("positions", "positions", runtime, one)]
+            if getattr(sizes, "max_length", None)
+            else []
+        ),
         *layers,
         TracedSegment("", "head", runtime, one),
     )
@@ -98,6 +103,9 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     model = abstract_module(lambda rngs: make(sizes, rngs=rngs))
     if kind == "embed":
         return jax_trace.trace_segment(model.embed, tokens, compute)
+    if kind == "positions":
+        places = jax.ShapeDtypeStruct((length,), "int32")
+        return jax_trace.trace_segment(model.positions, places, compute)
     layers = part("jax", "models.causal_lm_layers")
     causal = isinstance(sizes, models.CausalLMConfig)
     if kind != "head":

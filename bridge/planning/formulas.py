@@ -72,9 +72,9 @@ class FormulaSegment:
 class LossSegment:
     """The last norm, output projection and loss in PyTorch, for a vocabulary of V::
 
-        saved     B T (2 hidden c + 4 hidden + 4 + 4 V)      the last: log-probabilities in float32
-        forward   input + saved + B T (V c + 4 V)            logits, and in float32: one array where c = 4
-        backward  saved + B T (hidden c + 4 V)               the cotangent of the logits
+    saved     B T (2 hidden c + 4 hidden + 4 + 4 V)      the last: log-probabilities in float32
+    forward   input + saved + B T (V c + 4 V)            logits, and in float32: one array where c = 4
+    backward  saved + B T (hidden c + 4 V)               the cotangent of the logits
     """
 
     path: str

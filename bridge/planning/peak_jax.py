@@ -140,7 +140,9 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         loops = {step.stack, steps[place - 1].stack if place else None}
         looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        weights = kept - sum(sizes[path].freed for path in done if path not in looping)
+        read = {one.owner for one in steps[: place + 1] if one.input}
+        unread = [path for path in sizes if path not in read and path not in looping]
+        weights = kept - sum(sizes[path].freed for path in unread if made[path])
         # A loop's results are allocated before its start, and its inputs until its end.
         there = held + sum(one.micro for path, one in sizes.items() if path in done or path in looping)
         saved = saved_before(steps, place)
@@ -164,9 +166,9 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         finished = [path for path in step.raw if path not in done and made[path] >= sizes[path].raw]
         unfinished = [path for path in sizes if path not in done and path not in finished]
         if place == len(steps) - 1 and not finished:
-            # The gradient of the output projection is made when its unit is reduced. Until then the cotangent of the
-            # logits waits.
-            waiting = step.largest
+            # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
+            # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
+            waiting = step.largest * (1 + whole)
         if finished:
             yield (
                 f"reduction of {step.title}",
@@ -178,7 +180,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                     "activations": saved,
                     "segment": step.input,
                     "compute_weights": weights
-                    - sum(sizes[path].freed for path in finished if path not in looping),
+                    - sum(sizes[path].freed for path in finished if path not in [*looping, *unread]),
                 },
             )
             reducing = sizes[finished[-1]].beside

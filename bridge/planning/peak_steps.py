@@ -48,6 +48,11 @@ class Step:
     raw: Mapping[str, int]
 
     @property
+    def owner(self) -> str:
+        """The unit that the segment belongs to."""
+        return self.running[self.inner - 1]
+
+    @property
     def title(self) -> str:
         return self.path or "the root"
 

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = list(cells(models, lengths, options.microbatches or MICROBATCHES, strategies, stacked))
     measure = compiled_cells if options.runtime == "jax" else _torch_cells
     found = []
-    print(f"| model | tokens | microbatches | recomputed | scanned | strategy | planned MB | {options.runtime} MB | |")
+    print(
+        f"| model | tokens | microbatches | recomputed | scanned | strategy | planned MB | {options.runtime} MB | |"
+    )
     print("|---|--:|--:|---|---|---|--:|--:|--:|")
     for one in measure(chosen):
         found.append(one)
