@@ -26,10 +26,11 @@ class SegmentBytes:
     saved: bytes that forward leaves for backward, with the segment's input if it is kept.
     input: the segment's input, which alone stays when the segment is recomputed.
     forward, backward: the most while the segment runs, its input and what it saves included.
-    once, again: the most while a recomputed segment runs forward and backward.
+    again, once: the most while a recomputed segment runs backward and forward.
     fixed: constants that forward reads, such as masks: a loop holds them, other programs make them where they are read.
     fixed_saved: those among what forward leaves for backward, which ``saved`` does not count.
     largest: the largest array.
+    early: the most in backward while no gradient of a parameter is there yet, where that is more.
 
     Parameters and their gradients are not counted.
     """
@@ -38,11 +39,12 @@ class SegmentBytes:
     input: int = 0
     forward: int = 0
     backward: int = 0
-    once: int = 0
     again: int = 0
+    once: int = 0
     fixed: int = 0
     fixed_saved: int = 0
     largest: int = 0
+    early: int = 0
 
     @staticmethod
     def of_residuals(

@@ -1,6 +1,7 @@
 """Bytes of a segment by formula, for B sequences of T tokens and c bytes an element of the compute dtype.
 
-``FormulaSegment`` and ``LossSegment`` count what PyTorch keeps, ``ResidualSegment`` what JAX keeps. Both know two kinds of attention::
+``FormulaSegment`` and ``LossSegment`` count what PyTorch keeps, ``ResidualSegment`` what JAX keeps. There are two kinds
+of attention::
 
     fused   one kernel, which keeps the queries, keys, values and outputs, and a float32 number a row and head
     plain   scores = q k^T, their softmax in float32, and the softmax rounded to the compute dtype: [heads, T, T] each
@@ -65,7 +66,7 @@ class FormulaSegment:
         attending = saved - round(tokens * self.after * size)
         forward = given + max(saved + working, attending + scores * _WIDE)
         backward = max(saved + working, attending + scores * (_WIDE + size))
-        return SegmentBytes(saved, given, forward, backward, forward, given + max(forward, backward))
+        return SegmentBytes(saved, given, forward, backward, given + max(forward, backward), forward)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class LossSegment:
 
     saved     B T (2 hidden c + 4 hidden + 4 + 4 V)      the last: log-probabilities in float32
     forward   input + saved + B T (V c + 4 V)            logits, and in float32: one array where c = 4
-    backward  saved + B T (hidden c + 4 V)               the cotangent of the logits
+    early     saved + 8 B T V                            cotangents of the log-probabilities and the logits
+    backward  saved - 4 B T V + B T (hidden + V) c       the cotangent of the logits, as the products read it
     """
 
     path: str
@@ -93,8 +95,11 @@ class LossSegment:
         wide = tokens * self.vocabulary * _WIDE
         saved = 2 * given + tokens * (self.hidden + 1) * _WIDE + wide
         rounded = 0 if size == _WIDE else tokens * self.vocabulary * size
-        forward, backward = given + saved + rounded + wide, saved + given + wide
-        return SegmentBytes(saved, given, forward, backward, forward, given + max(forward, backward))
+        forward = given + saved + rounded + wide
+        backward = saved + given + tokens * self.vocabulary * size - wide
+        early = saved + 2 * wide
+        again = given + max(forward, early)
+        return SegmentBytes(saved, given, forward, backward, again, forward, early=early)
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,13 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
     for place in reversed(range(len(steps))):
         step = steps[place]
         # Of the units around, only those that backward has yet to read are gathered: none.
-        running = step.running[: step.inner] if step.input else ()
-        following = steps[place - 1].running[: steps[place - 1].inner] if place else ()
-        loops = {step.stack, steps[place - 1].stack if place else None}
+        running = step.running[: step.inner] if step.reads else ()
+        after = steps[place - 1] if place else None
+        following = after.running[: after.inner] if after and after.reads else ()
+        loops = {step.stack, after and after.stack}
         looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        read = {one.owner for one in steps[: place + 1] if one.input}
+        read = {one.owner for one in steps[: place + 1] if one.reads}
         unread = [path for path in sizes if path not in read and path not in looping]
         weights = kept - sum(sizes[path].freed for path in unread if made[path])
         # A loop's results are allocated before its start, and its inputs until its end.
@@ -173,6 +174,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
             yield (
                 f"reduction of {step.title}",
                 {
+                    "gathered_weights": sum(sizes[path].ahead for path in following),
                     "gradients": there + sum(sizes[path].micro for path in finished if path not in looping),
                     "gradient_buffers": reducing
                     + sum(made[path] for path in unfinished)

@@ -30,14 +30,17 @@ class Step:
     """A segment as the walk needs it.
 
     running: units that run with it: those inside of it, and then its owner and the units around that.
-    inner: how many of these are not around the owner. raw: unreduced gradients by unit that its backward makes.
-    kept: bytes that it leaves for backward. fixed, fixed_kept, largest: see ``SegmentBytes``.
+    inner: how many of these are not around the owner. reads: whether backward reads weights, which a table of vectors
+    does not: no gradient goes to its input. raw: unreduced gradients by unit that its backward makes.
+    kept: bytes that it leaves for backward. fixed, fixed_kept, largest, early: see
+    ``SegmentBytes``.
     """
 
     path: str
     stack: str | None
     running: tuple[str, ...]
     inner: int
+    reads: bool
     input: int
     kept: int
     forward: int
@@ -45,6 +48,7 @@ class Step:
     fixed: int
     fixed_kept: int
     largest: int
+    early: int
     raw: Mapping[str, int]
 
     @property
@@ -103,6 +107,7 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
             stack,
             (*inside, *around),
             len(inside) + 1,
+            place.segment is None or needed.input > 0,
             needed.input,
             needed.saved,
             needed.forward,
@@ -110,6 +115,7 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
             needed.fixed,
             needed.fixed_saved,
             needed.largest,
+            needed.early,
             raw[path],
         )
 

@@ -15,8 +15,9 @@ class _Sizes:
     """Bytes of one unit's buffers on a device.
 
     gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
-    raw: unsharded gradients. half: of these with padding, above which they get a buffer. buffer: that. beside: what is reduced while the next unit's backward runs.
-    done: reduced gradients. before: sums of earlier microbatches, which the reduced gradients replace.
+    raw: unsharded gradients. half: of these with padding, above which they get a buffer. buffer: that. beside: what
+    is reduced while the next unit's backward runs. done: reduced gradients. before: sums of earlier
+    microbatches, which the reduced gradients replace.
     """
 
     gathered: int
@@ -85,6 +86,18 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         gradients = sum(one.done if path in done else one.before for path, one in sizes.items())
         before = Counter(made)
+        if step.early:
+            # The loss comes before the products that make gradients of parameters.
+            yield (
+                f"loss of {step.title}",
+                {
+                    "gathered_weights": _gathered(step, following, sizes),
+                    "gradients": gradients,
+                    "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
+                    "activations": saved_before(steps, place),
+                    "segment": step.early,
+                },
+            )
         made.update(step.raw)
         open_units = [path for path in sizes if made[path] and path not in done]
         yield (

@@ -226,7 +226,11 @@ def test_the_document_is_complete() -> None:
             ("fsdp", "--model", "llama3-8b", "--stacked", "blocks"),
             "expected a stack with layers, got 'blocks'",
         ),
-        (("fsdp", "--model", "llama3-8b", "--compile"), "expected a model decoder:CONFIG"),
+        (("fsdp", "--model", "torch.nn:Identity", "--compile"), "expected decoder:CONFIG, a config.json or"),
+        (("fsdp", "--model", "llama3-8b", "--compile", "--attention", "fused"), "run plain attention"),
+        (("fsdp", "--model", "deepseek-v3", "--compile"), "got one with latent attention"),
+        (("fsdp", "--model", "decoder:quick", "--attention", "fused"), "its own code, which runs plain"),
+        (("fsdp", "--model", "no/such/config.json"), "no/such/config.json: expected a config.json"),
     ],
 )
 def test_errors_are_one_message_and_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
