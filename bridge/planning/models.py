@@ -124,7 +124,7 @@ def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -
 def _language_shapes(name: str, stacked: Sequence[str]) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     if tuple(stacked) not in ((), ("layers",)):
         raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
-    return _nnx_shapes(name, abstract_model(name, bool(stacked)), stacked)
+    return nnx_shapes(name, abstract_model(name, bool(stacked)), stacked)
 
 
 def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
@@ -132,7 +132,7 @@ def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
     factory = Factory.named(name)
     if factory.is_jax:
         model = factory.jax_module()
-        parameters, modules = _nnx_shapes(name, model, stacked)
+        parameters, modules = nnx_shapes(name, model, stacked)
         return {
             "jax": Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
         }
@@ -158,7 +158,7 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     )
 
 
-def _nnx_shapes(
+def nnx_shapes(
     name: str, model: Any, stacked: Sequence[str]
 ) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     """Parameters in the order of the model's state, which is sorted, and the modules that may be units.

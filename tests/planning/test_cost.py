@@ -321,9 +321,7 @@ def test_a_lower_bound_says_no_or_nothing() -> None:
 
 def test_notes_and_document_say_which_attention_is_counted() -> None:
     for asked, kinds in ((None, ("fused", "plain")), (Attention.fused, ("fused", "fused"))):
-        found = compare(
-            resolve_models("llama3-8b", attention=asked), [load_policy("fsdp")], [8], Workload()
-        )
+        found = compare(resolve_models("llama3-8b", attention=asked), [load_policy("fsdp")], [8], Workload())
         (line,) = (one for one in notes(found) if one.startswith("attention: "))
         assert line.startswith(f"attention: {kinds[0]} in torch, {kinds[1]} in jax; ")
         assert tuple(one["attention"] for one in document(found)["plans"]) == kinds

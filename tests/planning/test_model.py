@@ -73,7 +73,10 @@ def test_a_decoder_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("llama4", "expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of llama3"),
+        (
+            "llama4",
+            "expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of llama3",
+        ),
         ("decoder:nothing.toml", "expected a TOML file or one of .*default"),
         ("no.such.module:Model", "can be imported"),
         ("os:sep", "expected a class or function, got str"),

@@ -1,4 +1,4 @@
-"""The moments of a step in JAX, term by term, as XLA's buffer assignments have them (``bridge/planning/peak_jax.py``)."""
+"""The moments of a step in JAX, term by term, as XLA's buffer assignments have them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,29 @@ BLOCK = SegmentBytes(
     saved=700, input=10, forward=720, backward=900, again=800, once=300, fixed=50, fixed_saved=40, largest=100
 )
 HEAD = SegmentBytes(saved=60, input=10, forward=70, backward=90, again=80, largest=30)
-MODEL = Model.of(
-    "small",
-    [
-        Parameter("embed.weight", (64, 8)),
-        *(Parameter(f"layers.{k}.kernel", (64, 8)) for k in range(3)),
-        Parameter("lm_head.kernel", (8, 64)),
-    ],
-    [Fixed("embed", SegmentBytes()), *(Fixed(f"layers.{k}", BLOCK) for k in range(3)), Fixed("", HEAD)],
-)
+
+
+def model_of(layers: int) -> Model:
+    paths = [f"layers.{k}" for k in range(layers)]
+    return Model.of(
+        "small",
+        [
+            Parameter("embed.weight", (64, 8)),
+            *(Parameter(f"{path}.kernel", (64, 8)) for path in paths),
+            Parameter("lm_head.kernel", (8, 64)),
+        ],
+        [Fixed("embed", SegmentBytes()), *(Fixed(path, BLOCK) for path in paths), Fixed("", HEAD)],
+    )
 
 
 def moments(
-    strategy: str, *, microbatches: int = 1, recompute: bool = False, stacked: bool = False, prefetch: int = 0
+    strategy: str,
+    *,
+    layers: int = 3,
+    microbatches: int = 1,
+    recompute: bool = False,
+    stacked: bool = False,
+    prefetch: int = 0,
 ) -> dict[str, dict[str, int]]:
     """Terms by the moment's name."""
     unit = f'strategy = "{strategy}"\nalign = 1\n'
@@ -49,14 +59,14 @@ def moments(
         f'[[unit]]\nmatch = "layers.*"\n{unit}recompute = {str(recompute).lower()}\n[[unit]]\nmatch = ""\n{unit}',
         "x",
     )
-    model = replace(MODEL, stacks=("layers",) if stacked else ())
+    model = replace(model_of(layers), stacks=("layers",) if stacked else ())
     plan = make_plan(model, policy, 4, "jax", Workload(microbatches=microbatches))
     units = [
         StepUnit(path, one.groups, one.kind.recompute, "layers" if stacked and path else None)
         for one in sorted(plan.units, key=lambda one: one.paths == ("",))
         for path in one.paths
     ]
-    whole = 3 * LAYER + ROOT if strategy != "optim_grads_params" else 0
+    whole = layers * LAYER + ROOT if strategy != "optim_grads_params" else 0
     return dict(peak_jax.moments(list(steps_of(model, units, 1, 1)), units, microbatches, prefetch, whole))
 
 
@@ -127,6 +137,14 @@ def test_loops_hold_constants_slices_and_what_is_stacked() -> None:
     # The stack of gradients is made before the loop, and a layer's array fits into no output: 3 / 4 of its size.
     outputs = (3 * LAYER + ROOT) // 4
     assert whole["backward of the root"]["gradients"] == outputs + 3 * LAYER
+
+
+def test_an_output_that_is_written_late_lends_its_memory_to_a_layers_array() -> None:
+    outputs = (5 * LAYER + ROOT) // 4
+    # Five quarters of a layer, of which one layer's array takes four.
+    assert moments("optim", layers=5, stacked=True)["forward of embed"]["gradients"] == outputs - LAYER
+    assert moments("optim", layers=5)["forward of embed"]["gradients"] == outputs
+    assert moments("optim_grads", layers=5, stacked=True)["forward of embed"]["gradients"] == outputs
 
 
 def test_a_recomputed_layer_holds_three_arrays_of_a_chain_and_its_input() -> None:
