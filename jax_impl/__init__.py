@@ -1,4 +1,4 @@
-"""Sharded training state in JAX: flat uneven buffers on one or two data-parallel mesh axes, or logical arrays.
+"""Sharded training state in JAX: flat uneven buffers on data-parallel mesh axes, or logical arrays; and model axes.
 
 A flax nnx model, a linen module's parameters or any pytree goes in; pure functions over a pytree of arrays come out::
 
@@ -34,6 +34,13 @@ two axes. Tests count them in the jaxpr and in the program that XLA compiled, wi
 ``engine="pjit"`` has one logical array a parameter, states how arrays must lie and leaves the collectives to XLA. It
 cuts a parameter along its largest dimension that divides. A parameter without such a dimension is whole on every
 device; ``plan.whole_parameters`` names those. Both engines give the same gradients and steps.
+
+**Model axes.** After one or two data-parallel axes a mesh may have one or two model axes (``tp``, ``ep``, ...), which
+cut the parameters that annotations of the model, a policy's ``[[parallel]]`` or ``parallel=`` name
+(``modules/partitioning.py``). A step is automatic on these axes: the model is as without them, and XLA partitions it as
+its weights lie. What lies on a device of a parameter is in a flat buffer of its own, so that collectives over
+data-parallel axes move only that, and none over a model axis moves weights. Rows, losses and random numbers are the
+same on all devices of a model axis.
 
 **Models.** Any flax nnx model works unchanged. Units are called or used by their methods; they may be nested, reused or
 unused, take any pytrees and Python flags, hold batch statistics and random streams, and be set to ``eval()`` inside the

@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from bridge.callers import warn_caller
-from bridge.sharding import ShardingPolicy, Strategy, plan_layout
-from jax_impl.comm.collectives import Wire
-from jax_impl.comm.mesh import DataParallelMesh, is_simulated, is_tpu
-from jax_impl.modules.annotations import warn_of_annotations
+from bridge.sharding import ShardingPolicy
+from jax_impl.comm.mesh import is_simulated
+from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
-    UnitModule,
     parameter_leaves,
     split_units,
     variable_infos,
     variable_leaves,
     whole_model,
 )
+from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
-from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns, within
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.logical_group import LogicalGroup, logical_array
+from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns
+from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.memory_kinds import on_device
-from jax_impl.runtime.precision import Precision, main_dtype
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit_plan import Group, UnitPlan
 from jax_impl.train_state import TrainState
@@ -50,7 +46,10 @@ def fully_shard(
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
 ) -> tuple[ShardingPlan, Buffers]:
-    """Shard ``model`` over a mesh of one or two data-parallel axes: the plan, and the main weights in it.
+    """Shard ``model`` over a mesh: the plan, and the main weights in it.
+
+    ``mesh``: one or two data-parallel axes, and then at most two model axes, over which the parameters are cut that the
+    model's annotations, the policy or ``parallel=`` name (``modules/partitioning.py``).
 
     ``model``: an nnx module, or a pytree of parameters, in which a loss then finds units as what ``call_unit`` takes;
     it is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives the mesh where
@@ -60,7 +59,7 @@ def fully_shard(
     nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
 
     Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
-    ``nn.Partitioned``), which have no effect.
+    ``nn.Partitioned``) that name no model axis, and so have no effect.
     """
     model = as_module(model)
     plan = replace(plan_sharding(model, mesh, policy, **options), given_variables=variable_leaves(model))
@@ -80,7 +79,6 @@ def plan_sharding(
             f"fully_shard: expected keywords among {list(ShardingOptions.__annotations__)}, got {unknown}"
         )
     model = as_module(model)
-    warn_of_annotations(model)
     engine = options.get("engine", "shard_map")
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
@@ -91,6 +89,7 @@ def plan_sharding(
     else:
         stacks = recognized_stacks(model, unit_patterns(policy, options))
     resolved = resolve(model, stacks, mesh, policy, options)
+    cuts = cuts_of(model, stacks, resolved.mesh, policy, options.get("parallel"))
     modules = split_units(model, list(resolved.units), stacks)
     known = {path for module in modules.values() for path in module.parameters}
     _check_granularities(resolved.units.values(), known)
@@ -98,8 +97,7 @@ def plan_sharding(
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
-        wired = _wired(resolved.mesh, resolved.precision, module, frozen)
-        groups = tuple(_groups(module, unit, wired, resolved.mesh if engine == "pjit" else None))
+        groups = groups_of(module, unit, resolved, frozen, cuts, engine)
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(
         resolved.mesh,
@@ -133,80 +131,6 @@ def _warn_of_whole_parameters(plan: ShardingPlan) -> None:
             'see plan.whole_parameters; engine="shard_map" shards any shape',
             RuntimeWarning,
         )
-
-
-def _groups(
-    module: UnitModule,
-    options: UnitOptions,
-    wired: Mapping[tuple[bool, Wire], Sequence[int]],
-    mesh: Mesh | None,
-) -> Iterator[Group]:
-    """Flat groups, or logical ones on ``mesh``."""
-    for (trainable, wire), own in wired.items():
-        paths = tuple(module.parameters[i] for i in own)
-        shapes = [module.shapes[i] for i in own]
-        if mesh is not None:
-            yield _logical_group(module, paths, shapes, options.strategy, wire, trainable, mesh)
-            continue
-        names = dict(zip(paths, (module.names[i] for i in own), strict=True))
-        chosen = within(options, paths, names)
-        layout = plan_layout(
-            dict(zip(names.values(), shapes, strict=True)),
-            wire.axes.shards(options.strategy.optimizer),
-            granularity=chosen.granularity,
-            rows=chosen.rows,
-            align=chosen.align,
-        )
-        kept = "" if wire.main == np.float32 else f", {wire.main.name}"
-        key = module.path if trainable else f"{module.path} (frozen{kept})"
-        yield FlatGroup(key, module.path, paths, layout, wire, options.strategy, trainable, module.layers)
-
-
-def _logical_group(
-    module: UnitModule,
-    paths: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    strategy: Strategy,
-    wire: Wire,
-    trainable: bool,
-    mesh: Mesh,
-) -> LogicalGroup:
-    stack = () if module.layers is None else (module.layers,)
-    arrays = tuple(
-        logical_array(path, (*stack, *shape), wire, strategy, module.layers)
-        for path, shape in zip(paths, shapes, strict=True)
-    )
-    return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
-
-
-def _wired(
-    mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
-) -> dict[tuple[bool, Wire], list[int]]:
-    """The numbers of a unit's parameters by group: the trainable one, then a frozen one of each dtype."""
-    mains: dict[tuple[bool, np.dtype], list[int]] = {}
-    for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
-            raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
-        trainable = path not in frozen
-        if trainable and jnp.finfo(dtype).bits < 16:
-            raise ValueError(
-                f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
-                f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
-            )
-        mains.setdefault((trainable, main_dtype(dtype) if trainable else dtype), []).append(i)
-    trained = {dtype: module.parameters[own[0]] for (trainable, dtype), own in mains.items() if trainable}
-    if len(trained) > 1:
-        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
-        raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
-    return {
-        (trainable, _wire(mesh, precision, main)): mains[trainable, main]
-        for trainable, main in sorted(mains, key=lambda kind: not kind[0])
-    }
-
-
-def _wire(mesh: Mesh, precision: Precision, main: np.dtype) -> Wire:
-    dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
-    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh))
 
 
 def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
@@ -278,6 +202,7 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
 def _gathered(
     arrays: tuple[jax.Array, ...], group: Group, replicated: NamedSharding
 ) -> tuple[jax.Array, ...]:
-    return group.logical(
-        tuple(jax.lax.with_sharding_constraint(array, replicated) for array in on_device(arrays))
-    )
+    arrays = on_device(arrays)
+    if isinstance(group, CutGroup):
+        return jax.lax.with_sharding_constraint(group.logical(arrays), replicated)
+    return group.logical(tuple(jax.lax.with_sharding_constraint(array, replicated) for array in arrays))

@@ -30,11 +30,11 @@ def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batc
     Raises ``ValueError`` unless all arrays have the same B, divisible by ranks x microbatches; ``pad_batch`` makes it
     so. Keys of random numbers, one a row, may be in it.
     """
-    parts = plan.num_devices * microbatches
+    parts = plan.data_ranks * microbatches
     sizes = _first_dimensions(batch)
     if len(sizes) != 1 or () in sizes or next(iter(sizes))[0] % parts or next(iter(sizes))[0] == 0:
         raise ValueError(
-            f"batch: expected arrays of one first dimension, a positive multiple of {parts} ({plan.num_devices} "
+            f"batch: expected arrays of one first dimension, a positive multiple of {parts} ({plan.data_ranks} "
             f"devices x {microbatches} microbatches), got first dimensions {sorted(sizes)}: pad_batch fills up a last "
             "batch, and what has no rows (a key, a step number, another model's weights) comes after the batch, as in "
             "step(state, batch, key)"
@@ -75,11 +75,11 @@ def pad_batch(
     if len(sizes) != 1 or () in sizes or (0,) in sizes:
         raise ValueError(f"batch: expected arrays of one first dimension, got {sorted(sizes)}")
     ((have,),) = sizes
-    parts = plan.num_devices * microbatches
+    parts = plan.data_ranks * microbatches
     target = -(-have // parts) * parts if rows is None else rows
     if target < have or target % parts:
         raise ValueError(
-            f"rows: expected a multiple of {parts} ({plan.num_devices} devices x {microbatches} microbatches) that is "
+            f"rows: expected a multiple of {parts} ({plan.data_ranks} devices x {microbatches} microbatches) that is "
             f"at least the batch's {have}, got {rows}"
         )
 

@@ -59,7 +59,7 @@ class EvalStep:
             self._checked[traced] = program.out_info[0] is not None
         if self._checked[traced] and rows != real:
             raise ValueError(
-                f"batch: expected a multiple of {self._plan.num_devices} rows for a loss, got {real}: fill the batch "
+                f"batch: expected a multiple of {self._plan.data_ranks} rows for a loss, got {real}: fill the batch "
                 "by pad_batch, and let the loss return (sum, weight) of the rows that count"
             )
         loss, by_row = settled(self._plan, self._program(*given))
@@ -82,15 +82,22 @@ class EvalStep:
         run: Any = self._whole
         if plan.engine == "pjit":
             return jax.jit(program)
-        specs = {key: stored.spec for key, stored in plan.arrays.items()}
-        run = jax.shard_map(
+        local: Any = jax.shard_map(
             self._local,
             mesh=plan.mesh,
-            in_specs=(specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
+            in_specs=(plan.data_specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(), plan.axes.batch_spec),
+            axis_names=set(plan.axes.names),
             # As in training: no reduction happens that is not written.
             check_vma=False,
         )
+
+        def placed(*given: Any) -> Evaluated:
+            loss, by_row = local(*given)
+            # What is automatic on model axes would lie as the compiler likes.
+            return lax.with_sharding_constraint(loss, plan.replicated), self._in_rows(by_row)
+
+        run = placed if plan.model_axes.names else local
         return jax.jit(program)
 
     def _local(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
@@ -100,8 +107,11 @@ class EvalStep:
 
     def _whole(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         loss, by_row = self._forward(weights, batch, variables, shared)
+        return None if loss is None else self._mean(loss), self._in_rows(by_row)
+
+    def _in_rows(self, by_row: Any) -> Any:
         rows = NamedSharding(self._plan.mesh, self._plan.axes.batch_spec)
-        return None if loss is None else self._mean(loss), lax.with_sharding_constraint(by_row, rows)
+        return lax.with_sharding_constraint(by_row, rows)
 
     def _forward(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         plan = self._plan
@@ -133,7 +143,7 @@ class EvalStep:
 
     def _check(self, program: Any) -> None:
         check_seals(program)
-        one_part = self._plan.engine == "pjit" or self._plan.num_devices == 1
+        one_part = self._plan.engine == "pjit" or self._plan.data_ranks == 1
         check_means(program, equal_parts=self._equal_parts or one_part)
 
     def _filled(self, batch: Batch) -> tuple[int, Batch, int]:
@@ -143,7 +153,7 @@ class EvalStep:
             # shard_batch refuses it in words.
             return 0, batch, 0
         ((real,),) = sizes
-        if real % self._plan.num_devices == 0:
+        if real % self._plan.data_ranks == 0:
             return real, batch, real
         filled, counted = pad_batch(self._plan, batch)
         return len(counted), filled, real

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from bridge.sharding import (
@@ -26,7 +26,7 @@ from bridge.sharding import (
     check_axes,
     strategy_named,
 )
-from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh
+from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.precision import Precision
@@ -55,6 +55,9 @@ class ShardingOptions(TypedDict, total=False):
     stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans, or maps as
         members of an ensemble. Left out, nnx modules that units like "layers/*" name are recognized where flax's own
         layers in them show the axis; others, and all of pytrees and linen, must be named.
+    parallel: which parameters model axes of the mesh cut: by pattern of modules or parameters ("layers/*/mlp/up"), a
+        style, "colwise", "rowwise" or "expert", or a ``PartitionSpec`` of a layer's dimensions; see
+        ``modules/partitioning.py``. Beside a policy these take the place of its own.
     frozen: parameters without gradient and moments: patterns of parameter paths ("embed/*"), or an nnx filter.
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
@@ -74,12 +77,13 @@ class ShardingOptions(TypedDict, total=False):
     align: Align
     recompute: bool
     stacked: Sequence[str]
+    parallel: Mapping[str, str | PartitionSpec]
     frozen: Frozen
     engine: str
     prefetch: int | None
 
 
-_BESIDE_A_POLICY = ("units", "stacked", "frozen", "engine", "prefetch")
+_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "engine", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def _by_keywords(
         raise ValueError(f"expected strategy or placements, got both ({options['strategy']!r}, {placements})")
     else:
         strategy = placements.strategy
-    check_axes(strategy, placements, len(mesh.axis_names))
+    check_axes(strategy, placements, DataParallelMesh.of(mesh).ndim)
     check_align(options.get("align", DEFAULT_ALIGN))
     recompute = options.get("recompute", False)
     if not isinstance(recompute, bool):

@@ -13,10 +13,11 @@ from jax_impl.batch import place_shared, shard_batch
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.memory_kinds import as_before, memory_kinds, on_device
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan, check_not_donated
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
 from jax_impl.train_state import TrainState, check_state, shardings_of, trainable

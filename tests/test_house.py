@@ -30,6 +30,7 @@ FLOORS = {
     "jax_impl": 2,
     "bridge.sharding": 1,
     "bridge.formats": 1,
+    "bridge.hlo": 1,
     "bridge.text": 1,
     "bridge.version": 1,
     "bridge.callers": 0,

@@ -65,7 +65,7 @@ sums kept between microbatches.
 **Tensor parallelism.** Parameters that are DTensors, placed by ``Shard`` and ``Replicate`` on further axes of the same
 named mesh, are sharded once more. At rest they are DTensors on all axes. Experts get a mesh of their own and
 ``grad_divisor``. A data-parallel mesh with axes named for model parallelism (``bridge.sharding.mesh_axes``) is refused,
-unless ``dp_mesh_dims`` names the axes.
+unless ``dp_mesh_dims`` names the axes. A policy cuts modules over such axes itself, see ``torch_impl.parallel``.
 
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
@@ -93,7 +93,15 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from bridge.sharding import Layout, Placements, PolicyError, PrecisionPolicy, UnitPolicy, plan_layout
+from bridge.sharding import (
+    Layout,
+    ParallelPolicy,
+    Placements,
+    PolicyError,
+    PrecisionPolicy,
+    UnitPolicy,
+    plan_layout,
+)
 from torch_impl.api import fully_shard
 from torch_impl.apply_policy import ShardingPolicy
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
@@ -125,6 +133,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NonFinite",
     "OffloadPolicy",
+    "ParallelPolicy",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",

@@ -187,7 +187,7 @@ def _plan_groups(
             )
     plans = []
     for members in groups.values():
-        shapes = {one.name: tuple(one.local.shape) for one in members}
+        shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}

@@ -16,6 +16,7 @@ import bridge.sharding
 from bridge.sharding import PolicyError
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
+from torch_impl.parallel.cuts import apply_cuts, plan_cuts
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
 
 # They have no forward whose beginning and end could be a unit's.
@@ -31,9 +32,12 @@ class ShardingPolicy(bridge.sharding.ShardingPolicy):
     ) -> nn.Module:
         """``fully_shard`` every unit of ``model`` by this policy, the root last; returns the model, changed in place.
 
-        mesh: data-parallel axes as in the policy, by number, size and, where it has them, names; None: made from
-            ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None: "cuda" under NCCL, else
-            "cpu").
+        mesh: axes as in the policy, by number, size and, where it has them, names, which a mesh with model axes must
+            have; None: made from ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None:
+            "cuda" under NCCL, else "cpu").
+
+        Modules that ``[[parallel]]`` names compute on their rank's part of their parameters, see
+        ``torch_impl.parallel``. All ranks of a model axis must be given the same data.
 
         Weights that a strategy shards are freed after forward in the root too, unlike ``fully_shard``'s default: the
         JAX runtime gathers them again in backward, and a policy means the same collectives in both. A unit that
@@ -61,6 +65,11 @@ def _apply(
                 "set on the module itself"
             )
     mesh = _mesh(policy, mesh, device_type)
+    cuts = plan_cuts(policy, model, dict(zip(policy.mesh, mesh.shape, strict=True)))
+    apply_cuts(cuts, mesh, model)
+    # A mesh of data-parallel axes alone may be without names.
+    if policy.model_axes:
+        mesh = mesh[policy.data_axes]
     precision = _mixed_precision(policy)
     for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
         module, unit = modules[path], units[path]
@@ -165,7 +174,8 @@ def _mesh(policy: ShardingPolicy, mesh: DeviceMesh | None, device_type: str | No
         raise PolicyError(f"{policy.source}: expected mesh or device_type, got both")
     sizes = policy.mesh_sizes(mesh.size())
     names = mesh.mesh_dim_names
-    if names not in (None, tuple(sizes)) or tuple(mesh.shape) != tuple(sizes.values()):
+    allowed = (tuple(sizes),) if policy.model_axes else (None, tuple(sizes))
+    if names not in allowed or tuple(mesh.shape) != tuple(sizes.values()):
         raise PolicyError(
             f"{policy.source}: [mesh]: expected a mesh of {sizes}, got shape {tuple(mesh.shape)}, axes {names}"
         )

@@ -10,6 +10,14 @@ import typer
 from rich.console import Console
 
 from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.plan_options import (
+    FrozenOption,
+    MomentsOption,
+    OffloadOption,
+    OptimizerOption,
+    SaveOption,
+    SearchOption,
+)
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +45,13 @@ class EngineChoice(StrEnum):
     both = "both"
     shard_map = "shard_map"
     pjit = "pjit"
+
+
+class XlaChoice(StrEnum):
+    """How XLA's GPU compiler schedules."""
+
+    default = "default"
+    recommended = "recommended"
 
 
 def plan(
@@ -136,6 +151,14 @@ def plan(
     engine: Annotated[
         EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
     ] = EngineChoice.shard_map,
+    xla: Annotated[
+        XlaChoice,
+        typer.Option(
+            "--xla",
+            help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers beside "
+            "computation, which are off by default.",
+        ),
+    ] = XlaChoice.default,
     loss: Annotated[
         str | None,
         typer.Option(
@@ -151,6 +174,15 @@ def plan(
             metavar="FILE",
             help='For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype = "int32" } for each '
             "array of the batch, rows of a device and microbatch first.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            metavar="N",
+            help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, MFU and cost.",
         ),
     ] = None,
     price: Annotated[
@@ -178,9 +210,21 @@ def plan(
             help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
         ),
     ] = None,
+    optimizer: OptimizerOption = "adamw",
+    moments: MomentsOption = None,
+    offload: OffloadOption = None,
+    frozen: FrozenOption = None,
+    search: SearchOption = False,
+    save: SaveOption = None,
     chart: Annotated[
         Path | None,
         typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write answer, pictures and tables as one self-contained page."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
@@ -194,6 +238,9 @@ def plan(
     step. Where activations are not known, the peak is a lower bound, and the answer for a policy is no or unknown,
     never yes. The exit status is 1 when no policy is known to fit.
 
+    With --search, the command also finds the largest batch, the fewest devices, and for a policy that does not fit the
+    fewest changes that make it fit, as a policy file for both runtimes. The search is by planning: nothing is compiled.
+
     With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
     any JAX model. The table shows what the compiled programs hold and send, whether they fit, and an estimate of the
     time of a step. Answers are kept below ~/.cache/twinshard. The compilers come with
@@ -202,51 +249,82 @@ def plan(
     \b
     Example:
       twinshard plan fsdp zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
+      twinshard plan no_shard --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
+      twinshard plan fsdp --model llama3-8b --optimizer adafactor --frozen 'embed.*' --devices 8
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
       twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
-    from bridge.checkpoints.picture import PictureError, check_picture_path, save_picture
-    from bridge.commands.plan_targets import TargetOptions, compile_targets, print_targets
-    from bridge.planning.adapt import with_node, with_units
+    from bridge.checkpoints.picture import PictureError
+    from bridge.commands.plan_pictures import check_paths, write_pictures
+    from bridge.commands.plan_search import check_options, print_search, searched
+    from bridge.commands.plan_targets import (
+        CompiledSteps,
+        TargetOptions,
+        compile_targets,
+        describe_step,
+        print_targets,
+    )
+    from bridge.planning.adapt import with_frozen, with_node, with_units
     from bridge.planning.comparison import compare
     from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
     from bridge.planning.formulas import Attention
     from bridge.planning.models import resolve_models
+    from bridge.planning.optimizers import parse_optimizer
     from bridge.planning.runtimes import RUNTIMES
+    from bridge.planning.search_report import as_json
     from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
     try:
+        check_options(search, save, memory, target)
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
         share = parse_share(reserve)
         kind = None if attention is None else Attention(attention.value)
         works = [
-            Workload(batch, tokens, micro)
+            Workload(batch, of_row, micro)
             for micro in parse_counts(microbatches, "microbatches")
-            for tokens in parse_counts(length, "length")
+            for of_row in parse_counts(length, "length")
         ]
         wanted = TargetOptions.of(
-            target, engine.value, loss, batch_shapes, devices, runtime.value, price, efficiency
+            target,
+            engine.value,
+            loss,
+            batch_shapes,
+            devices,
+            runtime.value,
+            price,
+            efficiency,
+            xla is XlaChoice.recommended,
+            tokens,
         )
         counts = wanted.counts if wanted else parse_counts(devices or "8")
-        if chart is not None:
-            check_picture_path(chart)
+        check_paths(chart, page)
         runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
-        step = wanted and wanted.step(model, works, stacks)
-        models = resolve_models(model, runtimes, stacks, kind)
+        trainer = parse_optimizer(optimizer, moments, offload)
+        step = wanted and wanted.step(model, works, stacks, trainer, tuple(frozen or ()))
+        models = {
+            one: with_frozen(found, frozen or ())
+            for one, found in resolve_models(model, runtimes, stacks, kind).items()
+        }
         loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
         loaded = with_node(loaded, node, counts)
-        comparison = compare(models, loaded, counts, works, limit, share)
+        comparison = compare(models, loaded, counts, works, limit, share, trainer)
+        findings = searched(comparison, loaded, trainer, node, save) if search else None
         checks = []
         if compile_ and not wanted:
+            if frozen:
+                raise PlanError(
+                    "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
+                    "units from forward to backward, which it does not on accelerators; use --target"
+                )
             from bridge.planning.compiled import check_compiled
 
             checks = [
-                check_compiled(model, policy, count, work, stacks, kind)
+                check_compiled(model, policy, count, work, stacks, trainer, kind)
                 for policy in loaded
                 for count in counts
                 for work in works
@@ -254,25 +332,33 @@ def plan(
         compiled = (
             wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit, float(share))
         )
-        if chart is not None:
-            from bridge.planning.chart import chart as draw
-
-            save_picture(draw(comparison), chart)
+        steps = None
+        if wanted and step and compiled:
+            steps = CompiledSteps(
+                model,
+                describe_step(models["jax"], step),
+                compiled,
+                wanted.roofline(models["jax"], step),
+            )
+        write_pictures(chart, page, comparison, steps)
     except (PlanError, PictureError, OSError) as error:
         print_line(Console(stderr=True), f"error: {error}")
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
-        if wanted and step and compiled:
-            roofline = wanted.roofline(models["jax"], step)
-            found["targets"] = compiled.as_dict([roofline.estimate(row).as_dict() for row in compiled.rows])
+        found["search"] = None if findings is None else as_json(findings, model)
+        if steps:
+            times = [steps.roofline.estimate(row).as_dict() for row in steps.plan.rows]
+            found["targets"] = steps.plan.as_dict(times)
         else:
             found["targets"] = None
         print_json(out, found)
-    elif wanted and step and compiled:
-        print_targets(out, models["jax"], step, compiled, wanted.roofline(models["jax"], step))
+    elif steps:
+        print_targets(out, steps)
     else:
         _print(out, comparison)
+        if findings is not None:
+            print_search(out, findings, model, save)
         for check in checks:
             print_line(out)
             print_table(out, *check.table(), left=1)
@@ -280,7 +366,8 @@ def plan(
     if compiled:
         raise typer.Exit(0 if compiled.good else 1)
     agreed = all(check.agrees for check in checks)
-    raise typer.Exit(0 if comparison.anything_fits and agreed else 1)
+    fits = comparison.anything_fits or any(one.ways for one in findings or ())
+    raise typer.Exit(0 if fits and agreed else 1)
 
 
 def _print(out: Console, comparison: Comparison) -> None:

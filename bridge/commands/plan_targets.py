@@ -16,14 +16,25 @@ from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.sizes import parse_counts
 from bridge.planning.step_time import Efficiency
-from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, tasks_of
+from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
 from bridge.planning.target_report import LEFT, notes, table, unrolled_layers
 from bridge.planning.target_step import ENGINES, StepRequest
 from bridge.planning.target_time import Roofline, parse_efficiency
 from bridge.planning.targets import Target, targets_named
 from bridge.sharding import ShardingPolicy
+
+
+@dataclass(frozen=True)
+class CompiledSteps:
+    """``described``: what a step is, in a line."""
+
+    model: str
+    described: str
+    plan: TargetPlan
+    roofline: Roofline
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class TargetOptions:
     batch: dict[str, BatchArray]
     price: float | None
     efficiency: Efficiency
+    recommended: bool = False
+    tokens: int | None = None
 
     @staticmethod
     def of(
@@ -47,13 +60,15 @@ class TargetOptions:
         runtime: str,
         price: float | None,
         efficiency: str | None,
+        recommended: bool = False,
+        tokens: int | None = None,
     ) -> TargetOptions | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency)):
+            if any(one is not None for one in (loss, batch_shapes, price, efficiency, tokens)) or recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --price, --efficiency: expected --target NAME,..., which compiles such a "
-                    "step"
+                    "--loss, --batch-shapes, --tokens, --price, --efficiency, --xla: expected --target NAME,..., which "
+                    "compiles such a step"
                 )
             return None
         if runtime == "torch":
@@ -68,7 +83,7 @@ class TargetOptions:
         batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
         engines = ENGINES if engine == "both" else (engine,)
         reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached)
+        return TargetOptions(found, engines, loss, batch, price, reached, recommended, tokens)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -78,10 +93,18 @@ class TargetOptions:
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
         """What times of the compiled steps assume."""
         work = step.workload
-        tokens = work.microbatches * work.batch * work.length if step.is_language_model else None
+        rows = work.batch * work.length if step.is_language_model else self.tokens
+        tokens = None if rows is None else work.microbatches * rows
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
-    def step(self, model: str, works: Sequence[Workload], stacked: tuple[str, ...]) -> StepRequest:
+    def step(
+        self,
+        model: str,
+        works: Sequence[Workload],
+        stacked: tuple[str, ...],
+        optimizer: Optimizer,
+        frozen: tuple[str, ...],
+    ) -> StepRequest:
         """Raises ``PlanError`` for several workloads."""
         if len(works) > 1:
             raise PlanError(
@@ -89,7 +112,13 @@ class TargetOptions:
                 "command once for each"
             )
         (work,) = works
-        found = StepRequest(model, work, stacked, self.loss, self.batch)
+        found = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
+        if found.is_language_model and self.tokens is not None:
+            raise PlanError(
+                f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
+            )
+        if not found.is_language_model and self.price is not None and self.tokens is None:
+            raise PlanError("--price: expected --tokens N beside it, of a device and microbatch, got none")
         if self.loss is not None:
             # A wrong path is told at once, not by each of many compilations.
             found.loss_function()
@@ -106,7 +135,7 @@ def compile_targets(
 ) -> TargetPlan:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
-    tasks, refused = tasks_of(policies, options.targets, options.engines)
+    tasks, refused = tasks_of(policies, options.targets, options.engines, options.recommended)
     names = ", ".join(policy.source for policy in policies)
     print_line(
         errors,
@@ -123,9 +152,7 @@ def compile_targets(
         rows = list(
             compile_tasks(step, tasks, (memory, reserve), begin, lambda text: print_line(errors, text))
         )
-    order = {task: place for place, task in enumerate(map(str, tasks))}
-    rows.sort(key=lambda row: order[str(row.task)])
-    return TargetPlan(tuple(rows), tuple(refused))
+    return in_order(rows, tasks, refused)
 
 
 @contextmanager
@@ -156,20 +183,25 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def print_targets(
-    out: Console, model: Model, step: StepRequest, plan: TargetPlan, roofline: Roofline
-) -> None:
-    """The tables, and what is to say of them."""
+def describe_step(model: Model, step: StepRequest) -> str:
+    """What a step is, in a line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_language_model
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
-    print_line(
-        out,
-        f"{model.name}: {model.numel:,} parameters; {batch} a device and step; bytes of one device, as XLA compiled",
-    )
+    frozen = sum(one.numel for one in model.parameters if not one.trainable)
+    parts = [f"{model.numel:,} parameters" + (f", of which {frozen:,} are frozen" if frozen else "")]
+    parts += [f"{batch} a device and step"]
+    parts += [f"optimizer {step.optimizer}"] if step.optimizer != ADAMW else []
+    return "; ".join([*parts, "bytes of one device, as XLA compiled"])
+
+
+def print_targets(out: Console, steps: CompiledSteps) -> None:
+    """The tables, and what is to say of them."""
+    plan, roofline = steps.plan, steps.roofline
+    print_line(out, f"{steps.model}: {steps.described}")
     print_line(out)
     print_table(out, *table(plan), left=LEFT)
     for line in notes(plan):

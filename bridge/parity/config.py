@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.parity.corpus import VOCABULARY
+from bridge.sharding import PolicyError, ShardingPolicy
 
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -166,6 +167,13 @@ class LegPolicy:
         found = precision.get("compute", precision.get("main")) if isinstance(precision, dict) else None
         return found if isinstance(found, str) else "float32"
 
+    def data_ranks(self, ranks: int) -> int:
+        """Among how many of ``ranks`` a global batch is divided; all where the policy does not fit, see ``compute``."""
+        try:
+            return ShardingPolicy.parse(self.text, self.source).data_ranks(ranks)
+        except PolicyError:
+            return ranks
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -229,7 +237,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """A whole relay. Raises ``ConfigError`` when a leg's ranks and microbatches do not divide the global batch.
+    """A whole relay. Raises ``ConfigError`` when a leg's data ranks and microbatches do not divide the global batch.
 
     repeats: how often the fp32 reference runs again, with other rounding only, for the band that the losses of the legs
     must stay in; at least 2, or 0 for none.
@@ -246,12 +254,13 @@ class RelayConfig:
         _require(self.repeats != 1, "repeats", "0, or 2 and more, as one shows no spread", self.repeats)
         _require(len(self.legs) > 0, "relay", "at least one [[leg]]", len(self.legs))
         for number, leg in enumerate(self.legs, 1):
-            parts = leg.ranks * leg.microbatches
+            ranks = leg.sharding.data_ranks(leg.ranks)
+            parts = ranks * leg.microbatches
             _require(
                 self.data.batch % parts == 0,
                 f"leg {number} ({leg.title})",
                 f"ranks x microbatches to divide the global batch of {self.data.batch} sequences",
-                f"{leg.ranks} x {leg.microbatches} = {parts}",
+                f"{ranks} x {leg.microbatches} = {parts}",
             )
 
     @property

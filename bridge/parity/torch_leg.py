@@ -20,6 +20,7 @@ from torch_impl import (
     save_checkpoint,
 )
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
+from torch_impl.parallel.cuts import plan_cuts
 
 
 def run(job: Job) -> None:
@@ -46,6 +47,8 @@ def _train(job: Job, device: torch.device) -> None:
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)
     given = leg.sharding
+    # Ranks of model axes, which are innermost, have the same rows.
+    alike = world // given.data_ranks(world)
     sharded = cast(FSDPModule, ShardingPolicy.parse(given.text, given.source).apply(model))
     optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
 
@@ -56,7 +59,7 @@ def _train(job: Job, device: torch.device) -> None:
         batch = corpus.global_batch(
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
-        own = torch.from_numpy(rank_slice(batch, rank, world)).long().to(device)
+        own = torch.from_numpy(rank_slice(batch, rank // alike, world // alike)).long().to(device)
         mean = torch.zeros((), dtype=torch.float64, device=device)
         for number, part in enumerate(own.chunk(leg.microbatches)):
             sharded.set_is_last_backward(number == leg.microbatches - 1)
@@ -79,10 +82,12 @@ def rehearse(job: Job) -> None:
     """Shard the leg's model by its policy, on one rank instead of many, and run it over two tokens and back."""
     given = job.leg.sharding
     policy = ShardingPolicy.parse(given.text, given.source)
-    policy.mesh_sizes(job.leg.ranks)
+    sizes = policy.mesh_sizes(job.leg.ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = Decoder(DecoderConfig(**vars(job.model)))
+        # One rank can be cut into nothing, so what the model axes would cut is checked apart.
+        plan_cuts(policy, model, sizes)
         replace(policy, mesh=dict.fromkeys(policy.mesh, 1)).apply(model)
         tokens = torch.zeros(1, 3, dtype=torch.long)
         next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()

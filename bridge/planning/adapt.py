@@ -1,11 +1,17 @@
-"""A policy for another model or another machine: other names of layers, another number of devices in a node."""
+"""A policy for another model or machine, and a model with frozen parameters.
+
+A policy may get other names of layers and another number of devices in a node.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge.planning.errors import PlanError
+from bridge.planning.model import Model
 from bridge.sharding import PolicyError, ShardingPolicy
 
 
@@ -36,25 +42,58 @@ def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolic
 def with_node(
     policies: Sequence[ShardingPolicy], node: int | None, counts: Sequence[int]
 ) -> list[ShardingPolicy]:
-    """The policies with ``node`` devices on the inner axis of those with two axes; as they are where ``node`` is None.
+    """The policies with the ``node`` devices of a node on their model axes and the inner one of two data-parallel axes.
+
+    As they are where ``node`` is None.
 
     Raises ``PlanError`` where ``node`` does not divide one of ``counts``, where the outer axis is not "all", and where
     no policy has two axes.
     """
     if node is None:
         return list(policies)
-    if all(len(policy.axes) == 1 for policy in policies):
+    if all(len(policy.data_axes) == 1 for policy in policies):
         raise PlanError("--node: expected a policy with two mesh axes, such as hsdp or hfsdp, got none")
     uneven = [count for count in counts if count % node]
     if uneven:
         raise PlanError(
             f"--node: expected numbers of devices that {node} divides, got {', '.join(map(str, uneven))}"
         )
-    return [policy if len(policy.axes) == 1 else _with_inner(policy, node) for policy in policies]
+    return [policy if len(policy.data_axes) == 1 else _with_inner(policy, node) for policy in policies]
 
 
 def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
-    (outer, size), (inner, _) = policy.axes
+    (outer, size), (inner, _), *model = policy.axes
     if size != "all":
         raise PlanError(f'--node: expected {outer} = "all" in [mesh] of {policy.source}, got {size!r}')
-    return replace(policy, mesh={outer: size, inner: node})
+    # Model axes are innermost: they lie within a node.
+    beside = math.prod(int(ranks) for _, ranks in model)
+    if node % beside:
+        raise PlanError(
+            f"--node: expected a node of devices that the {beside} on model axes of {policy.source} divide, got {node}"
+        )
+    return replace(policy, mesh={outer: size, inner: node // beside, **dict(model)})
+
+
+def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
+    """The model with parameters that are not trained, as ``frozen=`` of ``jax_impl`` and ``requires_grad=False``.
+
+    patterns: of whole paths of parameters, with dots or slashes: ``embed.*``, ``*/norm/*``; ``*`` matches any of both.
+
+    Raises ``PlanError`` for a pattern that matches no parameter, and where none is left to train.
+    """
+    paths = [one.path for one in model.parameters]
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(paths, pattern.replace("/", "."))
+        if not matching:
+            raise PlanError(
+                f"--frozen: expected patterns of parameter paths, but {pattern!r} matches none of "
+                f"{', '.join(paths[:8])}"
+            )
+        found.update(matching)
+    parameters = tuple(
+        replace(one, trainable=one.trainable and one.path not in found) for one in model.parameters
+    )
+    if not any(one.trainable for one in parameters):
+        raise PlanError(f"--frozen: expected parameters that are trained, got none left in {model.name}")
+    return replace(model, parameters=parameters)

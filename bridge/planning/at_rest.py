@@ -5,22 +5,26 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
 
     kind              PyTorch                                 JAX
     main weights      m S_o                                   m S_o
-    moments (Adam)    2 m R_o: tensors by parameter           2 m S_o: buffers like the weights'
+    moments (AdamW)   2 m R_o: tensors by parameter           2 m S_o: buffers like the weights'
     gradients         g S_o, until zero_grad                  0: they live in the step only
     compute weights   p = 0: c S_0, but 0 where the main      0
                       weights are whole and of the dtype;
                       0 < p < o: c S_p; p = o: 0
 
-Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no moments. The optimizer's
-step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
+Moments of other optimizers and dtypes are those of ``optimizers``; what lies in CPU memory is a kind of its own, not of
+the device's total. Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no
+moments. The optimizer's step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from bridge.planning.buffers import GroupBuffers
+from bridge.planning.optimizers import ADAMW, Optimizer
+
+KINDS = ("main_weights", "moments", "gradients", "compute_weights")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Stored:
     def __add__(self, other: Stored) -> Stored:
         return Stored(self.allocated + other.allocated, self.real + other.real)
 
+    def times(self, count: int) -> Stored:
+        return Stored(self.allocated * count, self.real * count)
+
     @property
     def padding(self) -> int:
         return self.allocated - self.real
@@ -40,58 +47,80 @@ class Stored:
 
 @dataclass(frozen=True)
 class AtRest:
-    """The bytes of one device, after a step and before its gradients are cleared."""
+    """The bytes of one device, after a step and before its gradients are cleared. ``host``: moments in CPU memory."""
 
     main_weights: Stored = Stored()
     moments: Stored = Stored()
     gradients: Stored = Stored()
     compute_weights: Stored = Stored()
+    host: int = 0
 
     def __add__(self, other: AtRest) -> AtRest:
-        return AtRest(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return AtRest(
+            self.main_weights + other.main_weights,
+            self.moments + other.moments,
+            self.gradients + other.gradients,
+            self.compute_weights + other.compute_weights,
+            self.host + other.host,
+        )
 
     def times(self, count: int) -> AtRest:
         """The bytes of ``count`` equal units."""
-        values = [getattr(self, f.name) for f in fields(self)]
-        return AtRest(*(Stored(one.allocated * count, one.real * count) for one in values))
+        return AtRest(
+            self.main_weights.times(count),
+            self.moments.times(count),
+            self.gradients.times(count),
+            self.compute_weights.times(count),
+            self.host * count,
+        )
 
     @property
     def padding(self) -> int:
-        return sum(getattr(self, f.name).padding for f in fields(self))
+        return sum(getattr(self, kind).padding for kind in KINDS)
 
     @property
     def total(self) -> int:
-        """Bytes allocated, padding included."""
-        return sum(getattr(self, f.name).allocated for f in fields(self))
+        """Bytes allocated on the device, padding included."""
+        return sum(getattr(self, kind).allocated for kind in KINDS)
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of parameters by kind, then of padding; they sum to ``total``."""
-        return {**{f.name: getattr(self, f.name).real for f in fields(self)}, "padding": self.padding}
+        return {**{kind: getattr(self, kind).real for kind in KINDS}, "padding": self.padding}
 
 
-def at_rest(groups: Iterable[GroupBuffers], runtime: str, device: int) -> AtRest:
-    """The bytes of one unit on ``device``; devices are numbered row-major on the mesh."""
-    return sum((_of_group(group, runtime, device) for group in groups), AtRest())
+def at_rest(
+    groups: Iterable[GroupBuffers],
+    runtime: str,
+    device: int,
+    optimizer: Optimizer = ADAMW,
+    on_host: Collection[str] = (),
+) -> AtRest:
+    """The bytes of one unit on ``device``; devices are numbered row-major on the mesh.
+
+    on_host: names of parameters in the unit whose moments are in CPU memory, in PyTorch.
+    """
+    return sum((_of_group(group, runtime, device, optimizer, on_host) for group in groups), AtRest())
 
 
-def _of_group(group: GroupBuffers, runtime: str, device: int) -> AtRest:
+def _of_group(
+    group: GroupBuffers, runtime: str, device: int, optimizer: Optimizer, on_host: Collection[str]
+) -> AtRest:
     strategy = group.strategy
 
     def stored(level: int, size: int) -> Stored:
         return Stored(group.size(level) * size, group.real(level, device) * size)
 
     main = stored(strategy.optimizer, group.main_bytes)
-    moments = gradients = compute = Stored()
-    if group.shape.trainable:
-        moments = stored(strategy.optimizer, 2 * group.main_bytes)
+    held = optimizer.held(group, runtime, device, on_host)
+    moments = Stored(held.allocated, held.real)
     if runtime == "jax":
-        return AtRest(main, moments)
+        return AtRest(main, moments, host=held.host)
+    gradients = compute = Stored()
     if group.shape.trainable:
-        moments = Stored(moments.real, moments.real)
         gradients = stored(strategy.optimizer, group.grad_bytes)
     if keeps_weights(group):
         compute = stored(strategy.parameters, group.compute_bytes)
-    return AtRest(main, moments, gradients, compute)
+    return AtRest(main, moments, gradients, compute, held.host)
 
 
 def keeps_weights(group: GroupBuffers) -> bool:

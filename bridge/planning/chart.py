@@ -29,9 +29,9 @@ def chart(comparison: Comparison) -> Figure:
     memory.set_yticks(range(len(plans)), labels)
     memory.invert_yaxis()
     if comparison.memory is not None:
-        memory.axvline(comparison.memory, color="black", linestyle="--", linewidth=1)
+        memory.axvline(comparison.memory, color="black", linestyle="--", linewidth=1, label="device's memory")
     if comparison.usable not in (None, comparison.memory):
-        memory.axvline(comparison.usable, color="black", linestyle=":", linewidth=1)
+        memory.axvline(comparison.usable, color="black", linestyle=":", linewidth=1, label="less the reserve")
     first = plans[0]
     memory.set_title(f"{first.model.name}: bytes at the peak, on one device")
     traffic.set_title("bytes that a device sends in a step")

@@ -8,7 +8,8 @@ the largest of the runtimes'.
 A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
 what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
 
-A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest.
+A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest. A peak on a
+mesh with model axes counts whole activations, and is an upper bound: a plan that it does not fit may fit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from fractions import Fraction
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
+from bridge.planning.optimizers import ADAMW, Optimizer
+from bridge.planning.peak import ACTIVATIONS
 from bridge.sharding import ShardingPolicy
 
 RESERVE = Fraction(1, 10)
@@ -62,8 +65,11 @@ class Comparison:
         usable = self.usable
         if usable is None:
             return None
-        if plan.peak.total > usable:
+        activations = sum(plan.peak.terms[name] for name in ACTIVATIONS)
+        if plan.peak.total - (activations if plan.peak_is_upper_bound else 0) > usable:
             return False
+        if plan.peak_is_upper_bound and plan.peak.total > usable:
+            return None
         return True if plan.peak.complete else None
 
     @property
@@ -110,14 +116,22 @@ def compare(
     workloads: Workload | Sequence[Workload],
     memory: int | None = None,
     reserve: Fraction = RESERVE,
+    optimizer: Optimizer = ADAMW,
 ) -> Comparison:
     """Plan every model (by runtime) under every policy on every number of devices, for every workload.
 
-    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices.
+    A runtime that cannot run ``optimizer`` is left out, and told of in ``refused``.
+
+    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices, and when no
+    runtime can run the optimizer.
     """
+    reasons = {one: optimizer.why_not(one, model.stacks) for one, model in models.items()}
+    models = {one: model for one, model in models.items() if reasons[one] is None}
+    if not models:
+        raise PlanError("; ".join(reason for reason in reasons.values() if reason))
     works = [workloads] if isinstance(workloads, Workload) else workloads
     plans: list[Plan] = []
-    refused: list[str] = []
+    refused = [reason for reason in reasons.values() if reason]
     for policy in policies:
         possible = []
         for count in devices:
@@ -130,7 +144,7 @@ def compare(
             raise PlanError(refused[-1])
         for count in possible:
             plans += [
-                make_plan(model, policy, count, runtime, workload)
+                make_plan(model, policy, count, runtime, workload, optimizer=optimizer)
                 for workload in works
                 for runtime, model in models.items()
             ]

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from bridge.planning.device_bytes import allocated, held
+from bridge.planning.optimizers import CONSTANTS
 from bridge.planning.runtimes import framework
 from bridge.planning.target_step import StepRequest
 
@@ -29,48 +30,35 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     runtime = framework("jax_impl")
     runtime.simulate_devices(request["devices"])
     jax = framework("jax")
-    step = StepRequest.from_json(request["step"])
+    asked = StepRequest.from_json(request["step"])
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
     mesh = runtime.data_parallel_mesh(policy.mesh_sizes(request["devices"]))
-    plan = runtime.plan_sharding(step.abstract_model(), mesh, policy, stacked=step.stacked)
-    rows = step.global_batch(plan)
-    weights = {
-        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
-        for key, stored in plan.arrays.items()
-    }
-    trained = {key: array for key, array in weights.items() if key in plan.trainable}
-    optimizer = runtime.main_weight_adamw(1e-3)
-    gradients = runtime.make_gradients(plan, step.loss_function(), step.workload.microbatches)
+    plan = runtime.plan_sharding(asked.abstract_model(), mesh, policy, stacked=asked.stacked)
+    rows = asked.global_batch(plan)
+    optimizer = asked.optimizer.transformation()
+    state = runtime.abstract_state(plan, optimizer)
+    loss, microbatches = asked.loss_function(), asked.workload.microbatches
+    gradients = runtime.make_gradients(plan, loss, microbatches)
     traced: Counter[tuple[str, str, int]] = Counter()
-    for one, calls in runtime.count_collectives(gradients, weights, rows).items():
+    for one, calls in runtime.count_collectives(gradients, state.weights, rows).items():
         traced[_KINDS[one.kind], one.dtype, one.size * jax.numpy.dtype(one.dtype).itemsize] += calls
-    first = jax.jit(gradients).lower(weights, rows).compile()
+    step = runtime.make_train_step(plan, loss, optimizer, microbatches=microbatches)
+    first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
     for one, calls in runtime.count_compiled_collectives(first).items():
         # The CPU compiler carries bfloat16 in float32: elements are what can be compared.
         kept[_KINDS.get(one.kind, one.kind), one.size] += calls
 
-    def placed(leaf: Any) -> Any:
-        same = [array.sharding for array in trained.values() if array.shape == leaf.shape]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=same[0] if same else plan.replicated)
-
-    state = jax.tree.map(placed, jax.eval_shape(optimizer.init, trained))
-    moments = held(jax.tree.leaves(state))
-    dtypes = {key: out.dtype for key, out in jax.eval_shape(gradients, weights, rows)[1].items()}
-    given = {
-        key: jax.ShapeDtypeStruct(array.shape, dtypes[key], sharding=array.sharding)
-        for key, array in trained.items()
-    }
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (trained, state))
-    second = jax.jit(
-        lambda weights, state, gradients: optimizer.apply(gradients, state, weights),
-        donate_argnums=(0, 1),
-        out_shardings=shardings,
-    )
-    update = second.lower(trained, state, given).compile()
+    moments = held(jax.tree.leaves(state.opt_state))
+    counters = [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if jax.tree_util.keystr(path).endswith(CONSTANTS)
+    ]
     return {
-        "weights": held(weights.values()),
+        "weights": held(state.weights.values()),
         "moments": moments,
+        "counters": held(counters),
         "gradient_program": allocated(first),
         "update_program": allocated(update),
         "peak": max(moments + allocated(first)["total"], allocated(update)["total"]),

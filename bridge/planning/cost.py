@@ -6,7 +6,8 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import numpy as np
 from bridge.planning.at_rest import AtRest, at_rest
 from bridge.planning.buffers import GroupBuffers, buffers_of
 from bridge.planning.errors import PlanError
+from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
 from bridge.planning.peak_steps import StepUnit
 from bridge.planning.traffic import Calls, Traffic, step_calls
-from bridge.planning.units import UnitKind, cut
+from bridge.planning.units import CutModel, UnitKind, cut
 from bridge.sharding import PolicyError, ShardingPolicy
 
 LARGE_PADDING = 0.05
@@ -29,7 +32,10 @@ LARGE_PADDING = 0.05
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one device in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens."""
+    """The work of one data rank in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens.
+
+    A data rank is one device, or all places of the model axes together, which have the same sequences.
+    """
 
     batch: int = 1
     length: int = 4096
@@ -46,13 +52,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Equal units, planned once. ``at_rest`` and ``calls`` are of one of them, on the plan's device."""
+    """Equal units, planned once. ``at_rest`` and ``calls`` are of one of them, on the plan's device.
+
+    ``on_host``: names of the parameters in one whose moments PyTorch keeps in CPU memory.
+    """
 
     paths: tuple[str, ...]
     kind: UnitKind
     groups: tuple[GroupBuffers, ...]
     at_rest: AtRest
     calls: Calls
+    on_host: frozenset[str] = frozenset()
 
     @property
     def count(self) -> int:
@@ -66,7 +76,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters of one unit."""
+        """Elements of the parameters of one unit, of cut ones of one part."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -80,6 +90,7 @@ class UnitPlan:
 class Plan:
     """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
 
+    ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
     ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. Only the peak depends on it.
     """
 
@@ -91,6 +102,8 @@ class Plan:
     prefetch: int
     device: int
     units: tuple[UnitPlan, ...]
+    exchanges: Calls | None = None
+    optimizer: Optimizer = ADAMW
 
     @cached_property
     def at_rest(self) -> AtRest:
@@ -103,6 +116,7 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
+        calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
     @cached_property
@@ -115,7 +129,8 @@ class Plan:
         ]
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
-        return step_peak(
+        placed = [(group, unit.on_host) for unit in self.units for group in unit.groups * unit.count]
+        peak = step_peak(
             self.model,
             units,
             self.at_rest,
@@ -124,7 +139,16 @@ class Plan:
             work.length,
             work.microbatches,
             self.prefetch,
+            self.optimizer.staged(placed, self.runtime, self.device),
         )
+        # XLA chooses what an update brings together that looks at shapes.
+        known = self.runtime == "torch" or not self.optimizer.by_parameter
+        return replace(peak, complete=peak.complete and known)
+
+    @property
+    def peak_is_upper_bound(self) -> bool:
+        """Whether the peak counts whole activations, of which model axes cut some."""
+        return self.mesh.model_ranks > 1 and self.peak.complete
 
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None
@@ -132,7 +156,7 @@ class Plan:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters, of cut ones of one part."""
         return sum(unit.numel * unit.count for unit in self.units)
 
     @property
@@ -175,20 +199,25 @@ def make_plan(
     workload: Workload,
     *,
     device: int | None = None,
+    optimizer: Optimizer = ADAMW,
 ) -> Plan:
     """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
 
     device: the device whose bytes at rest the plan gives; None: the first of those that hold most.
 
-    Raises ``PlanError`` when the policy does not fit the model or the devices.
+    Raises ``PlanError`` when the policy does not fit the model or the devices, and when the runtime cannot run the
+    optimizer.
     """
+    if reason := optimizer.why_not(runtime, model.stacks):
+        raise PlanError(reason)
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
         raise PlanError(str(error)) from error
+    moved = optimizer.offloaded(model.parameters) if runtime == "torch" else frozenset()
     kinds = {
-        kind: (tuple(paths), buffers_of(kind, mesh))
-        for kind, paths in cut(model, policy, runtime).kinds().items()
+        (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
+        for (kind, on_host), paths in _kinds(cut(model, policy, runtime, dict(mesh.model)), moved).items()
     }
     if device is None:
         held = sum(
@@ -207,10 +236,33 @@ def make_plan(
             paths,
             kind,
             groups,
-            at_rest(groups, runtime, device),
+            at_rest(groups, runtime, device, optimizer, on_host),
             step_calls(groups, runtime, workload.microbatches, kind.reruns),
+            on_host,
         )
-        for kind, (paths, groups) in kinds.items()
+        for (kind, on_host), (paths, groups) in kinds.items()
     )
     prefetch = 1 if policy.prefetch is None else policy.prefetch
-    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units)
+    known = _exchanges(model, policy, mesh, runtime, workload)
+    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+
+
+def _exchanges(
+    model: Model, policy: ShardingPolicy, mesh: MeshShape, runtime: str, workload: Workload
+) -> Calls | None:
+    if mesh.model_ranks == 1:
+        return Calls()
+    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens.
+    if runtime == "jax" or not model.activations:
+        return None
+    return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)
+
+
+def _kinds(model: CutModel, moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
+    """Paths of equal units, by their kind and the names in them of which the moments are in CPU memory."""
+    found: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
+    for unit in model.units:
+        names = (name for group in unit.kind.groups for name in group.names) if moved else ()
+        on_host = frozenset(name for name in names if f"{unit.path}.{name}".lstrip(".") in moved)
+        found.setdefault((unit.kind, on_host), []).append(unit.path)
+    return found

@@ -123,7 +123,7 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
 
     nnx = framework("flax.nnx")
 
-    class Tied(nnx.Module):  # type: ignore[name-defined, misc]  # the framework is imported when it is used
+    class Tied(nnx.Module):  # type: ignore[name-defined]  # the framework is imported when it is used
         def __init__(self) -> None:
             self.norm, self.embed = model.norm, model.embed
 

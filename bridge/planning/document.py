@@ -6,20 +6,25 @@ workload      batch, length (per device and microbatch), microbatches; the first
 memory        bytes of a device, or null
 reserve       the share of ``memory`` that stays free
 usable        bytes of a device without the reserve, or null
+optimizer     name, moments (dtypes of the first and second, null for that of the main weights), offload (a share)
+frozen        number of elements that are not trained
 plans         a list, one for each policy, number of devices, workload and runtime:
   policy, runtime, devices, mesh {axis: size}, prefetch, workload
   attention     "fused" or "plain", which the activations are counted with; null where the model's own code says
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
-  peak          "moment", "total", "terms" (bytes), "activations_known"
+  host          bytes of moments in CPU memory, not in ``at_rest``
+  peak          "moment", "total", "terms" (bytes), "activations_known", "lower_bound"; "upper_bound": whether it counts
+                whole activations, of which model axes cut some
   traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
+  model_axes_counted  whether ``traffic`` has what model axes send; true where there are none
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``usable``; null without ``memory``, and when the peak is a lower bound that
-                is within it (see "activations_known")
-  units         a list of kinds of units: paths, parameters (elements of one), strategy, granularity, align, recompute,
-                padding, at_rest (bytes of one) and traffic (of one), as above
+  fits          whether the peak is within ``usable``; null without ``memory``, when the peak is a lower bound that is
+                within it (see "lower_bound"), and when the peak is an upper bound that is not
+  units         a list of kinds of units: paths, parameters (elements of one; of cut parameters of one part), strategy,
+                granularity, align, recompute, padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
 cheapest      a list, for each number of devices and workload: devices, workload, policy (null when none is known to
               fit), unknown (policies of which that is not known); empty without ``memory``
@@ -28,6 +33,15 @@ refused       why policies were left out on numbers of devices
 The command adds:
 
 compiled      of --compile, a list: policy, devices, lines (what, planned, compiled, agrees)
+search        of --search, or null; a list, one for each policy, number of devices and workload:
+  policy, devices, workload, fits (null where unknown)
+  largest_batch   by runtime: sequences a device and microbatch, 0 where one is too many, null where unknown
+  fewest_devices  by runtime: devices (null where none of those tried is known to be enough), not_below (null, or
+                  a number below which the answer is no, and from which on it is unknown)
+  ways            policies with the fewest changes that fit in all runtimes, fewest bytes sent first: changes, peak,
+                  wire_bytes, largest_batch, policy (TOML)
+  nearest         where nothing fits: changes, peak, lower_bound, policy, fewest_devices of the lowest peak; or null
+  file            the policy file to use: as given where that fits, else the first of ``ways``; or null
 targets       of --target, or null:
   rows          a list, one for each policy, target and engine:
     policy, target, engine, devices, mesh, device_memory, reserve (a share of it), fits (null where failed), failed
@@ -73,6 +87,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "memory": comparison.memory,
         "reserve": float(comparison.reserve),
         "usable": comparison.usable,
+        "optimizer": {**first.optimizer.to_json(), "offload": float(first.optimizer.offload)},
+        "frozen": sum(one.numel for one in first.model.parameters if not one.trainable),
         "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
         "cheapest": [{**vars(one), "workload": vars(one.workload)} for one in comparison.choices],
         "refused": comparison.refused,
@@ -85,19 +101,23 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "policy": plan.policy,
         "runtime": plan.runtime,
         "devices": mesh.devices,
-        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "mesh": mesh.all_axes,
         "prefetch": plan.prefetch,
         "attention": plan.model.attention,
         "workload": vars(plan.workload),
         "device": plan.device,
         "at_rest": _at_rest(plan.at_rest),
+        "host": plan.at_rest.host,
         "peak": {
             "moment": peak.moment,
             "total": peak.total,
             "terms": dict(peak.terms),
-            "activations_known": peak.complete,
+            "activations_known": bool(plan.model.activations),
+            "lower_bound": not peak.complete,
+            "upper_bound": plan.peak_is_upper_bound,
         },
-        "traffic": _traffic(plan.traffic, mesh.names),
+        "traffic": _traffic(plan.traffic, tuple(mesh.all_axes)),
+        "model_axes_counted": plan.exchanges is not None,
         "other": plan.traffic.loss,
         "wire_bytes": plan.traffic.wire_bytes(),
         "padding": plan.overhead,

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any, Self
 
-from bridge.planning.compilers import environment
+from bridge.planning import tpu_text
+from bridge.planning.compilers import environment, folders
 from bridge.planning.errors import PlanError
 
 _LONGEST = 3000
@@ -31,6 +33,7 @@ class Leg:
         self.module, self.platform = module, platform
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process
+        self._texts = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> Self:
         return self
@@ -68,6 +71,7 @@ class Leg:
         """End the process, also one that still compiles."""
         self.restart()
         self._errors.close()
+        self._texts.cleanup()
 
     def restart(self) -> None:
         """The next request has a new process."""
@@ -77,13 +81,15 @@ class Leg:
             self._process = None
 
     def _start(self) -> subprocess.Popen[str]:
+        libraries = [*folders(), *map(Path, sys.path)]
+        texts = tpu_text.settings(self._texts.name, libraries) if self.platform == "tpu" else {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=environment(self.platform),
+            env={**environment(self.platform), **texts},
         )
         return self._process
 

@@ -1,4 +1,7 @@
-"""The data-parallel mesh that a policy asks for, as numbers: sizes by axis, and which shard a device holds.
+"""The mesh that a policy asks for, as numbers: sizes by axis, and which shard a device holds.
+
+Model axes come after the data-parallel ones and take no part in sharding: all their places hold shards of the same
+number, of other parts of the parameters. Everything else here speaks of data-parallel axes.
 
 Axes are given outer to inner and counted from the innermost one. On M x N devices, row-major, shard k of what is cut
 over both axes lies on the device with coordinates (m, n), k = n M + m, so that a gather over the outer axis makes the
@@ -18,14 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.planning.errors import PlanError
+from bridge.sharding.mesh_axes import is_model_axis
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """``names`` and ``sizes`` of the axes, outer to inner."""
+    """``names`` and ``sizes`` of the data-parallel axes, outer to inner; ``model``: sizes of the model axes by name."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    model: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.names) != len(self.sizes) or min(self.sizes) < 1:
@@ -34,10 +39,22 @@ class MeshShape:
     @staticmethod
     def of(sizes: Mapping[str, int]) -> MeshShape:
         """From ``{axis: size}``, outer to inner."""
-        return MeshShape(tuple(sizes), tuple(sizes.values()))
+        data = {name: size for name, size in sizes.items() if not is_model_axis(name)}
+        model = tuple((name, size) for name, size in sizes.items() if name not in data)
+        return MeshShape(tuple(data), tuple(data.values()), model)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return " x ".join(f"{name} {size}" for name, size in self.all_axes.items())
+
+    @property
+    def all_axes(self) -> dict[str, int]:
+        """Sizes of all axes by name, outer to inner."""
+        return {**dict(zip(self.names, self.sizes, strict=True)), **dict(self.model)}
+
+    @property
+    def model_ranks(self) -> int:
+        """The number of places of all model axes."""
+        return math.prod(size for _, size in self.model)
 
     @property
     def ndim(self) -> int:
@@ -45,7 +62,8 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        return math.prod(self.sizes)
+        """Of all axes."""
+        return math.prod(self.sizes) * self.model_ranks
 
     def name(self, axis: int) -> str:
         """Of the axis that is ``axis`` from the innermost."""
@@ -61,7 +79,7 @@ class MeshShape:
 
     def shard_by_device(self, axes: int) -> np.ndarray:
         """``int64 [devices]``: the number of the shard that each device holds, devices row-major."""
-        coordinates = np.unravel_index(np.arange(self.devices), self.sizes)
+        coordinates = np.unravel_index(np.arange(self.devices) // self.model_ranks, self.sizes)
         index = np.zeros(self.devices, np.int64)
         for axis in range(axes):
             index = index * self.size(axis) + coordinates[self.ndim - 1 - axis]

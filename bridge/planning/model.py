@@ -20,12 +20,16 @@ from bridge.planning.errors import PlanError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: dotted ``path``, ``shape``, name of its ``dtype`` as given, and whether it is trained."""
+    """One parameter: dotted ``path``, ``shape``, name of its ``dtype`` as given, and whether it is trained.
+
+    kind: what its dimensions mean, see ``model_axes``; "": what its name says.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    kind: str = ""
 
     def __post_init__(self) -> None:
         if not self.path:

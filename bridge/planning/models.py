@@ -149,13 +149,27 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     """Parameters by their first name, in definition order, and the modules that have a forward."""
     nn = framework("torch.nn")
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    kinds = {
+        f"{path}.{name}".lstrip("."): _torch_kind(nn, module, name)
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
     parameters = tuple(
-        Parameter(path, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        Parameter(path, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, kinds[path])
         for path, p in model.named_parameters()
     )
     return parameters, tuple(
         path for path, module in model.named_modules() if not isinstance(module, containers)
     )
+
+
+def _torch_kind(nn: Any, module: Any, name: str) -> str:
+    """See ``Parameter``."""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.Linear):
+        return "bias" if name == "bias" else "linear"
+    return "other"
 
 
 def nnx_shapes(
@@ -173,8 +187,18 @@ def nnx_shapes(
     except ValueError as error:
         raise PlanError(f"model {name}: {error}") from error
     stacks = {path.replace("/", "."): length for path, length in lengths.items()}
+    convolutions = {
+        (*path, "kernel")
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Conv | nnx.ConvTranspose)
+    }
     parameters = [
-        Parameter(_dotted(path), tuple(variable.get_raw_value().shape), str(variable.get_raw_value().dtype))
+        Parameter(
+            _dotted(path),
+            tuple(variable.get_raw_value().shape),
+            str(variable.get_raw_value().dtype),
+            kind="convolution" if path in convolutions else "",
+        )
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
     ]
     modules = list(_nnx_modules(model))

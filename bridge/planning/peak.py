@@ -67,11 +67,16 @@ TERMS = (
     "activations",
     "segment",
 )
+ACTIVATIONS = ("activations", "segment")
+"""The terms that are of activations."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """``moment``: when it is, in words. ``terms``: bytes by name, see above. ``complete``: activations are known."""
+    """``moment``: when it is, in words. ``terms``: bytes by name, see above.
+
+    ``complete``: everything is known; else the sum is a lower bound.
+    """
 
     moment: str
     terms: Mapping[str, int]
@@ -91,8 +96,12 @@ def step_peak(
     length: int,
     microbatches: int,
     prefetch: int,
+    staged: int = 0,
 ) -> Peak:
-    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last."""
+    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last.
+
+    staged: bytes of moments that the update has on the device beside those at rest, see ``Optimizer.staged``.
+    """
     steps = list(steps_of(model, units, batch, length))
     kept = rest.compute_weights.allocated
     if runtime == "jax":
@@ -104,9 +113,9 @@ def step_peak(
         "compute_weights": kept,
     }
     moments = (
-        peak_jax.moments(steps, units, microbatches, prefetch, kept)
+        peak_jax.moments(steps, units, microbatches, prefetch, kept, staged)
         if runtime == "jax"
-        else peak_torch.moments(steps, units, microbatches, prefetch)
+        else peak_torch.moments(steps, units, microbatches, prefetch, staged)
     )
     moment, terms = max(moments, key=lambda one: sum({**always, **one[1]}.values()))
     named = {name: {**always, **terms}.get(name, 0) for name in TERMS}

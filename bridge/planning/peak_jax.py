@@ -72,9 +72,14 @@ class _Sizes:
 
 
 def moments(
-    steps: Sequence[Step], units: Sequence[StepUnit], microbatches: int, prefetch: int, kept: int
+    steps: Sequence[Step],
+    units: Sequence[StepUnit],
+    microbatches: int,
+    prefetch: int,
+    kept: int,
+    staged: int = 0,
 ) -> Iterator[Moment]:
-    """``kept``: bytes of compute weights that are there during the whole step."""
+    """``kept``: bytes of compute weights that are there during the whole step. ``staged``: see ``step_peak``."""
     sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
     outputs = _outputs(units, sizes)
     held = outputs + sum(one.sums for one in sizes.values())
@@ -95,7 +100,7 @@ def moments(
         {
             "compute_weights": 0,
             "gradients": sum(one.output for one in every),
-            "segment": max((one.updated for one in every), default=0),
+            "segment": max((one.updated for one in every), default=0) + staged,
         },
     )
 
@@ -138,7 +143,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         running = step.running[: step.inner] if step.reads else ()
         after = steps[place - 1] if place else None
         following = after.running[: after.inner] if after and after.reads else ()
-        loops = {step.stack, after and after.stack}
+        loops = {step.stack, after.stack if after else None}
         looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
         done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
         read = {one.owner for one in steps[: place + 1] if one.reads}

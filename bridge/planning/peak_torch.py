@@ -54,12 +54,13 @@ def _left_before(group: GroupBuffers) -> int:
 
 
 def moments(
-    steps: Sequence[Step], units: Sequence[StepUnit], microbatches: int, prefetch: int
+    steps: Sequence[Step], units: Sequence[StepUnit], microbatches: int, prefetch: int, staged: int = 0
 ) -> Iterator[Moment]:
+    """``staged``: see ``step_peak``."""
     sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
     yield from _forward(steps, sizes)
     yield from _backward(steps, sizes)
-    yield "update", {"gradients": sum(one.done for one in sizes.values())}
+    yield "update", {"gradients": sum(one.done for one in sizes.values()), "segment": staged}
 
 
 def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:

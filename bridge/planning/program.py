@@ -7,26 +7,28 @@ which the device gets them::
     Work("gemm", flops={"bf16": ...}, bytes=...)      beside the transfer
     Done("ag.1")
     Loop(32, (...))
-
-The GPU compiler writes a start and a done as operations. The TPU compiler writes both, and what runs between them, as
-fusions that each repeat the collective; custom calls in them, ``AsyncCollectiveStart`` and ``AsyncCollectiveDone``,
-tell which is which.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from bridge.planning.hlo import Computation, Module, Operation, read_module
+from bridge.hlo.collectives import (
+    COPY,
+    DONE,
+    START,
+    Transfer,
+    chain_of,
+    collectives_of,
+    marked,
+    partitions_of,
+    transfer,
+)
+from bridge.hlo.text import Computation, Module, Operation, check_scheduled, read_module
 from bridge.planning.products import product_flops
-from bridge.planning.program_traffic import is_collective, traffic
-from bridge.planning.transfers import COPY, Transfer, collectives_of, partitions_of, transfer
-
-_CHAIN = re.compile(r'channel_id=(\d+)|chain_id="(\d+)"')
-_START, _DONE = (f'custom_call_target="AsyncCollective{half}"' for half in ("Start", "Done"))
+from bridge.planning.program_traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Program:
 
 def read_program(text: str) -> Program:
     """Raises ``ValueError`` for what is no scheduled program, and for a loop of unknown length."""
+    check_scheduled(text)
     module = read_module(text)
     return Program(tuple(_Reader(module, partitions_of(text)).steps(module.entry)))
 
@@ -126,15 +129,15 @@ class _Reader:
     def _issued(self, computation: Computation, operation: Operation, under_way: set[str]) -> Iterator[Step]:
         """``under_way``: chains of the TPU compiler's asynchronous collectives, which is brought up to date."""
         wrapped = collectives_of(self._module, operation)
-        begun, ended = (self._marked(operation, mark) if wrapped else set() for mark in (_START, _DONE))
-        at_once = [one for one in wrapped if _chain(one) not in begun | under_way]
+        begun, ended = (marked(self._module, operation, mark) if wrapped else set() for mark in (START, DONE))
+        at_once = [one for one in wrapped if chain_of(one) not in begun | under_way]
         if at_once:
             yield Start(operation.name, transfer(self._module, at_once, operation, self._partitions))
             if not operation.op.endswith("-start"):
                 yield Done(operation.name)
         for one in wrapped:
-            if _chain(one) in begun:
-                yield Start(_chain(one), transfer(self._module, [one], operation, self._partitions))
+            if chain_of(one) in begun:
+                yield Start(chain_of(one), transfer(self._module, [one], operation, self._partitions))
         for chain in sorted(ended):
             yield Done(chain)
         under_way |= begun
@@ -171,16 +174,3 @@ class _Reader:
                 return name
             name = operation.operands[0]
         return name
-
-    def _marked(self, operation: Operation, marker: str) -> set[str]:
-        """The chains that a fusion starts, or ends."""
-        if operation.op != "fusion":
-            return set()
-        inner = [one for _, one in self._module.within(operation)]
-        marked = {name for one in inner if marker in one.attributes for name in one.operands}
-        return {_chain(one) for one in inner if is_collective(one) and one.name in marked}
-
-
-def _chain(operation: Operation) -> str:
-    """What all pieces of one asynchronous collective of the TPU compiler have in common."""
-    return str(_CHAIN.findall(operation.attributes))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from bridge.planning.hlo import Array, Computation, Module, Operation, elements
+from bridge.hlo.collectives import is_collective
+from bridge.hlo.text import Array, Computation, Module, Operation, elements
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
@@ -22,14 +23,6 @@ _ELEMENTWISE = {
     "floor", "is-finite", "log", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "reshape", "rsqrt",
     "select", "sine", "sqrt", "subtract", "tanh", "transpose", "logistic", "xor",
 }  # fmt: skip
-_COLLECTIVES = {
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-}
 # Custom calls by which the TPU compiler notes something and moves nothing.
 _NOTES = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
 _MOVED = {"bitcast", "copy", "reshape", "convert", "get-tuple-element"}
@@ -58,10 +51,6 @@ def traffic(module: Module, computation: Computation, operation: Operation) -> i
     return _hbm(results) + sum(
         _hbm(_operand(computation, operation, place)) for place in range(len(operation.operands))
     )
-
-
-def is_collective(operation: Operation) -> bool:
-    return operation.op.removesuffix("-start") in _COLLECTIVES
 
 
 def _is_transfer(operation: Operation) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
+from bridge.planning.optimizers import ADAMW
 from bridge.planning.traffic import KINDS, Traffic
 from bridge.text import human_bytes
 
@@ -47,16 +48,19 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     """Headings, and a row for each plan; workloads are told apart where there are several."""
     several = len(comparison.workloads) > 1
     asked = comparison.memory is not None
+    offloading = any(plan.at_rest.host for plan in comparison.plans)
     rows: list[Row] = []
     for plan in comparison.plans:
         row: Row = (plan.policy, str(plan.mesh.devices), plan.runtime)
         if several:
             row += (str(plan.workload.microbatches), str(plan.workload.length))
-        row += (*_held(plan.at_rest), _peak(plan))
+        row += _held(plan.at_rest)
+        row += ((human_bytes(plan.at_rest.host),) if offloading else ()) + (_peak(plan),)
         row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
         rows.append((*row, _ANSWERS[comparison.fits(plan)]) if asked else row)
     work = ("microbatches", "length") if several else ()
-    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:])
+    host = ("in CPU memory",) if offloading else ()
+    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:9], *host, *OVERVIEW[9:])
     return (*headings, "fits") if asked else headings, rows
 
 
@@ -92,7 +96,7 @@ def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
             human_bytes(plan.traffic.nbytes(kind, axis)),
             human_bytes(plan.traffic.wire_bytes(kind, axis)),
         )
-        for axis, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+        for axis, size in plan.mesh.all_axes.items()
         for kind in KINDS
         if plan.traffic.count(kind, axis)
     ]
@@ -119,16 +123,35 @@ def _calls(traffic: Traffic) -> Row:
 
 
 def _peak(plan: Plan) -> str:
-    return human_bytes(plan.peak.total) if plan.peak.complete else f"> {human_bytes(plan.peak.total)}"
+    bound = "< " if plan.peak_is_upper_bound else "" if plan.peak.complete else "> "
+    return f"{bound}{human_bytes(plan.peak.total)}"
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
     """Lines under the tables: unknown numbers, wasteful units, the cheapest policies."""
     lines = list(comparison.refused)
-    if any(not plan.peak.complete for plan in comparison.plans):
+    first = comparison.plans[0]
+    if first.optimizer != ADAMW:
+        lines.append(f"optimizer: {first.optimizer}")
+    if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
+        lines.append(
+            f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
+            "what XLA holds and sends for that is not counted, and the peak is a lower bound; compile it with --target"
+        )
+    if any(not one.trainable for one in first.model.parameters):
+        frozen = sum(one.numel for one in first.model.parameters if not one.trainable)
+        lines.append(
+            f"frozen: {frozen:,} parameters, without gradients and moments; activations are counted as if they were "
+            "trained, an upper bound"
+        )
+    if any(not plan.model.activations for plan in comparison.plans):
         lines.append(
             "peak: without activations, which are known for built-in models only, and so a lower bound"
         )
+    for runtime in dict.fromkeys(plan.runtime for plan in comparison.plans if plan.exchanges is None):
+        lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
+    if any(plan.peak_is_upper_bound for plan in comparison.plans):
+        lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
     counted = {plan.runtime: plan.model.attention for plan in comparison.plans if plan.model.attention}
     if counted:
         lines.append(
@@ -148,7 +171,10 @@ def notes(comparison: Comparison) -> Sequence[str]:
     for choice in comparison.choices:
         where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
-            lines.append(f"{where}: {choice.policy} is the cheapest that fits")
+            known = all(plan.exchanges is not None for plan in comparison.plans)
+            lines.append(
+                f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
+            )
         elif not choice.unknown:
             lines.append(f"{where}: no policy fits")
         if choice.unknown:

@@ -237,7 +237,7 @@ class DecoderShape:
     def parameters(self) -> Iterator[Parameter]:
         """In the order of the decoder's definition."""
         hidden = self.hidden
-        yield Parameter("embed.weight", (self.vocabulary, hidden))
+        yield Parameter("embed.weight", (self.vocabulary, hidden), kind="embedding")
         for layer in range(self.layers):
             at = f"layers.{layer}"
             yield Parameter(f"{at}.attention_norm.weight", (hidden,))

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bridge.hlo.collectives import COPY, Transfer
 from bridge.planning.links import Machine, seconds_on_links
 from bridge.planning.program import Done, Loop, Program, Start, Step, Work
-from bridge.planning.transfers import COPY, Transfer
+from bridge.planning.timeline import DEVICE, LINKS, Recorder, Span
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,15 @@ def step_time(program: Program, machine: Machine, efficiency: Efficiency | None 
     )
 
 
+def timeline(program: Program, machine: Machine, efficiency: Efficiency | None = None) -> tuple[Span, ...]:
+    """The walk of ``step_time`` as spans from 0 on; copies inside a device are left out. Raises as ``step_time``."""
+    recorder = Recorder()
+    clock = _Clock(machine, efficiency or Efficiency(), recorder)
+    clock.run(program.steps)
+    clock.finish()
+    return recorder.spans
+
+
 def throughput(
     time: StepTime,
     machine: Machine,
@@ -116,7 +126,8 @@ def throughput(
 
 
 class _Clock:
-    def __init__(self, machine: Machine, efficiency: Efficiency) -> None:
+    def __init__(self, machine: Machine, efficiency: Efficiency, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
         self._machine = machine
         self._efficiency = efficiency
         self._peaks = machine.hardware
@@ -150,11 +161,12 @@ class _Clock:
     def _start(self, start: Start) -> None:
         copy = start.transfer.kind == COPY
         seconds = self._seconds(start.transfer)
-        over = max(self.now, self._free[copy]) + seconds
-        self._free[copy] = over
-        self._due[start.key] = over, copy
+        begin = max(self.now, self._free[copy])
+        self._free[copy] = begin + seconds
+        self._due[start.key] = begin + seconds, copy
         if not copy:
             self.spent["communication"] += seconds
+            self._record(LINKS, start.transfer.kind, begin, seconds)
 
     def _seconds(self, transfer: Transfer) -> float:
         if transfer.kind == COPY:
@@ -168,6 +180,7 @@ class _Clock:
             self._pass(max(0.0, over - self.now), "memory" if copy else "exposed")
 
     def _pass(self, seconds: float, part: str) -> None:
+        self._record(DEVICE, "waiting" if part == "exposed" else part, self.now, seconds)
         self.now += seconds
         self.spent[part] += seconds
 
@@ -176,17 +189,24 @@ class _Clock:
         ahead = self._ahead()
         for turn in range(1, loop.times + 1):
             began, spent = self.now, dict(self.spent)
+            recorded = self.recorder.begin_turn() if self.recorder else 0
             self.run(loop.steps)
             before, ahead = ahead, self._ahead()
             if before.keys() == ahead.keys() and all(abs(before[key] - ahead[key]) < 1e-12 for key in ahead):
                 left = loop.times - turn
                 shift = left * (self.now - began)
+                if self.recorder:
+                    self.recorder.repeat(recorded, left, self.now - began)
                 self.now += shift
                 self._free = {copy: free + shift for copy, free in self._free.items()}
                 self._due = {key: (over + shift, copy) for key, (over, copy) in self._due.items()}
                 for part, seconds in self.spent.items():
                     self.spent[part] += left * (seconds - spent[part])
                 return
+
+    def _record(self, lane: str, kind: str, start: float, seconds: float) -> None:
+        if self.recorder:
+            self.recorder.add(Span(lane, kind, start, seconds))
 
     def _ahead(self) -> dict[str, float]:
         """How long, from now, links and transfers are still busy."""

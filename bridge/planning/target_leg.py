@@ -16,7 +16,7 @@ import time
 import warnings
 from typing import Any
 
-from bridge.planning import device_bytes
+from bridge.planning import device_bytes, tpu_text
 from bridge.planning.compile_cache import key_of, load, save
 from bridge.planning.compilers import devices_of, options_of, versions
 from bridge.planning.leg_process import serve
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: step, policy (text), source, target, engine."""
+    """``request``: step, policy (text), source, target, engine, recommended (options of XLA's GPU scheduler)."""
     jax = framework("jax")
     target = target_named(request["target"])
     with warnings.catch_warnings(record=True) as caught:
@@ -41,11 +41,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         plan, state, batch, lowered = lowered_step(request, target)
     told = [str(one.message) for one in caught if one.category is RuntimeWarning]
     used = versions(target.platform)
-    options = options_of(target)
+    options = options_of(target, request["recommended"])
     texts = [one.as_text() for one in lowered]
     key = key_of([str(target), str(options), str(sorted(used.items())), *texts])
     kept = load(key)
-    if kept is not None:
+    # What nobody could read may be readable now.
+    if kept is not None and "unread" not in kept:
         return {**kept, "warnings": told, "cached": True}
     held = {
         "weights": _bytes(state.weights),
@@ -59,6 +60,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "batch": _bytes(batch),
         "variables": _bytes(state.variables),
     }
+    tpu_text.clear()
     begun = time.monotonic()
     programs: dict[str, Any] = {}
     for name, one in zip(PROGRAMS, lowered, strict=True):
@@ -75,11 +77,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     found = {"held": held, "memory": memory, "seconds": seconds, "versions": used}
     hlo: dict[str, str] = {}
     try:
-        for name, one in programs.items():
-            hlo[name] = one.as_text()
+        for text, (name, one) in zip(texts, programs.items(), strict=True):
+            hlo[name] = tpu_text.text_of(one, text)
         found["collectives"] = [one for name in PROGRAMS for one in _collectives(name, hlo[name])]
     except (framework("jax.errors").JaxRuntimeError, ValueError) as error:
-        # jaxlib may not read what a newer compiler wrote, and loops of unknown length cannot be counted.
+        # Nobody may read what a newer compiler wrote, and loops of unknown length cannot be counted.
         found["unread"] = " ".join(str(error).split())[:300]
     return {**save(key, found, hlo), "warnings": told, "cached": False}
 
@@ -92,9 +94,14 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     sizes = policy.mesh_sizes(target.devices)
     mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
     plan = runtime.plan_sharding(
-        _model(json.dumps(request["step"])), mesh, policy, stacked=step.stacked, engine=request["engine"]
+        _model(json.dumps(request["step"])),
+        mesh,
+        policy,
+        stacked=step.stacked,
+        engine=request["engine"],
+        frozen=step.frozen_paths,
     )
-    optimizer = runtime.main_weight_adamw(1e-3)
+    optimizer = step.optimizer.transformation()
     training = runtime.make_train_step(
         plan, step.loss_function(), optimizer, microbatches=step.workload.microbatches
     )

@@ -30,11 +30,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """One row to compile."""
+    """One row to compile. ``recommended``: with the options of XLA's GPU scheduler that ``compilers.py`` lists."""
 
     policy: ShardingPolicy
     target: Target
     engine: str
+    recommended: bool = False
 
     def __str__(self) -> str:
         return f"{self.policy.source} for {self.target.name}, {self.engine}"
@@ -114,6 +115,7 @@ class TargetRow:
             "policy": self.task.policy.source,
             "target": target.name,
             "engine": self.task.engine,
+            "xla": "recommended" if self.task.recommended else "default",
             "devices": target.devices,
             "mesh": self.task.policy.mesh_sizes(target.devices),
             "device_memory": self.memory,
@@ -174,7 +176,10 @@ def _cost(row: TargetRow) -> tuple[bool, int, int]:
 
 
 def tasks_of(
-    policies: Sequence[ShardingPolicy], targets: Sequence[Target], engines: Sequence[str]
+    policies: Sequence[ShardingPolicy],
+    targets: Sequence[Target],
+    engines: Sequence[str],
+    recommended: bool = False,
 ) -> tuple[list[Task], list[str]]:
     """What to compile, and why policies are left out on targets.
 
@@ -191,10 +196,37 @@ def tasks_of(
             except PolicyError as error:
                 refused.append(f"{target.name}: {error}")
                 continue
-            tasks += [Task(policy, target, engine) for engine in engines]
+            tasks += [Task(policy, target, engine, recommended) for engine in engines]
     if not tasks:
         raise PlanError(refused[-1])
     return tasks, refused
+
+
+def plan_targets(
+    step: StepRequest,
+    policies: Sequence[ShardingPolicy],
+    targets: Sequence[Target],
+    engines: Sequence[str] = ("shard_map",),
+    *,
+    recommended: bool = False,
+    memory: int | None = None,
+    reserve: float = RESERVE,
+    say: Say = print,
+) -> TargetPlan:
+    """Compile a step under every policy, for every target, by every engine.
+
+    memory: bytes of a device, None: the target's. reserve: the share of it that a step that fits leaves. say: gets what
+    people should know while they wait. Raises ``PlanError`` where nothing can be compiled.
+    """
+    tasks, refused = tasks_of(policies, targets, engines, recommended)
+    rows = list(compile_tasks(step, tasks, (memory, reserve), lambda task: say(f"compiling {task}"), say))
+    return in_order(rows, tasks, refused)
+
+
+def in_order(rows: Sequence[TargetRow], tasks: Sequence[Task], refused: Sequence[str]) -> TargetPlan:
+    """Rows in the order of the tasks, whenever each was compiled."""
+    places = {str(task): place for place, task in enumerate(tasks)}
+    return TargetPlan(tuple(sorted(rows, key=lambda row: places[str(row.task)])), tuple(refused))
 
 
 def compile_tasks(
@@ -230,6 +262,7 @@ def _compiled(
         "source": task.policy.source,
         "target": task.target.name,
         "engine": task.engine,
+        "recommended": task.recommended,
     }
     try:
         return TargetRow(task, memory, _asked(leg, request, say), reserve=reserve)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from bridge.planning.compilers import RECOMMENDED
 from bridge.planning.model import Model
 from bridge.planning.target_plan import GATHERS, REDUCTIONS, TargetPlan, TargetRow
 from bridge.text import human_bytes
@@ -30,6 +31,8 @@ HEADINGS = (
 )
 LEFT = 3
 MANY_LAYERS = 8
+FEW = 0.1
+"""The share of gathered bytes beside products, below which a schedule is told of."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
@@ -64,15 +67,13 @@ def _transfers(row: TargetRow, kinds: tuple[str, ...], known: bool) -> tuple[str
 def notes(plan: TargetPlan) -> Iterator[str]:
     """Lines under the table: what was refused, warned of or failed, and the cheapest that fits."""
     yield from (f"left out: {reason}" for reason in plan.refused)
-    told: dict[str, None] = {}
+    # What several rows have in common is said once.
+    said: dict[str, list[str]] = {}
     for row in plan.rows:
-        if row.failed:
-            yield f"{row.task}: failed: {row.failed}"
-        if row.exhausted:
-            yield f"{row.task}: the compiler refused the program because it does not fit the device"
-        if row.unread:
-            yield f"{row.task}: its collectives are not known, the compiled text cannot be read: {row.unread}"
-        told.update(dict.fromkeys((row.found or {}).get("warnings", [])))
+        for text in _of_row(row):
+            said.setdefault(text, []).append(str(row.task))
+    yield from (f"{'; '.join(tasks)}: {text}" for text, tasks in said.items())
+    told = dict.fromkeys(text for row in plan.rows for text in (row.found or {}).get("warnings", []))
     yield from (f"warning: {text}" for text in told)
     for target, cheapest in plan.cheapest():
         if cheapest is None:
@@ -83,6 +84,26 @@ def notes(plan: TargetPlan) -> Iterator[str]:
                 f"{target.name}: {cheapest.task.policy.source} ({cheapest.task.engine}) is the cheapest that fits, "
                 f"{sent} sent in a step"
             )
+
+
+def _of_row(row: TargetRow) -> Iterator[str]:
+    if row.failed:
+        yield f"failed: {row.failed}"
+    if row.exhausted:
+        yield "the compiler refused the program because it does not fit the device"
+    if row.unread:
+        yield f"its collectives are not known, the compiled text cannot be read: {row.unread}"
+    if row.task.target.platform == "gpu" and not row.task.recommended and _runs_alone(row):
+        yield (
+            "XLA runs transfers beside nothing on this card unless its scheduler is told to: "
+            f"XLA_FLAGS={' '.join(f'--{name}={str(value).lower()}' for name, value in RECOMMENDED.items())!r}; "
+            "--xla recommended compiles with these"
+        )
+
+
+def _runs_alone(row: TargetRow) -> bool:
+    _, nbytes, share = row.collectives(GATHERS)
+    return nbytes > 0 and share < FEW
 
 
 def unrolled_layers(model: Model) -> tuple[str, int] | None:

@@ -11,6 +11,7 @@ from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.factory import Factory, function_named
 from bridge.planning.language_models import abstract_model, is_language_model
+from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.runtimes import framework, part
 
 ENGINES = ("shard_map", "pjit")
@@ -18,9 +19,10 @@ ENGINES = ("shard_map", "pjit")
 
 @dataclass(frozen=True)
 class StepRequest:
-    """``model``, ``stacked``, ``loss`` as on the command line. ``batch``: shapes, of a model of the user's.
+    """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes, of a model of the user's.
 
-    Raises ``PlanError`` for a model of the user's without loss or batch.
+    Raises ``PlanError`` for a model of the user's without loss or batch, and for an optimizer that JAX cannot run, or
+    whose state is in CPU memory.
     """
 
     model: str
@@ -28,8 +30,16 @@ class StepRequest:
     stacked: tuple[str, ...] = ()
     loss: str | None = None
     batch: dict[str, BatchArray] = field(default_factory=dict)
+    optimizer: Optimizer = ADAMW
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if reason := self.optimizer.why_not("jax"):
+            raise PlanError(reason)
+        if self.optimizer.offload:
+            raise PlanError(
+                "--target: expected no --offload: a step is compiled with its state on the device"
+            )
         if self.is_language_model:
             if self.loss is not None or self.batch:
                 raise PlanError(
@@ -49,14 +59,25 @@ class StepRequest:
         return is_language_model(self.model)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "optimizer": self.optimizer.to_json()}
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> StepRequest:
         batch = {name: BatchArray(tuple(one["shape"]), one["dtype"]) for name, one in found["batch"].items()}
         return StepRequest(
-            found["model"], Workload(**found["workload"]), tuple(found["stacked"]), found["loss"], batch
+            found["model"],
+            Workload(**found["workload"]),
+            tuple(found["stacked"]),
+            found["loss"],
+            batch,
+            Optimizer.from_json(found["optimizer"]),
+            tuple(found["frozen"]),
         )
+
+    @property
+    def frozen_paths(self) -> list[str]:
+        """Patterns as ``frozen=`` of ``jax_impl`` takes them."""
+        return [pattern.replace(".", "/") for pattern in self.frozen]
 
     def abstract_model(self) -> Any:
         """The nnx module, or the one that stands for a pytree."""
@@ -76,9 +97,9 @@ class StepRequest:
         return loss
 
     def global_batch(self, plan: Any) -> Any:
-        """Arrays of all devices and microbatches."""
+        """Arrays of all data ranks and microbatches."""
         jax = framework("jax")
-        parts = plan.num_devices * self.workload.microbatches
+        parts = plan.data_ranks * self.workload.microbatches
         arrays = self.batch or {
             "tokens": BatchArray((self.workload.batch, self.workload.length + 1), "int32")
         }

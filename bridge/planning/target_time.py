@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bridge.planning.errors import PlanError
 from bridge.planning.links import machine_named
-from bridge.planning.program import read_program
-from bridge.planning.step_time import Efficiency, StepTime, Throughput, step_time, throughput
+from bridge.planning.program import Program, read_program
+from bridge.planning.step_time import Efficiency, StepTime, Throughput, step_time, throughput, timeline
 from bridge.planning.target_plan import TargetRow
+from bridge.planning.timeline import Span
 
 Row = tuple[str, ...]
 HEADINGS = (
@@ -38,7 +39,7 @@ PRICE = "$/M tokens"
 
 @dataclass(frozen=True)
 class Roofline:
-    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one device and step.
+    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one data rank and step.
 
     ``parameters``: elements of the model.
     """
@@ -56,10 +57,7 @@ class Roofline:
             return Estimate(row, why=row.unread)
         machine = machine_named(row.task.target.name)
         try:
-            parts = [
-                step_time(read_program(Path(path).read_text(encoding="utf-8")), machine, self.efficiency)
-                for path in row.found["programs"].values()
-            ]
+            parts = [step_time(program, machine, self.efficiency) for program in _programs(row)]
         except ValueError as error:
             return Estimate(row, why=str(error))
         whole = _sum(parts)
@@ -70,12 +68,29 @@ class Roofline:
         rate = throughput(
             whole,
             machine,
-            tokens=self.tokens * machine.devices,
+            tokens=self.tokens * row.task.policy.data_ranks(machine.devices),
             parameters=self.parameters,
             dtype={"bfloat16": "bf16", "float16": "bf16"}.get(dtype, "f32"),
             price=self.price,
         )
         return Estimate(row, whole, rate)
+
+    def timeline(self, row: TargetRow) -> tuple[Span, ...]:
+        """The spans of a step, its programs one after the other; none where ``estimate`` has no time."""
+        if self.estimate(row).time is None:
+            return ()
+        machine, found, end = machine_named(row.task.target.name), list[Span](), 0.0
+        for program in _programs(row):
+            spans = timeline(program, machine, self.efficiency)
+            found += [replace(span, start=span.start + end) for span in spans]
+            end = max((span.end for span in found), default=end)
+        return tuple(found)
+
+
+def _programs(row: TargetRow) -> Iterator[Program]:
+    """Those of a step, in the order in which they run. Raises ``ValueError`` as ``read_program``."""
+    for path in (row.found or {}).get("programs", {}).values():
+        yield read_program(Path(path).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -123,11 +138,27 @@ def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
     yield from (
         f"{one.row.task}: no time: {one.why}" for one in estimates if one.why and one.row.found is not None
     )
+    for one in estimates:
+        compute = one.row.task.policy.precision.compute_dtype
+        wide = wide_share(one.time) if one.time and compute in ("bfloat16", "float16") else 0.0
+        if wide > 0.5:
+            yield (
+                f"{one.row.task}: {wide:.0%} of the operations of products are in float32, though the policy computes "
+                f"in {compute}: a layer of the model widens its input, as nnx.Embed without dtype= does"
+            )
     used = roofline.efficiency
     yield (
         f"times are estimates from the compiled programs, no measurements: {used.products:.0%} of the peak of "
         f"products, {used.memory:.0%} of the memory's rate, {used.links:.0%} of the links'; of transfers, what is "
         "exposed counts"
+    )
+
+
+def wide_share(time: StepTime) -> float:
+    """The share of products' operations whose factors are float32."""
+    total = sum(time.flops.values())
+    return (
+        sum(count for dtype, count in time.flops.items() if dtype.startswith("f32")) / total if total else 0.0
     )
 
 

@@ -3,19 +3,23 @@
     Unit "layers.3"    owns every parameter below it that no inner unit owns
       group 0          its parameters of one dtype and one trainability, in definition order
       group 1          frozen, or (PyTorch) given in another dtype: flat buffers of its own
+  group 2          (JAX) cut over other model axes
+
+Shapes are those of the part of a parameter that one place of the model axes has.
 
 Units that differ in nothing but their path are one ``UnitKind`` and are planned once: 126 equal layers cost one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bridge.planning.dtypes import GroupDtypes
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
-from bridge.sharding import Align, ShardingPolicy, Strategy
+from bridge.planning.model_axes import Cuts, cuts_of
+from bridge.sharding import Align, ShardingPolicy, Strategy, local_shape
 
 ROOT = ""
 
@@ -69,12 +73,13 @@ class CutModel:
         return found
 
 
-def cut(model: Model, policy: ShardingPolicy, runtime: str) -> CutModel:
-    """Apply a policy's patterns. Raises ``PlanError`` when one of them matches nothing."""
+def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int]) -> CutModel:
+    """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` when one of them matches nothing."""
     try:
         chosen = policy.units_of(model.modules)
     except ValueError as error:
         raise PlanError(f"model {model.name}: {error}") from error
+    cuts = cuts_of(model, policy, model_axes, runtime) if model_axes else {}
     owned: dict[str, list[Parameter]] = {path: [] for path in chosen}
     for parameter in model.parameters:
         # The root is always a unit.
@@ -82,7 +87,7 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str) -> CutModel:
     units = []
     for path, unit in chosen.items():
         kind = UnitKind(
-            groups=_groups(path, owned[path], policy, runtime),
+            groups=_groups(path, owned[path], policy, runtime, cuts, model_axes),
             strategy=unit.chosen,
             granularity=unit.granularity,
             align=policy.align_of(unit),
@@ -127,22 +132,33 @@ def outward(path: str) -> Iterable[str]:
 
 
 def _groups(
-    path: str, owned: Iterable[Parameter], policy: ShardingPolicy, runtime: str
+    path: str,
+    owned: Iterable[Parameter],
+    policy: ShardingPolicy,
+    runtime: str,
+    cuts: Cuts,
+    model_axes: Mapping[str, int],
 ) -> tuple[GroupShape, ...]:
-    members: dict[tuple[str, bool], list[Parameter]] = {}
+    members: dict[tuple[str, bool, tuple[str, ...]], list[Parameter]] = {}
     for parameter in owned:
         # In JAX the main weights that a unit trains have one dtype, whatever they were given in.
         own = runtime == "torch" or not parameter.trainable
         dtype = parameter.dtype if own else policy.precision.main
-        members.setdefault((dtype, parameter.trainable), []).append(parameter)
-    kinds = list(members) if runtime == "torch" else sorted(members, key=lambda kind: not kind[1])
+        over = tuple(one.axis for one in cuts.get(parameter.path, ())) if runtime == "jax" else ()
+        members.setdefault((dtype, parameter.trainable, over), []).append(parameter)
+    dtypes = list(dict.fromkeys(kind[:2] for kind in members))
+
+    def order(kind: tuple[str, bool, tuple[str, ...]]) -> tuple[bool, int, int, tuple[str, ...]]:
+        return not kind[1], dtypes.index(kind[:2]), len(kind[2]), kind[2]
+
+    kinds = list(members) if runtime == "torch" else sorted(members, key=order)
     start = len(path) + 1 if path else 0
     return tuple(
         GroupShape(
-            names=tuple(one.path[start:] for one in members[dtype, trainable]),
-            shapes=tuple(one.shape for one in members[dtype, trainable]),
-            trainable=trainable,
-            dtypes=GroupDtypes.of(dtype, policy.precision, kept=runtime == "jax" and not trainable),
+            names=tuple(one.path[start:] for one in members[kind]),
+            shapes=tuple(local_shape(one.shape, cuts.get(one.path, ()), model_axes) for one in members[kind]),
+            trainable=kind[1],
+            dtypes=GroupDtypes.of(kind[0], policy.precision, kept=runtime == "jax" and not kind[1]),
         )
-        for dtype, trainable in kinds
+        for kind in kinds
     )

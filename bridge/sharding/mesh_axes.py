@@ -1,21 +1,44 @@
-"""Names of mesh axes that speak of model parallelism; both runtimes shard over data-parallel axes only."""
+"""What the name of a mesh axis says: data parallelism, model parallelism that both runtimes have, or one they have not.
+
+Every other name than these is of a data-parallel axis. Upper and lower case are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-MODEL_AXES = (
-    *("tp", "tensor", "model", "mp"),
-    *("ep", "expert"),
+TENSOR_AXES = ("tp", "tensor", "model", "mp")
+EXPERT_AXES = ("ep", "expert")
+MODEL_AXES = (*TENSOR_AXES, *EXPERT_AXES)
+"""Axes over which parameters are cut by ``[[parallel]]`` entries of a policy, or by the model itself."""
+REFUSED_AXES = (
     *("cp", "context", "sp", "seq", "sequence"),
     *("pp", "pipe", "pipeline", "stage"),
 )
+"""Axes of context and pipeline parallelism, which neither runtime has."""
+
+
+def is_model_axis(name: str) -> bool:
+    """Whether parameters may be cut over an axis of this name."""
+    return name.lower() in MODEL_AXES
+
+
+def why_refused(names: Iterable[str]) -> str | None:
+    """What is wrong with the first of these axes that is of a parallelism that is not built; None if none is."""
+    for name in names:
+        if name.lower() in REFUSED_AXES:
+            return (
+                f"axis {name!r} is named for context or pipeline parallelism, which is not built, expected "
+                f"data-parallel axes, then model axes ({', '.join(MODEL_AXES)}). Rename the axis (for example to "
+                "'dp') if the axis is data-parallel"
+            )
+    return None
 
 
 def why_not_data_parallel(names: Iterable[object]) -> str | None:
     """What is wrong with the first of these axes that is named for model parallelism; None if none of them is."""
     for name in names:
-        if str(name).lower() in MODEL_AXES:
+        if str(name).lower() in (*MODEL_AXES, *REFUSED_AXES):
             return (
                 f"axis {name!r} is named for model parallelism, expected data-parallel axes only; this runtime would "
                 "shard weights over the axis as over data ranks. Rename the axis (for example to 'dp') if the axis is "

@@ -100,7 +100,7 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
     stored = plan.stored(key)
     if isinstance(stored, LogicalArray):
         large = math.prod(shape) * itemsize > _SLABS
-        return tuple(plan.sharding(key).shard_shape(shape)) if stored.dimension and large else None
+        return tuple(plan.sharding(key).shard_shape(shape)) if any(stored.spec[1:]) and large else None
     if (
         not isinstance(stored, FlatGroup)
         or stored.layers is None

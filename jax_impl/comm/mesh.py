@@ -1,21 +1,23 @@
-"""Meshes of one or two data-parallel axes, the order of shards on them, and simulated devices to try them on.
+"""Meshes, the order of shards on them, and simulated devices to try them on.
 
-A mesh lists its axes outer to inner; here they are counted from the innermost, because tensors are sharded over the
-innermost ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M x N
-devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m, k = n * M + m::
+A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes. Data-parallel axes are
+counted from the innermost, because tensors are sharded over the innermost ones first. *Level* a of an array is the
+array cut over the a innermost axes; level 0 is whole. On M x N devices shard k of level 2 lies on the device with inner
+coordinate n and outer coordinate m, k = n * M + m::
 
     2 x 3 devices          level 1                          level 2
     m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|
     m=1:  3  4  5
 
 so a gather over the outer axis joins neighbours, and gathers from any level to any other leave elements in one order.
+Of model axes see ``runtime/cut_group.py``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from bridge.callers import warn_caller
-from bridge.sharding.mesh_axes import why_not_data_parallel
+from bridge.sharding.mesh_axes import MODEL_AXES, is_model_axis, why_refused
 
 AXIS = "dp"
 
@@ -38,14 +40,15 @@ _SIMULATOR_FLAGS = (
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """Names and sizes of a mesh's axes, innermost first."""
+    """Names and sizes of a mesh's data-parallel axes, innermost first."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, mesh: Mesh) -> DataParallelMesh:
-        return cls(mesh.axis_names[::-1], tuple(mesh.shape[name] for name in mesh.axis_names[::-1]))
+        names = tuple(name for name in mesh.axis_names[::-1] if not is_model_axis(name))
+        return cls(names, tuple(mesh.shape[name] for name in names))
 
     @property
     def ndim(self) -> int:
@@ -55,12 +58,12 @@ class DataParallelMesh:
         """Into how many shards ``level`` cuts an array."""
         return math.prod(self.sizes[:level])
 
-    def spec(self, level: int, dimension: int = 0) -> PartitionSpec:
-        """An array of ``level`` that is cut along ``dimension``."""
-        if level == 0:
+    def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
+        """An array of ``level`` that is cut along ``dimension``; each shard is cut further over the axes ``inner``."""
+        cut = (*self.names[:level], *inner)
+        if not cut:
             return PartitionSpec()
-        cut = self.names[0] if level == 1 else self.names[:level]
-        return PartitionSpec(*[None] * dimension, cut)
+        return PartitionSpec(*[None] * dimension, cut[0] if len(cut) == 1 else cut)
 
     @property
     def batch_spec(self) -> PartitionSpec:
@@ -83,7 +86,8 @@ def simulate_devices(count: int) -> None:
     - Programs with collectives in a loop now and then compute NaN, crash or hang when they come from JAX's persistent
       compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
-      the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results.
+      the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results. Those that XLA adds
+      over model axes have a channel each, and what they are made of waits for the ones before; a test repeats a step.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
@@ -115,18 +119,19 @@ def _overrides(ours: tuple[str, ...], flag: str) -> bool:
 
 
 def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
-    """A mesh of one axis ``"dp"`` over that many devices (default: all), or of one or two axes by name, outer to inner.
+    """A mesh of one axis ``"dp"`` over that many devices (default: all), or of axes by name, outer to inner.
 
     ``data_parallel_mesh({"dp_outer": 2, "dp": 4})`` is for ``hsdp`` and ``hfsdp``: neighbours share the inner axis.
-    Raises ``ValueError`` when there are fewer devices.
+    ``data_parallel_mesh({"dp": 4, "tp": 2})`` has a model axis, over which parameters are cut: at most two of them come
+    last. Raises ``ValueError`` when there are fewer devices.
     """
     devices = jax.devices()
     if sizes is None:
         sizes = len(devices)
     named = sizes if isinstance(sizes, Mapping) else {AXIS: sizes}
-    if len(named) not in (1, 2) or any(type(size) is not int or size < 1 for size in named.values()):
-        raise ValueError(f"mesh: expected one or two axes of at least one device, got {dict(named)}")
-    _check_names(tuple(named))
+    if any(type(size) is not int or size < 1 for size in named.values()):
+        raise ValueError(f"mesh: expected axes of at least one device, got {dict(named)}")
+    _check_names(named)
     count = math.prod(named.values())
     if count > len(devices):
         raise ValueError(
@@ -139,13 +144,9 @@ def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
 def checked_mesh(mesh: Mesh) -> Mesh:
     """The same devices as an automatically typed mesh.
 
-    Raises ``ValueError`` unless it has one or two axes, none of them named for model parallelism.
+    Raises ``ValueError`` unless it has one or two data-parallel axes, and then at most two model axes.
     """
-    if len(mesh.axis_names) not in (1, 2):
-        raise ValueError(
-            f"mesh: expected one or two data-parallel axes, outer to inner, got {dict(mesh.shape)}"
-        )
-    _check_names(mesh.axis_names)
+    _check_names(mesh.shape)
     if mesh.devices.size > 1 and is_simulated(mesh):
         for fault in _simulation_faults():
             warn_caller(f"several CPU devices {fault}", RuntimeWarning)
@@ -168,10 +169,16 @@ def _simulation_faults() -> Iterator[str]:
         )
 
 
-def _check_names(names: Sequence[str]) -> None:
-    wrong = why_not_data_parallel(names)
+def _check_names(sizes: Mapping[str, int]) -> None:
+    wrong = why_refused(sizes)
     if wrong is not None:
         raise ValueError(f"mesh: {wrong}")
+    of_model = [is_model_axis(name) for name in sizes]
+    if of_model.count(False) not in (1, 2) or of_model.count(True) > 2 or of_model != sorted(of_model):
+        raise ValueError(
+            "mesh: expected one or two data-parallel axes, outer to inner, and then at most two model axes (names "
+            f"{', '.join(MODEL_AXES)}), got {dict(sizes)}"
+        )
 
 
 def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

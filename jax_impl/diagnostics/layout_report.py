@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
 
 _RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "align", "bytes/device"})
@@ -32,7 +33,8 @@ class GroupReport:
     parameters: paths in the model.
     whole: those of them that the strategy shards but that are whole on every device (pjit engine).
     numel: elements, of all layers of a stack; padded_numel: with padding, each once however many devices hold it.
-    num_shards: how many the main weights are cut into.
+    over: model axes that cut parameters of the group: in the shard_map engine all of them, in the pjit engine some.
+    num_shards: how many the main weights are cut into, over all axes.
     shard_sizes: elements of a shard of one layer, by buffer, multiples of align. In the pjit engine align is 1, and the
     size one number, with the whole ones.
     nbytes: of the main weights at rest on each device, of all layers.
@@ -43,6 +45,7 @@ class GroupReport:
     parameters: tuple[str, ...]
     whole: tuple[str, ...]
     trainable: bool
+    over: tuple[str, ...]
     numel: int
     padded_numel: int
     num_shards: int
@@ -185,22 +188,27 @@ def _group_report(group: Any) -> GroupReport:
     wire, layers = group.wire, group.layers or 1
     num_shards = wire.axes.shards(group.strategy.optimizer)
     whole: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
     fingerprint, align = "", 1
     if isinstance(group, FlatGroup):
-        layout = group.layout
-        numel, padded, sizes = layers * layout.numel, layers * layout.padded_size, layout.shard_sizes
+        layout, rows = group.layout, 1
+        if isinstance(group, CutGroup):
+            over, rows = group.axes, group.rows
+        numel, padded = layers * rows * layout.numel, layers * rows * layout.padded_size
+        sizes, num_shards = layout.shard_sizes, num_shards * rows
         fingerprint, align = layout.fingerprint, layout.align
     else:
-        cut = [math.prod(array.shape) for array in group.arrays if array.dimension is not None]
-        kept = [math.prod(array.shape) for array in group.arrays if array.dimension is None]
+        shapes = [NamedSharding(group.mesh, array.spec).shard_shape(array.shape) for array in group.arrays]
         if num_shards > 1:
             whole = tuple(array.path for array in group.arrays if array.dimension is None)
-        numel = padded = sum(cut) + sum(kept)
-        sizes = ((sum(cut) // num_shards + sum(kept)) // layers,)
+        numel = padded = sum(math.prod(array.shape) for array in group.arrays)
+        sizes = (sum(map(math.prod, shapes)) // layers,)
+        over = tuple(dict.fromkeys(cut.axis for array in group.arrays for cut in array.cuts))
     return GroupReport(
         parameters=tuple(group.paths),
         whole=whole,
         trainable=group.trainable,
+        over=over,
         numel=numel,
         padded_numel=padded,
         num_shards=num_shards,
@@ -233,7 +241,8 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
         return row
     dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
     of_group = {
-        "params": f"{len(group.parameters)}{'' if group.trainable else ' frozen'}",
+        "params": f"{len(group.parameters)}{'' if group.trainable else ' frozen'}{' over ' if group.over else ''}"
+        + ", ".join(group.over),
         "elements": f"{group.numel:,}",
         "padding": f"{100 * group.padding:.2f} %",
         "shards": str(group.num_shards),

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.runtime.sharding_plan import ShardingPlan, check_not_donated
+from jax_impl.runtime.donation import check_not_donated
+from jax_impl.runtime.sharding_plan import ShardingPlan
 
 Index = tuple[int, ...]
 

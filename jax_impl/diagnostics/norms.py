@@ -39,7 +39,7 @@ def parameter_norms(
 
     Numbers (with ``by_layer`` NumPy arrays), computed in float64; the same in all processes, which must all call it.
     Inside of ``jax.jit`` they are traced scalars, in float32 unless x64 is on, and a norm neither overflows nor
-    underflows there where its elements do not. One all-reduce for each number of axes that arrays are cut over, two in
+    underflows there where its elements do not. One all-reduce for each set of axes that arrays are cut over, two in
     float32.
 
     Raises ``ValueError`` for a norm type that is not positive, for an array that is none of the plan's, and for two
@@ -112,29 +112,27 @@ def _on_each_device(
     plan: ShardingPlan, norm_type: float, dtype: Any, arrays: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Norms ``[layers]``, or ``[1]``, of all parameters."""
-    axes = plan.axes.names
-    parts: dict[int, dict[str, jax.Array]] = {}
+    parts: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for key, array in arrays.items():
         stored = cast(FlatGroup | LogicalArray, plan.stored(key))
-        level = _level(stored)
         # [layers, elements] of this device, with zeros for what is not the parameter's.
-        parts.setdefault(level, {}).update(_values(plan, stored, array, axes[:level]))
+        parts.setdefault(_axes(stored), {}).update(_values(plan, stored, array))
     found: dict[str, jax.Array] = {}
     last: Any = ()
-    for level, values in parts.items():
+    for axes, values in parts.items():
         paths = list(values)
         sizes = [jnp.abs(value).astype(dtype) for value in values.values()]
         tops = [jnp.max(size, axis=1, initial=0) for size in sizes]
         scales = [jnp.ones_like(top) for top in tops]
         if norm_type == math.inf or dtype == jnp.float32:
-            tops, last = _reduced(lax.pmax, tops, axes[:level], last)
+            tops, last = _reduced(lax.pmax, tops, axes, last)
             scales = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
         if norm_type == math.inf:
             # A maximum over devices may lose a NaN, a sum does not.
             nans, last = _reduced(
                 lax.psum,
                 [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes],
-                axes[:level],
+                axes,
                 last,
             )
             found.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
@@ -145,7 +143,7 @@ def _on_each_device(
                 jnp.sum((size / scale[:, None]) ** norm_type, axis=1)
                 for size, scale in zip(sizes, scales, strict=True)
             ],
-            axes[:level],
+            axes,
             last,
         )
         norms = (scale * total ** (1 / norm_type) for scale, total in zip(scales, sums, strict=True))
@@ -154,7 +152,7 @@ def _on_each_device(
 
 
 def _values(
-    plan: ShardingPlan, stored: FlatGroup | LogicalArray, array: jax.Array, axes: Sequence[str]
+    plan: ShardingPlan, stored: FlatGroup | LogicalArray, array: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
     if not isinstance(stored, FlatGroup):
         layers = _layers(plan, stored.path)
@@ -162,7 +160,8 @@ def _values(
         return
     layout = stored.layout
     flat = array.reshape(-1, layout.shard_size)
-    rank = lax.axis_index(tuple(axes)) if axes else 0
+    axes = plan.axes.names[: stored.strategy.optimizer]
+    rank = lax.axis_index(axes) if axes else 0
     for path, slot in zip(stored.paths, layout.slots, strict=True):
         bounds = layout.row_bounds(slot.name)
         lengths = np.array([(b - a) * slot.row_size for a, b in itertools.pairwise(bounds)])
@@ -197,11 +196,10 @@ def _norm_of(norms: jax.Array, norm_type: float) -> jax.Array:
     return scale * jnp.sum((norms / scale) ** norm_type) ** (1 / norm_type)
 
 
-def _level(stored: FlatGroup | LogicalArray) -> int:
-    """How many axes the array is cut over."""
-    if isinstance(stored, FlatGroup):
-        return stored.strategy.optimizer
-    return 0 if stored.dimension is None else stored.level
+def _axes(stored: FlatGroup | LogicalArray) -> tuple[str, ...]:
+    """The mesh axes that the array is cut over."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in stored.spec)
+    return tuple(name for names in entries for name in names if name is not None)
 
 
 def _layers(plan: ShardingPlan, path: str) -> int | None:

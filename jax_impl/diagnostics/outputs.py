@@ -28,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from bridge.callers import warn_caller
 from jax_impl.comm.mesh import DataParallelMesh
+from jax_impl.runtime.model_axes import ModelAxes
 
 
 class Plan(Protocol):
@@ -39,6 +40,8 @@ class Plan(Protocol):
     def engine(self) -> str: ...
     @property
     def axes(self) -> DataParallelMesh: ...
+    @property
+    def model_axes(self) -> ModelAxes: ...
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,15 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
         device = lax.axis_index(plan.mesh.axis_names).astype(jnp.int32)
         return jnp.stack([device, layer, nan, bad - nan, before])[None]
 
+    def tell(counts: jax.Array) -> tuple[()]:
+        # Each device tells of its own part, so nothing is gathered.
+        jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
+        return ()
+
+    if plan.engine == "shard_map" and plan.model_axes.names:
+        # Only where a step is manual on all axes does a device know its number; what model axes cut is gathered.
+        plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, given, held)
+        return
     if plan.engine == "shard_map":
         counts = count(layer, given, held)
     else:
@@ -212,13 +224,16 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
         counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
             layer, given, held
         )
-    # Each device tells of its own part, so nothing is gathered.
-    jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
+    tell(counts)
 
 
 def _spec(plan: Plan, x: jax.Array) -> PartitionSpec:
     # Rows of a batch lie so already; anything else would be gathered.
-    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.mesh.size == 0 else PartitionSpec()
+    return plan.axes.batch_spec if x.ndim and x.shape[0] % _parts(plan) == 0 else PartitionSpec()
+
+
+def _parts(plan: Plan) -> int:
+    return plan.axes.shards(plan.axes.ndim)
 
 
 def _may_be_nonfinite(x: Any) -> bool:

@@ -86,8 +86,8 @@ class UnitSlot(nnx.Module):
         where = f"of unit {unit.path!r}" if unit is not None else "of a unit"
         return (
             f"{where}: expected a method, since a unit's weights and submodules can be used inside of the unit only: "
-            "call jax_impl.call_unit(function, unit, ...), apply_linen for linen's apply, or choose units that contain "
-            "what is used together"
+            "call jax_impl.call_unit(function, unit, ...), jax_impl.apply_linen(net, {'params': params}, ...) for "
+            "linen's net.apply, or choose units that contain what is used together"
         )
 
 

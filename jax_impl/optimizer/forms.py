@@ -35,7 +35,8 @@ _LARGE, _SMALL = 160, 3
 @dataclass(frozen=True)
 class TriedArray:
     """An array of the train state. ``shapes``: of the parameters in it, with the layers of a stack. ``dtypes``: of
-    weights and gradients. ``padded``: whether elements of no parameter follow."""
+    weights and gradients. ``padded``: whether elements of no parameter follow. ``cut``: over model axes, so that
+    elements of a parameter are not in its own order."""
 
     key: str
     paths: tuple[str, ...]
@@ -43,6 +44,7 @@ class TriedArray:
     dtypes: tuple[np.dtype, np.dtype]
     stacked: bool
     padded: bool
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def arrays_of(plan: ShardingPlan) -> tuple[TriedArray, ...]:
                 shapes = tuple(plan.parameters[path].shape for path in paths)
                 padded = math.prod(stored.shape) > sum(map(math.prod, shapes))
                 dtypes = group.wire.main, group.wire.grad
-                found.append(TriedArray(key, paths, shapes, dtypes, group.layers is not None, padded))
+                cut = plan.engine == "shard_map" and any(map(group.cuts_of, paths))
+                found.append(TriedArray(key, paths, shapes, dtypes, group.layers is not None, padded, cut))
     return tuple(found)
 
 
@@ -116,10 +119,11 @@ def flat_form(arrays: Sequence[TriedArray]) -> Form:
         found = {}
         for array in arrays:
             lead = array.shapes[0][:1] if array.stacked else ()
+            flat = jnp.flip(tree[array.key], -1) if array.cut else tree[array.key]
             start = 0
             for path, shape in zip(array.paths, array.shapes, strict=True):
                 end = start + math.prod(shape[len(lead) :])
-                found[path] = tree[array.key][..., start:end].reshape(shape)
+                found[path] = flat[..., start:end].reshape(shape)
                 start = end
         return found
 
@@ -131,7 +135,8 @@ def _joined(array: TriedArray, leaves: Sequence[jax.Array]) -> jax.Array:
     rows = [leaf.reshape(*lead, math.prod(leaf.shape[len(lead) :])) for leaf in leaves]
     if array.padded:
         rows.append(jnp.zeros((*lead, 1 + sum(row.shape[-1] for row in rows) // 8), rows[0].dtype))
-    return jnp.concatenate(rows, axis=-1)
+    joined = jnp.concatenate(rows, axis=-1)
+    return jnp.flip(joined, -1) if array.cut else joined
 
 
 def by_path(_: Sequence[TriedArray]) -> Form:

@@ -77,7 +77,7 @@ def _uncut(plan: ShardingPlan) -> frozenset[str]:
     return frozenset(
         path
         for path, array in plan.logical.items()
-        if array.dimension is None and array.wire.axes.shards(array.level) > 1
+        if array.dimension is None and not array.cuts and array.wire.axes.shards(array.level) > 1
     )
 
 
@@ -108,7 +108,7 @@ def _parameters(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
                 continue
             # One gather after another: see forward.hold.
             arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
-            if plan.engine == "shard_map":
+            if plan.engine == "shard_map" and not plan.model_axes.names:
                 arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
             last = group.logical(arrays)
             found.update(zip(group.paths, last, strict=True))

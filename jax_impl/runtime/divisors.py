@@ -58,13 +58,13 @@ class Divisors:
                     if divisor is not None:
                         own[key] = divisor
                     if flat and group.wire.averages:
-                        averaged[key] = plan.num_devices
+                        averaged[key] = plan.data_ranks
         if isinstance(grad_divisor, Mapping):
             _check_patterns(plan, grad_divisor)
         elif grad_divisor is not None:
             _check("grad_divisor", grad_divisor)
         whole = None if isinstance(grad_divisor, Mapping) else grad_divisor
-        return cls(microbatches * (plan.num_devices if flat else 1), whole, own, averaged)
+        return cls(microbatches * (plan.data_ranks if flat else 1), whole, own, averaged)
 
     def divided(self, parts: LossParts, gradients: Buffers) -> tuple[LossParts, Buffers]:
         """Loss, floating-point statistics and gradients from their sums over all parts.

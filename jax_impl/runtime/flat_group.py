@@ -21,10 +21,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bridge.sharding import Layout, Strategy
+from bridge.sharding.parallel import Cut
 from jax_impl.comm.collectives import Wire
 from jax_impl.runtime.buffer import Piece, Read, pack, row_size, shard_boxes, unpack
 
 Index = tuple[slice, ...]
+# Path, offsets and sizes of a box of a parameter, and where the box is in the shard.
+Boxes = Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class FlatGroup:
     def spec(self) -> PartitionSpec:
         """How the array at rest lies on the mesh."""
         return self.wire.axes.spec(self.strategy.optimizer, len(self._stack))
+
+    def cuts_of(self, path: str) -> tuple[Cut, ...]:
+        """How a parameter is cut over model axes, by dimensions of a layer."""
+        return ()
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
@@ -145,9 +152,7 @@ class FlatGroup:
             values[where] = found.reshape(-1)
         return values
 
-    def _boxes(
-        self, index: Index
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]:
+    def _boxes(self, index: Index) -> Boxes:
         paths = dict(zip((slot.name for slot in self.layout.slots), self.paths, strict=True))
         boxes = list(shard_boxes(self.layout, self._rank(index)))
         if self.layers is None:

@@ -116,7 +116,8 @@ def call_model(
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
     """How the program of a step is written. ``forward``: without backward."""
     written = plan.engine == "shard_map"
-    return Ways(plan.chained, forward, reductions=written, row_major=written and is_gpu(plan.mesh))
+    row_major = written and is_gpu(plan.mesh) and not plan.model_axes.names
+    return Ways(plan.chained, forward, reductions=written, row_major=row_major)
 
 
 def _call_unit(

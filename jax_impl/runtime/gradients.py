@@ -114,7 +114,7 @@ def unchecked_gradients(
 def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
     """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem."""
     check_seals(program)
-    parts = microbatches * (plan.num_devices if plan.engine == "shard_map" else 1)
+    parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     check_means(program, equal_parts=equal_parts or parts == 1)
 
 
@@ -134,16 +134,29 @@ def _shard_map(
         variables, loss = of_all_devices(given, variables, plan.axes, loss)
         return *divisors.divided(loss, finished), variables
 
-    specs = {key: stored.spec for key, stored in plan.arrays.items()}
+    specs = plan.data_specs
     trained = {key: specs[key] for key in specs if key in plan.trainable}
-    return jax.shard_map(
+    step: StepGradients = jax.shard_map(
         local,
         mesh=plan.mesh,
         in_specs=(specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
         out_specs=(PartitionSpec(), trained, PartitionSpec()),
+        axis_names=set(plan.axes.names),
         # With the check on, explicit sums are done a second time: gradients come out N times too large.
         check_vma=False,
     )
+    if not plan.model_axes.names:
+        return step
+
+    def placed(*given: Any) -> tuple[LossParts, Buffers, Variables]:
+        loss, gradients, variables = step(*given)
+        # What is automatic on model axes would lie as the compiler likes.
+        lying = {key: plan.sharding(key) for key in gradients}
+        return lax.with_sharding_constraint(
+            (loss, gradients, variables), (plan.replicated, lying, plan.replicated)
+        )
+
+    return placed
 
 
 def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors) -> StepGradients:
@@ -151,7 +164,7 @@ def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors
 
     def part(x: jax.Array) -> jax.Array:
         # Each device's rows are cut into parts, as in the other engine, so that none changes its device.
-        by_device = x.reshape(plan.num_devices, microbatches, -1, *x.shape[1:])
+        by_device = x.reshape(plan.data_ranks, microbatches, -1, *x.shape[1:])
         return lax.with_sharding_constraint(
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
         )

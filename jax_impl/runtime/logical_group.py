@@ -6,12 +6,14 @@ where there is none. Levels of sharding are those of ``comm/mesh.py``, all along
     optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
     parameters level 1                    4 x (1024, 1024)                     whole
 
+What model axes cut is divided so among the devices of each part; both may cut one dimension, model axes first.
+
 There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.sharding import Strategy
+from bridge.sharding.parallel import Cut, local_shape
 from jax_impl.comm.collectives import Wire, round_to
 from jax_impl.runtime.buffer import Piece, Read
 
@@ -36,7 +39,8 @@ def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
 
 @dataclass(frozen=True)
 class LogicalArray:
-    """One parameter at rest. ``dimension``: along which it is cut, None where it is whole; ``level``: how far."""
+    """One parameter at rest. ``dimension``: along which it is cut over data-parallel axes, None where it is whole;
+    ``level``: how far. ``cuts``: over model axes; dimensions, too, are those of ``shape``, with layers."""
 
     path: str
     shape: tuple[int, ...]
@@ -44,6 +48,7 @@ class LogicalArray:
     wire: Wire
     level: int
     dimension: int | None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -51,9 +56,14 @@ class LogicalArray:
 
     def spec_of(self, level: int, layers: int = 0) -> PartitionSpec:
         """At another level; ``layers``: how many leading axes are left out."""
-        if self.dimension is None:
-            return PartitionSpec()
-        return self.wire.axes.spec(level, self.dimension - layers)
+        by_dimension = {cut.dimension: (cut.axis,) for cut in self.cuts}
+        if self.dimension is not None:
+            over = by_dimension.get(self.dimension, ())
+            by_dimension[self.dimension] = (*over, *self.wire.axes.names[:level])
+        used = [by_dimension.get(i, ()) for i in range(layers, len(self.shape))]
+        while used and not used[-1]:
+            used.pop()
+        return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in used))
 
     def numel(self, index: Index) -> int:
         return int(np.prod(self._sizes(index), dtype=np.int64))
@@ -75,15 +85,26 @@ class LogicalArray:
 
 
 def logical_array(
-    path: str, shape: Sequence[int], wire: Wire, strategy: Strategy, layers: int | None
+    path: str,
+    shape: Sequence[int],
+    wire: Wire,
+    strategy: Strategy,
+    layers: int | None,
+    cuts: Sequence[Cut] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> LogicalArray:
-    """A parameter of ``shape``, with that of a stack's layers; a layer is not cut apart from the others."""
+    """A parameter of ``shape``, with that of a stack's layers; a layer is not cut apart from the others.
+
+    ``cuts``: over model axes of these ``sizes``, by dimensions of a layer.
+    """
     stack = 0 if layers is None else 1
     cut = None
     if strategy.optimizer:
-        cut = cut_dimension(shape[stack:], wire.axes.shards(strategy.optimizer))
+        local = local_shape(shape[stack:], cuts, sizes or {})
+        cut = cut_dimension(local, wire.axes.shards(strategy.optimizer))
     dimension = None if cut is None else cut + stack
-    return LogicalArray(path, tuple(shape), wire.main, wire, strategy.optimizer, dimension)
+    over = tuple(Cut(one.axis, one.dimension + stack) for one in cuts)
+    return LogicalArray(path, tuple(shape), wire.main, wire, strategy.optimizer, dimension, over)
 
 
 @dataclass(frozen=True)
@@ -109,6 +130,10 @@ class LogicalGroup:
     @property
     def dtype(self) -> np.dtype:
         return self.wire.main
+
+    def cuts_of(self, path: str) -> tuple[Cut, ...]:
+        stack = 0 if self.layers is None else 1
+        return tuple(Cut(cut.axis, cut.dimension - stack) for cut in self.stored[path].cuts)
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.parameters == self.strategy.optimizer:

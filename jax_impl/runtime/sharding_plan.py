@@ -32,22 +32,14 @@ from jax_impl.diagnostics.layout_report import layout_report
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
+from jax_impl.runtime.model_axes import ModelAxes, data_spec
 from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
-
-
-def check_not_donated(name: str, array: jax.Array) -> None:
-    """Raises ``ValueError`` for an array without values."""
-    # XLA does not check: a program that is given such an array crashes.
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
-        raise ValueError(
-            f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
-            "state which that step returned"
-        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +81,11 @@ class ShardingPlan:
         return int(self.mesh.devices.size)
 
     @property
+    def data_ranks(self) -> int:
+        """How many parts the rows of a batch are cut into: devices, those of a model axis counted once."""
+        return self.axes.shards(self.axes.ndim)
+
+    @property
     def chained(self) -> bool:
         """Whether collectives must follow one another, as those of simulated devices must."""
         return is_simulated(self.mesh)
@@ -96,6 +93,10 @@ class ShardingPlan:
     @cached_property
     def axes(self) -> DataParallelMesh:
         return DataParallelMesh.of(self.mesh)
+
+    @cached_property
+    def model_axes(self) -> ModelAxes:
+        return ModelAxes.of(self.mesh)
 
     @cached_property
     def arrays(self) -> Mapping[str, Stored]:
@@ -131,7 +132,7 @@ class ShardingPlan:
             path
             for path, info in self.parameters.items()
             if self.axes.shards(self.units[info.unit].strategy.optimizer) > 1
-            and not any(self.arrays[info.key].spec)
+            and getattr(self.arrays[info.key], "dimension", 0) is None
         )
 
     @cached_property
@@ -142,12 +143,20 @@ class ShardingPlan:
             for group in unit.groups:
                 for path in group.paths if group.trainable else ():
                     shape = self.parameters[path].shape
-                    found[path] = logical_array(path, shape, group.wire, group.strategy, group.layers)
+                    cuts, sizes = group.cuts_of(path), self.model_axes.by_name
+                    found[path] = logical_array(
+                        path, shape, group.wire, group.strategy, group.layers, cuts, sizes
+                    )
         return MappingProxyType(found)
 
     def sharding(self, key: str) -> NamedSharding:
         """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
+
+    @property
+    def data_specs(self) -> dict[str, PartitionSpec]:
+        """How the arrays lie on the data-parallel axes, on which a step is manual."""
+        return {key: data_spec(stored.spec) for key, stored in self.arrays.items()}
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:

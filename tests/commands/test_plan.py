@@ -10,6 +10,8 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner, Result
 
+import jax_impl
+import torch_impl
 from bridge.commands.main import app
 from bridge.planning import Workload, load_policy, make_plan, resolve_models
 
@@ -153,6 +155,65 @@ def test_the_devices_of_a_node() -> None:
     ]
 
 
+def test_a_search_prints_and_saves_a_policy_that_fits(tmp_path: Path) -> None:
+    path = tmp_path / "found.toml"
+    arguments = ("no_shard", "--model", "llama3-8b", "--devices", "8", "--memory", "80GB")
+    assert call(*arguments).exit_code == 1
+    printed = call(*arguments, "--search")
+    assert printed.exit_code == 0, printed.stderr
+    assert (
+        "no_shard.toml on 8 devices, 1 x 1 sequences of 4096 tokens: does not fit; with 1 change"
+        in printed.stdout
+    )
+    rows = [line.split() for line in printed.stdout.splitlines()]
+    assert ["no_shard.toml", "8", "torch", "none", ">", "16,384"] in rows
+    saved = call(*arguments, "--search", "--save", path)
+    assert saved.exit_code == 0, saved.stderr
+    assert f"saved {path}" in saved.stdout
+    text = path.read_text()
+    assert text.rstrip() in printed.stdout
+    assert text not in saved.stdout
+    assert text.startswith(
+        "# no_shard.toml with strategy optim_grads_params: found by twinshard plan --search\n"
+    )
+    assert jax_impl.ShardingPolicy.load(path).to_toml() == torch_impl.ShardingPolicy.load(path).to_toml()
+    assert call(path, *arguments[1:]).exit_code == 0
+    (found,) = json.loads(call(*arguments, "--search", "--json").stdout)["search"]
+    assert (found["file"], found["fits"]) == (text, False)
+    assert found["largest_batch"] == {"torch": 0, "jax": 0}
+    assert found["fewest_devices"]["torch"] == {"devices": None, "not_below": None}
+    assert found["ways"][0]["changes"] == ["strategy optim_grads_params"]
+    assert json.loads(call(*arguments, "--json").stdout)["search"] is None
+
+
+def test_a_search_tells_how_to_compile_what_it_found() -> None:
+    arguments = ("fsdp", "--model", "decoder:quick", "--devices", "8", "--memory", "5MB", "--length", 32)
+    result = call(*arguments, "--runtime", "jax", "--search")
+    assert result.exit_code == 0, result.stderr
+    assert (
+        "twinshard plan FILE --model decoder:quick --batch 1 --length 32 --microbatches 1 --target h100:8"
+        in result.stdout
+    )
+    result = call("fsdp", "--model", "llama3-405b", "--memory", "80GB", "--runtime", "jax", "--search")
+    assert result.exit_code == 1
+    assert "no set of changes fits; the lowest peak is" in result.stdout
+
+
+def test_an_optimizer_that_one_runtime_lacks_is_planned_for_the_other() -> None:
+    arguments = ("fsdp", "--model", "llama3-8b", "--optimizer", "lion", "--frozen", "embed.*", "--json")
+    document = json.loads(call(*arguments).stdout)
+    assert [plan["runtime"] for plan in document["plans"]] == ["jax"]
+    assert document["refused"] == ["torch: lion: torch.optim has none"]
+    assert document["frozen"] == 128256 * 4096
+    assert document["optimizer"] == {"name": "lion", "moments": [None, None], "offload": 0.0}
+    (plan,) = document["plans"]
+    trained = document["parameters"] - document["frozen"]
+    assert plan["at_rest"]["moments"] == pytest.approx(4 * trained / 8, rel=0.001)
+    text = call(*arguments[:-1])
+    assert "torch: lion: torch.optim has none" in text.stdout
+    assert "frozen: 525,336,576 parameters" in text.stdout
+
+
 def test_the_document_is_complete() -> None:
     result = call(
         "fsdp",
@@ -234,6 +295,32 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "deepseek-v3", "--compile"), "got one with latent attention"),
         (("fsdp", "--model", "decoder:quick", "--attention", "fused"), "its own code, which runs plain"),
         (("fsdp", "--model", "no/such/config.json"), "no/such/config.json: expected a config.json"),
+        (("fsdp", "--model", "llama3-8b", "--search"), "--search: expected --memory SIZE"),
+        (("fsdp", "--model", "llama3-8b", "--save", "x.toml"), "--save: expected --search"),
+        (
+            ("fsdp", "--model", "decoder:quick", "--memory", "1GB", "--search", "--target", "h100:8"),
+            "--search: expected no --target",
+        ),
+        (
+            ("fsdp", "zero1", "--model", "llama3-8b", "--memory", "1TB", "--search", "--save", "x.toml"),
+            "--save: expected one policy, one number of devices and one workload, got 2 searches",
+        ),
+        (
+            ("fsdp", "--model", "llama3-8b", "--frozen", "head.*"),
+            "--frozen: expected patterns of parameter paths",
+        ),
+        (
+            ("fsdp", "--model", "decoder:quick", "--frozen", "embed.*", "--compile"),
+            "--compile: expected no --frozen",
+        ),
+        (
+            ("fsdp", "--model", "decoder:quick", "--offload", "100%", "--target", "h100:8"),
+            "--target: expected no --offload",
+        ),
+        (
+            ("fsdp", "--model", "llama3-8b", "--optimizer", "lion", "--runtime", "torch"),
+            "torch: lion: torch.optim has none",
+        ),
     ],
 )
 def test_errors_are_one_message_and_exit_status_2(arguments: tuple[str, ...], message: str) -> None:

@@ -19,7 +19,8 @@ from tests.support.compilers.worker import unavailable
 ROOT = Path(__file__).parents[2]
 FILES = {
     "my_policy.toml": '[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n',
-    "my_8b.toml": "[model]\nvocab_size = 256\nd_model = 64\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nhead_dim = 16\nd_ff = 128\n",
+    "my_8b.toml": "[model]\nvocab_size = 256\nd_model = 64\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\n"
+    "head_dim = 16\nd_ff = 128\n",
     "batch.toml": "tokens = { shape = [2, 17], dtype = 'int32' }\n",
     "my_llama/config.json": '{"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, '
     '"num_attention_heads": 4, "intermediate_size": 128, "rms_norm_eps": 1e-5}',

@@ -236,6 +236,25 @@ def test_one_policy_file_with_two_mesh_axes_and_nested_units_in_both_frameworks(
         assert 2 * found["main_weights"] == pytest.approx(found["moments"], rel=0.02)
 
 
+@pytest.mark.slow
+def test_one_policy_with_a_tensor_parallel_axis_in_both_frameworks(tmp_path: Path) -> None:
+    """From two ranks of the axis to two devices of it, to none, and back."""
+    legs = [("torch", 4, "fsdp_tp"), ("jax", 4, "fsdp_tp"), ("torch", 2, "fsdp"), ("jax", 2, "fsdp_tp")]
+    file = relay_of(tmp_path, [*legs, ("torch", 4, "fsdp_tp")])
+    done = twinshard("relay", file, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["failures"] == []
+    assert max(report["differences"]["relay_fp32"]) < 1e-5
+
+
+def test_only_data_ranks_divide_the_batch_of_a_relay(tmp_path: Path) -> None:
+    batch = GRAINS.replace("batch = 24", "batch = 6")
+    assert RelayConfig.load(relay_of(tmp_path, [("torch", 4, "fsdp_tp")], batch)).legs[0].ranks == 4
+    with pytest.raises(ConfigError, match=r"to divide the global batch of 6 sequences, got '?8 x 1 = 8"):
+        RelayConfig.load(relay_of(tmp_path, [("torch", 16, "fsdp_tp")], batch))
+
+
 NO_SUCH_UNIT = '[[unit]]\nmatch = "layer.*"\n[[unit]]\nmatch = ""\n'
 EMBEDDING_APART = '[[unit]]\nmatch = "embed"\n[[unit]]\nmatch = ""\n'
 DOUBLE = '[precision]\nmain = "float64"\n[[unit]]\nmatch = ""\n'
@@ -245,7 +264,7 @@ UNFIT = {
     "key.toml": (
         "strategy = 1",
         2,
-        "strategy: expected no other keys than mesh, precision, unit, got 'strategy'",
+        "strategy: expected no other keys than mesh, precision, unit, parallel, got 'strategy'",
     ),
     "axes.toml": (LEVELS, 3, r"\[mesh\]: expected axes of 3 devices in all, got outer = \"all\" x inner = 2"),
     "none.toml": (

@@ -237,10 +237,12 @@ def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str)
 )
 def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
     loaded = load_policy(name)
-    for model in (shipped_model("llama3-8b"), *resolve_models("decoder:quick").values()):
+    # Model axes must divide widths, and of cut parameters a part is planned: ``test_plan_model_axes``.
+    decoders = () if loaded.model_axes else resolve_models("decoder:quick").values()
+    for model in (shipped_model("llama3-8b"), *decoders):
         for runtime in ("torch", "jax"):
             plan = make_plan(model, loaded, 8, runtime, Workload(1, 16))
-            assert plan.numel == model.numel
+            assert (plan.numel < model.numel) if loaded.model_axes else (plan.numel == model.numel)
             assert plan.peak.total >= plan.at_rest.total - plan.at_rest.gradients.allocated
 
 

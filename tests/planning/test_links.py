@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from bridge.hlo.collectives import Transfer
 from bridge.planning.cards import CARDS
 from bridge.planning.errors import PlanError
 from bridge.planning.hardware import HARDWARE, Fabric
 from bridge.planning.links import Machine, machine_named, seconds_on_links
 from bridge.planning.targets import TPUS
-from bridge.planning.transfers import Transfer
 
 GB = 10**9
 

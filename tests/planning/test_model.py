@@ -135,11 +135,11 @@ def test_any_module_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (runtime, model), *others = resolve_models("planned_module:Torch").items()
     assert (runtime, others) == ("torch", [])
     assert model.parameters == (
-        Parameter("first.weight", (4, 3)),
-        Parameter("first.bias", (4,), trainable=False),
-        Parameter("layers.0.weight", (4, 4)),
-        Parameter("layers.1.weight", (4, 4)),
-        Parameter("second.weight", (10**9, 10**9)),
+        Parameter("first.weight", (4, 3), kind="linear"),
+        Parameter("first.bias", (4,), trainable=False, kind="bias"),
+        Parameter("layers.0.weight", (4, 4), kind="linear"),
+        Parameter("layers.1.weight", (4, 4), kind="linear"),
+        Parameter("second.weight", (10**9, 10**9), kind="linear"),
     )
     assert model.modules == ("", "first", "layers.0", "layers.1", "second")
     (runtime, model), *others = resolve_models("planned_module:Jax").items()

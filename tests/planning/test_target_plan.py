@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bridge.planning import Workload, make_plan, resolve_models, target_plan, tp
 from bridge.planning.batch_shapes import load_batch_shapes
 from bridge.planning.compile_cache import cache_folder, key_of, load, save
 from bridge.planning.compilers import why_not
-from bridge.planning.cost import parse_policy
+from bridge.planning.cost import load_policy, parse_policy
 from bridge.planning.errors import PlanError
 from bridge.planning.leg_process import Leg
 from bridge.planning.target_plan import Task
@@ -87,11 +88,35 @@ def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
         "source": POLICY.source,
         "target": "h100:8",
         "engine": engine,
+        "recommended": False,
     }
 
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: Path) -> None:
+    sizes = (
+        "vocab_size = 257\nd_model = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nhead_dim = 8\nd_ff = 48\n"
+    )
+    (tmp_path / "sizes.toml").write_text(f"[model]\n{sizes}")
+    model, policy = f"decoder:{tmp_path / 'sizes.toml'}", load_policy("fsdp_tp")
+    found = gpu.ask(
+        {**request("shard_map"), "step": StepRequest(model, WORK).to_json(), "policy": policy.to_toml()}
+    )
+    planned = make_plan(resolve_models(model, ["jax"])["jax"], policy, 8, "jax", WORK)
+    assert planned.mesh.all_axes == {"dp": 4, "tp": 2}
+    held, rest = found["held"], planned.at_rest
+    assert (held["weights"], held["moments"]) == (rest.main_weights.allocated, rest.moments.allocated + 4)
+    # The rows of a data rank are whole on both places of the axis.
+    assert held["batch"] == WORK.batch * (WORK.length + 1) * 4
+    # XLA joins gathers, and has some of its own over the axis.
+    gathered = sum(one["bytes"] for one in found["collectives"] if one["kind"] == "all_gather")
+    assert gathered >= planned.traffic.nbytes("all_gather", "dp") > 0
+    whole = replace(policy, mesh={"dp": 8}, parallel=())
+    alone = make_plan(resolve_models(model, ["jax"])["jax"], whole, 8, "jax", WORK)
+    assert gathered < alone.traffic.nbytes("all_gather", "dp")
 
 
 @pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
@@ -186,12 +211,125 @@ def test_a_users_own_model_with_its_loss_and_batch(
         assert row["held"]["batch"] == 3 * (24 + 24 + 1) * 4
         assert row["time"]["total"] > 0
         assert row["time"]["rate"] is None
+    priced = call(
+        "fsdp",
+        *arguments,
+        "--loss",
+        "target_net:loss",
+        "--tokens",
+        24,
+        "--price",
+        2,
+        "--engine",
+        "both",
+        "--json",
+    )
+    for row in json.loads(priced.stdout)["targets"]["rows"]:
+        assert row["cached"]
+        rate = 8 * 24 / row["time"]["total"]
+        assert row["time"]["rate"]["tokens_per_second"] == pytest.approx(rate)
+        assert row["time"]["rate"]["dollars"] == pytest.approx(8 * 2 / 3600 / rate * 1e6)
+    without = call("fsdp", *arguments, "--loss", "target_net:loss", "--price", 2)
+    assert without.exit_code == 2
+    assert "--price: expected --tokens N beside it" in without.stderr
     rest = document["plans"][0]["at_rest"]
     assert rest["main_weights"] <= rows[0]["held"]["weights"] <= rest["main_weights"] + rest["padding"]
     refused = call("fsdp", *arguments, "--loss", "target_net:mean_of_masked")
     assert refused.exit_code == 1
     assert "failed: ValueError: loss" in refused.stdout
     assert "nothing fits" in refused.stdout
+
+
+GPT = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+class Block(nnx.Module):
+    def __init__(self, d, rngs):
+        self.ln = nnx.LayerNorm(d, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, d, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(d, 4 * d, rngs=rngs), nnx.Linear(4 * d, d, rngs=rngs)
+    def __call__(self, x, mask):
+        x = x + self.attn(self.ln(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+class GPT(nnx.Module):
+    def __init__(self, rngs):
+        self.wte = nnx.Embed(512, 64, rngs=rngs)
+        self.blocks = nnx.List([Block(64, rngs) for _ in range(2)])
+    def __call__(self, tokens):
+        x, mask = self.wte(tokens), nnx.make_causal_mask(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.wte.attend(x)
+
+def loss(model, batch):
+    logp = jax.nn.log_softmax(model(batch["tokens"][:, :-1]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logp, batch["tokens"][:, 1:, None], -1))
+"""
+VIT = """
+import flax.linen as nn, jax, jax.numpy as jnp, jax_impl
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+
+class ViT(nn.Module):
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Conv(64, (8, 8), (8, 8))(images)
+        x = x.reshape(x.shape[0], -1, 64)
+        for i in range(2):
+            x = Block(name=f"blocks_{i}")(x)
+        return nn.Dense(10)(x.mean(1))
+
+net = ViT()
+
+def params(key):
+    return net.init(key, jnp.zeros((1, 32, 32, 3)))["params"]
+
+def loss(model, batch):
+    logits = jax_impl.apply_linen(net, {"params": model}, batch["images"])
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][:, None], -1))
+"""
+BATCHES = {
+    "gpt": 'tokens = { shape = [2, 129], dtype = "int32" }',
+    "vit": 'images = { shape = [4, 32, 32, 3] }\nlabels = { shape = [4], dtype = "int32" }',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text", "factory"), [("gpt", GPT, "GPT"), ("vit", VIT, "params")])
+def test_models_as_users_write_them_with_layers_of_another_name(
+    name: str, text: str, factory: str, cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not("gpu"):
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    Path(f"users_{name}.py").write_text(text)
+    Path("batch.toml").write_text(BATCHES[name])
+    arguments = (
+        "--model",
+        f"users_{name}:{factory}",
+        "--loss",
+        f"users_{name}:loss",
+        "--batch-shapes",
+        "batch.toml",
+    )
+    units = "blocks.*" if name == "gpt" else "blocks_*"
+    result = call(
+        "fsdp_bf16", "zero1", *arguments, "--units", units, "--target", "h100:8", "--json", "--html", "p.html"
+    )
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["targets"]["rows"]
+    assert [row["fits"] for row in rows] == [True, True]
+    # Two blocks and the root: each gathered in forward and, sharded, once more in backward.
+    gathers = [sum(one["times"] for one in row["collectives"] if one["kind"] == "all_gather") for row in rows]
+    assert gathers == [6, 3]
+    assert Path("p.html").read_text().count("<svg") == 3
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -59,11 +60,21 @@ def _serve(rank: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
         try:
             message = pickle.dumps(reply)
         except Exception:
             message = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(message)
+
+
+def _forget_meshes() -> None:
+    """DTensor caches what operators make, with meshes whose process groups end here, and finds them by equal meshes."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # Not every version of torch has it.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 class RankGroup:

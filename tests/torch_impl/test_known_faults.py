@@ -260,6 +260,7 @@ PRIVATE = {
     "dtensor/tensor.py",
     "dtensor/views.py",
     "optimizer/update.py",
+    "parallel/modules.py",
     "runtime/autograd.py",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,10 @@ from torch.distributed import distributed_c10d
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 _gather_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+PURPOSE: ContextVar[str | None] = ContextVar("purpose", default=None)
+"""What collectives are for that no unit begins, for those who count them."""
 
 
 class Work(Protocol):

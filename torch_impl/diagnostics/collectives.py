@@ -22,8 +22,9 @@ _ELSEWHERE = "elsewhere"
 class CollectiveCount:
     """Calls and bytes since counting began, by ``(unit, kind)``; kinds are all_gather, reduce_scatter and all_reduce.
 
-    A unit is named as its module is, the root by ""; what runs outside of units counts as "elsewhere". Bytes are those
-    of the whole buffer: what a gather fills, what a reduction reads. The buffers of a group are one call.
+    A unit is named as its module is, the root by ""; what runs outside of units counts as "elsewhere", and what modules
+    that are cut over a model axis exchange as "activations". Bytes are those of the whole buffer: what a gather fills,
+    what a reduction reads. The buffers of a group are one call.
     """
 
     def __init__(self) -> None:
@@ -82,8 +83,9 @@ def _counting(
         # The whole buffers: outputs of a gather, values of a reduction.
         whole = args[1] if kind == "reduce_scatter" else args[0]
         tensors: Sequence[torch.Tensor] = [whole] if isinstance(whole, torch.Tensor) else whole
-        count.calls_of[current[-1], kind] += 1
-        count.bytes_of[current[-1], kind] += sum(t.numel() * t.element_size() for t in tensors)
+        label = collectives.PURPOSE.get() or current[-1]
+        count.calls_of[label, kind] += 1
+        count.bytes_of[label, kind] += sum(t.numel() * t.element_size() for t in tensors)
         return original(*args, **kwargs)
 
     return call

@@ -12,14 +12,24 @@ to one dimension, else ``[rows, last dimension]``::
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from bridge.sharding.rows import Box, row_boxes, rows_of
 from torch_impl.comm.mesh import shard_index
-from torch_impl.dtensor.placement import row_axes, row_placement, tensor_parallel_box
+from torch_impl.dtensor.placement import (
+    Ranges,
+    row_axes,
+    row_placement,
+    tensor_parallel_part,
+    tensor_parallel_ranges,
+    tensor_parallel_sizes,
+)
 
 
 def checked_dtensor(tensor: torch.Tensor) -> DTensor:
@@ -62,7 +72,7 @@ def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, i
     origin = checked_dtensor(tensor)
     rows = row_placement(origin.placements)
     if rows is None:
-        return 0, rows_of(tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements).sizes)[1]
+        return 0, rows_of(tensor_parallel_sizes(origin.shape, origin.device_mesh, origin.placements))[1]
     if shard is None:
         shard = shard_index(origin.device_mesh, row_axes(origin.placements))
     return rows.bounds[shard], rows.bounds[shard + 1]
@@ -78,21 +88,54 @@ def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ..
         # Without any box the tensor would vanish from a checkpoint.
         return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
     refuse_partial(tensor)
-    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
-    return tuple(
-        Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.sizes)
-        for box in row_boxes(sizes, *row_range_of(origin, shard))
-    )
+    return tuple(part.whole for part in _parts(origin, shard))
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views of the local tensor, one for each of ``local_boxes(tensor)``, shaped like the box."""
-    flat = local_of(tensor).detach().view(-1)
-    sizes = [box.sizes for box in local_boxes(tensor)]
-    parts = (
-        torch.split(flat[: sum(map(math.prod, sizes))], [math.prod(size) for size in sizes]) if sizes else ()
-    )
-    return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
+    origin = checked_dtensor(tensor)
+    flat = local_of(origin).detach().view(-1)
+    if not origin.numel():
+        return (flat.view(origin.shape),)
+    pieces = []
+    for start, sizes, inside, whole in _parts(origin, None):
+        piece = flat[start : start + math.prod(sizes)].view(sizes)
+        for dim, (offset, size) in enumerate(zip(inside, whole.sizes, strict=True)):
+            piece = piece.narrow(dim, offset, size)
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+class _Part(NamedTuple):
+    """Local elements from ``start`` on, shaped ``sizes``; from the offsets ``inside`` on they are the box ``whole``."""
+
+    start: int
+    sizes: tuple[int, ...]
+    inside: tuple[int, ...]
+    whole: Box
+
+
+def _parts(origin: DTensor, shard: int | None) -> Iterator[_Part]:
+    """The rows of ``row_range_of`` by boxes of what tensor-parallel axes leave, and by the ranges that make it up."""
+    ranges = tensor_parallel_ranges(origin.shape, origin.device_mesh, origin.placements)
+    sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
+    start = 0
+    for box in row_boxes(sizes, *row_range_of(origin, shard)):
+        held = [list(_within(*at)) for at in zip(box.offsets, box.sizes, ranges, strict=True)]
+        for parts in itertools.product(*held):
+            inside, offsets, lengths = zip(*parts, strict=True) if parts else ((), (), ())
+            yield _Part(start, box.sizes, inside, Box(offsets, lengths))
+        start += math.prod(box.sizes)
+
+
+def _within(offset: int, size: int, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    """Local positions ``[offset, offset + size)`` of a dimension, as ``(position from offset, global one, length)``."""
+    position = 0
+    for start, stop in ranges:
+        first, last = max(offset, position), min(offset + size, position + stop - start)
+        if first < last:
+            yield first - offset, start + first - position, last - first
+        position += stop - start
 
 
 def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -102,10 +145,8 @@ def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not local.numel():
         # reshape(-1, ...) below cannot infer a number of rows from no elements.
         return torch.empty_like(local, dtype=whole.dtype, device=whole.device)
-    offsets, sizes = tensor_parallel_box(origin.shape, origin.device_mesh, origin.placements)
     # Tensor-parallel axes cut first, and row bounds count the rows of what they leave.
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
+    whole = tensor_parallel_part(whole, origin.device_mesh, origin.placements)
     if row_placement(origin.placements) is None:
         return whole
     r0, r1 = row_range_of(origin)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
-from torch_impl.dtensor.placement import replicated, row_axes
+from torch_impl.dtensor.placement import FusedShard, replicated, row_axes
 from torch_impl.dtensor.tensor import wrap_like, wrap_rows
 
 
@@ -102,7 +102,10 @@ def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
     if not isinstance(tensor, DTensor) or tensor.device_mesh != origin.device_mesh:
         return False
     # Broadcasting would need to know which part of a dimension, or of a sum, this rank has.
-    if any(isinstance(placement, Shard | Partial) for placement in (*tensor.placements, *origin.placements)):
+    if any(
+        isinstance(placement, Shard | FusedShard | Partial)
+        for placement in (*tensor.placements, *origin.placements)
+    ):
         return False
     alike = tensor.placements == origin.placements and _has_rows_of(tensor, shape)
     return alike or replicated(tensor.placements)

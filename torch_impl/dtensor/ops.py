@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_of
 from torch_impl.dtensor.operands import align
-from torch_impl.dtensor.placement import is_tensor_parallel, row_placement
+from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
 from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
@@ -89,7 +89,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     # DTensor itself is right where no rows are cut.
-    if all(row_placement(one.placements) is None for one in sharded):
+    if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
         f"{func} is not supported on a tensor placed as {first.placements}: only element-wise operators and "

@@ -9,7 +9,9 @@ innermost ``axes`` data-parallel axes. On coordinates (m, n, t) of a mesh (M, N,
     Partial       RowShard     Shard(0)     its part of a sum, of shard n of N
     Partial       Partial      Shard(0)     its part of a sum, not cut
 
-Tensor-parallel axes cut first, as torch does: row bounds count the rows of what they leave to this rank.
+Tensor-parallel axes cut first, as torch does: row bounds count the rows of what they leave to this rank. A dimension
+that holds several tensors one after the other, such as gate and up projections, is cut by ``FusedShard``: of rows
+``|g0 g1 g2 g3|u0 u1 u2 u3|`` the first of two ranks has ``g0 g1 u0 u1``.
 
 The whole tensor takes one all-gather over each axis that cuts rows, outer axis first. Of padded shards 0 to 3 on a mesh
 (2, 2), where shard n * 2 + m lies on (m, n)::
@@ -22,14 +24,52 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from bridge.sharding.rows import Box, local_shape, rows_of
+from bridge.sharding import Cut, local_ranges
+from bridge.sharding.rows import local_shape, rows_of
 from torch_impl.comm import collectives
 from torch_impl.comm.mesh import check_order, coordinate_of, shard_index
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts ``[start, stop)`` of a dimension, in the order in which a local tensor has them."""
+
+
+class FusedShard(Placement):
+    """Dimension ``dim`` holds tensors of the relative ``sizes``, each of which is cut in equal parts over the axis.
+
+    Not a ``Shard``: torch would take the local tensor for one range of the dimension.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def __init__(self, dim: int, sizes: Sequence[int]) -> None:
+        """Raises ValueError for less than two sizes, or sizes below 1."""
+        super().__init__()
+        self.dim, self.sizes = dim, tuple(sizes)
+        if len(self.sizes) < 2 or min(self.sizes) < 1:
+            raise ValueError(f"FusedShard: expected two or more sizes >= 1, got {self.sizes}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FusedShard) and (self.dim, self.sizes) == (other.dim, other.sizes)
+
+    def __hash__(self) -> int:
+        return hash((FusedShard, self.dim, self.sizes))
+
+    def __repr__(self) -> str:
+        return f"FusedShard({self.dim}, {self.sizes})"
+
+    def __reduce__(self) -> tuple[type[FusedShard], tuple[int, tuple[int, ...]]]:
+        return FusedShard, (self.dim, self.sizes)
+
+    def ranges(self, length: int, ranks: int, rank: int) -> Ranges:
+        """What ``rank`` of the axis has of a dimension of ``length``."""
+        return tuple(local_ranges(length, Cut("", self.dim, self.sizes), ranks, rank))
 
 
 class RowShard(Placement):
@@ -74,17 +114,41 @@ def row_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, RowShard))
 
 
-def tensor_parallel_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
-    """The part of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
-    offsets, sizes = [0] * len(shape), list(shape)
+def tensor_parallel_ranges(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[Ranges, ...]:
+    """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
+    found: list[Ranges] = [((0, size),) for size in shape]
     # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            lengths = chunk_lengths(sizes[placement.dim], mesh.size(axis))
+            ((start, stop),) = found[placement.dim]
+            lengths = chunk_lengths(stop - start, mesh.size(axis))
             at = coordinate_of(mesh)[axis]
-            offsets[placement.dim] += sum(lengths[:at])
-            sizes[placement.dim] = lengths[at]
-    return Box(tuple(offsets), tuple(sizes))
+            start += sum(lengths[:at])
+            found[placement.dim] = ((start, start + lengths[at]),)
+        elif isinstance(placement, FusedShard):
+            at = coordinate_of(mesh)[axis]
+            found[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), at)
+    return tuple(found)
+
+
+def tensor_parallel_sizes(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """The shape of what the tensor-parallel axes leave to this rank of a tensor of this global shape."""
+    ranges = tensor_parallel_ranges(shape, mesh, placements)
+    return tuple(sum(stop - start for start, stop in one) for one in ranges)
+
+
+def tensor_parallel_part(
+    whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """What the tensor-parallel axes leave to this rank of ``whole``: a view, but of fused tensors a copy."""
+    for dim, held in enumerate(tensor_parallel_ranges(whole.shape, mesh, placements)):
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in held]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
 
 
 def chunk_lengths(length: int, chunks: int) -> list[int]:
@@ -95,20 +159,31 @@ def chunk_lengths(length: int, chunks: int) -> list[int]:
 
 def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """ValueError for tensor-parallel placements, row bounds or a mesh that do not fit a tensor of this shape."""
-    for placement in placements:
-        known = placement.is_replicate() or placement.is_partial() or isinstance(placement, RowShard)
+    cut: list[int] = []
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate() or placement.is_partial() or isinstance(placement, RowShard):
+            continue
         # Subclasses of Shard cut otherwise than in equal parts.
-        if not known and (type(placement) is not Shard or not 0 <= placement.dim < len(shape)):
+        known = type(placement) is Shard or isinstance(placement, FusedShard)
+        if not known or not 0 <= placement.dim < len(shape):  # type: ignore[attr-defined]  # both have one
             raise ValueError(
                 f"tensor_parallel placement of a tensor of shape {tuple(shape)}: expected Replicate() or Shard(dim) "
                 f"with 0 <= dim < {len(shape)}, got {placement}"
             )
+        cut.append(placement.dim)  # type: ignore[attr-defined]  # as above
+        if isinstance(placement, FusedShard):
+            _check_fused(shape[placement.dim], mesh.size(axis), placement)
+    if any(isinstance(one, FusedShard) and cut.count(one.dim) > 1 for one in placements):
+        raise ValueError(
+            f"tensor_parallel placements of a tensor of shape {tuple(shape)}: expected one axis that cuts a dimension "
+            f"of fused tensors, got {tuple(placements)}"
+        )
     # Every tensor is checked, since gathers would put rows in the wrong place without an error.
     check_order(mesh)
     rows = row_placement(placements)
     if rows is None:
         return
-    local = tensor_parallel_box(shape, mesh, placements).sizes
+    local = tensor_parallel_sizes(shape, mesh, placements)
     shards, num_rows = 1, rows_of(local)[1]
     for axis in row_axes(placements):
         shards *= mesh.size(axis)
@@ -119,10 +194,18 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
         )
 
 
+def _check_fused(length: int, ranks: int, placement: FusedShard) -> None:
+    unit = sum(placement.sizes)
+    if length % unit or any(length // unit * size % ranks for size in placement.sizes):
+        raise ValueError(
+            f"{placement}: expected a dimension of tensors that {ranks} ranks cut in equal parts, got {length} elements"
+        )
+
+
 def local_sizes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The shape of this rank's local tensor, of a tensor of this global shape. ValueError as ``check_placements``."""
     check_placements(shape, mesh, placements)
-    sizes = tensor_parallel_box(shape, mesh, placements).sizes
+    sizes = tensor_parallel_sizes(shape, mesh, placements)
     rows = row_placement(placements)
     if rows is None:
         return sizes
@@ -143,7 +226,12 @@ def check_local(
 
 def is_tensor_parallel(placements: Sequence[Placement]) -> bool:
     """Whether ranks of a tensor-parallel axis hold different parts of the tensor."""
-    return any(isinstance(placement, Shard) for placement in placements)
+    return any(isinstance(placement, Shard | FusedShard) for placement in placements)
+
+
+def is_fused(placements: Sequence[Placement]) -> bool:
+    """Whether a dimension is cut so that torch would misunderstand the local tensor."""
+    return any(isinstance(placement, FusedShard) for placement in placements)
 
 
 def replicated(placements: Sequence[Placement]) -> bool:
@@ -170,7 +258,7 @@ def _gather_rows(
     rows = row_placement(placements)
     if rows is None:
         return local.clone()
-    sizes = tensor_parallel_box(shape, mesh, placements).sizes
+    sizes = tensor_parallel_sizes(shape, mesh, placements)
     row_size, _ = rows_of(sizes)
     lengths = [(r1 - r0) * row_size for r0, r1 in itertools.pairwise(rows.bounds)]
     # All ranks know all bounds, so all leave a gather of nothing out.
@@ -191,17 +279,21 @@ def _gather_tensor_parallel(
 ) -> torch.Tensor:
     # The axis that cut last is gathered first.
     for axis, placement in reversed(list(enumerate(placements))):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard | FusedShard):
             continue
-        dim = placement.dim
-        lengths = chunk_lengths(
-            tensor_parallel_box(shape, mesh, placements[:axis]).sizes[dim], mesh.size(axis)
-        )
+        dim, ranks = placement.dim, mesh.size(axis)
+        whole = tensor_parallel_sizes(shape, mesh, placements[:axis])[dim]
+        # Of each of the tensors that the dimension holds, the lengths of the ranks' parts.
+        if isinstance(placement, FusedShard):
+            lengths = [[b - a for a, b in placement.ranges(whole, ranks, rank)] for rank in range(ranks)]
+        else:
+            lengths = [[length] for length in chunk_lengths(whole, ranks)]
         # The cut dimension comes first, so that each rank's part is one contiguous piece of what is gathered.
-        padded = part.new_zeros(max(lengths), *part.shape[:dim], *part.shape[dim + 1 :])
+        padded = part.new_zeros(max(map(sum, lengths)), *part.shape[:dim], *part.shape[dim + 1 :])
         padded[: part.shape[dim]] = part.movedim(dim, 0)
-        gathered = padded.new_empty(len(lengths), *padded.shape)
+        gathered = padded.new_empty(ranks, *padded.shape)
         if padded.numel():
             collectives.all_gather([gathered.view(-1)], [padded.view(-1)], mesh.get_group(axis))
-        part = torch.cat([gathered[k, :length] for k, length in enumerate(lengths)]).movedim(0, dim)
+        pieces = [gathered[k, : sum(own)].split(own) for k, own in enumerate(lengths)]
+        part = torch.cat([piece for tensor in zip(*pieces, strict=True) for piece in tensor]).movedim(0, dim)
     return part.contiguous()

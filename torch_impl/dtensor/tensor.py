@@ -226,6 +226,16 @@ def make_partial(
     )
 
 
+def make_part(
+    local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]
+) -> RowDTensor:
+    """A DTensor of global ``shape`` over ``local`` (shared), which tensor-parallel axes alone cut.
+
+    Raises ValueError for placements that do not fit the shape, or when ``local`` has another shape than they say.
+    """
+    return _make(local, mesh, shape, tuple(placements))
+
+
 def count_write(tensor: torch.Tensor) -> None:
     """Record an in-place change of the local rows that torch itself does not count."""
     torch.autograd.graph.increment_version(local_of(tensor))

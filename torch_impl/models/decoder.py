@@ -79,7 +79,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.n_kv_heads = config.n_kv_heads
         self.group = config.n_heads // config.n_kv_heads
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
@@ -91,9 +90,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        q = self.wq(x).unflatten(-1, (self.n_kv_heads, self.group, self.head_dim))
-        k = self.wk(x).unflatten(-1, (self.n_kv_heads, 1, self.head_dim))
-        v = self.wv(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
+        # -1: under tensor parallelism each rank has some of the heads.
+        q = self.wq(x).unflatten(-1, (-1, self.group, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, 1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         q, k = self._rotate(q), self._rotate(k).squeeze(3)
         scores = torch.einsum("btkgd,bskd->bkgts", _widen(q), _widen(k)) / math.sqrt(self.head_dim)
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)

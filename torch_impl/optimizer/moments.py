@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from bridge.sharding.rows import rows_of
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
-from torch_impl.dtensor.placement import RowShard
+from torch_impl.dtensor.placement import FusedShard, RowShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -168,7 +168,7 @@ def _scale_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     shape = (*param.shape[:-1], 1)
     if not isinstance(param, DTensor):
         return local
-    if any(placement.is_shard(param.ndim - 1) for placement in param.placements):
+    if any(_cuts(placement, param.ndim - 1) for placement in param.placements):
         raise ValueError(
             f"moments with a scale per row: expected a parameter of shape {tuple(param.shape)} with whole rows, got "
             f"placements {param.placements}; use bfloat16 moments"
@@ -184,6 +184,10 @@ def _scale_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         axes=max(1, len(rows)),
         tensor_parallel=param.placements[rows[-1] + 1 if rows else 1 :],
     )
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return placement.is_shard(dim) or (isinstance(placement, FusedShard) and placement.dim == dim)
 
 
 def _from_local(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:

@@ -28,7 +28,7 @@ from bridge.sharding.strategy import Strategy
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.tensor import make_dtensor
-from torch_impl.runtime import autograd
+from torch_impl.runtime import autograd, tensor_parallel
 from torch_impl.runtime.buffer import FlatBuffer, ShardLevels
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.gradient import GroupGradient
@@ -128,8 +128,9 @@ class ParameterGroup:
         ]
         # Marks that a program put on its parameters steer optimizers, and kernels.
         for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
+            marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
             for copy in copies:
-                vars(copy).update(vars(param))
+                vars(copy).update(marks)
 
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""

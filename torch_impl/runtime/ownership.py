@@ -63,14 +63,22 @@ class OwnedParameter:
     @property
     def local(self) -> torch.Tensor:
         """The values, without history; of a tensor-parallel parameter this rank's part."""
-        given = self.param.detach()
-        return given.to_local() if isinstance(given, DTensor) else given
+        given, placed = self.param.detach(), self.tensor_parallel
+        if isinstance(given, DTensor):
+            return given.to_local()
+        return given if placed is None else placed.part_of(given)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Of ``local``."""
+        placed = self.tensor_parallel
+        return self.param.shape if placed is None else placed.local_shape
 
     @property
     def description(self) -> list[object]:
         """What ranks compare: name, shape, dtype (and whether on the meta device) and trainability, as JSON values."""
         kind = f"{self.param.dtype}{' on meta' if self.param.is_meta else ''}"
-        return [self.name, list(self.local.shape), kind, self.param.requires_grad]
+        return [self.name, list(self.local_shape), kind, self.param.requires_grad]
 
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""

@@ -8,7 +8,8 @@ A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by 
     |    |    |                  dp 1 |  rows  |     dp 1 |  rows  |
 
 At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and backward it is again
-the DTensor on tp that was given. All use of torch's private access to a mesh's root is in this module.
+the DTensor on tp that was given. A plain parameter that was marked by ``mark`` is treated as if it had been given so; a
+policy does that. All use of torch's private access to a mesh's root is in this module.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from torch_impl.dtensor.placement import is_fused, tensor_parallel_part, tensor_parallel_sizes
+from torch_impl.dtensor.tensor import make_part
+
+MARK = "_placed_by_policy"
+"""The attribute of a plain parameter that says how a policy places it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class TensorParallel:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor over this rank's part."""
+        if is_fused(self.placements):
+            return make_part(local, self.mesh, self.shape, self.placements)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -40,7 +49,18 @@ class TensorParallel:
         # A kernel that works on local tensors delivers this rank's part as it is.
         if not isinstance(grad, DTensor):
             return grad
+        if tuple(grad.placements) == self.placements:
+            return grad.to_local()
         return grad.redistribute(self.mesh, self.placements).to_local()
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that has the global shape."""
+        return tensor_parallel_part(whole, self.mesh, self.placements)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Of this rank's part."""
+        return torch.Size(tensor_parallel_sizes(self.shape, self.mesh, self.placements))
 
     def joint_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
         """The mesh of the data-parallel axes and these."""
@@ -49,10 +69,15 @@ class TensorParallel:
         return root[names]
 
 
+def mark(param: torch.Tensor, placed: TensorParallel) -> None:
+    """Have ``param``, plain and whole on every rank, cut as ``placed`` says when it is sharded."""
+    setattr(param, MARK, placed)
+
+
 def tensor_parallel_of(name: str, param: torch.Tensor) -> TensorParallel | None:
-    """None for a plain parameter. ValueError for a DTensor that cannot be sharded further."""
+    """None for a plain parameter without a mark. ValueError for a DTensor that cannot be sharded further."""
     if not isinstance(param, DTensor):
-        return None
+        return getattr(param, MARK, None)
     for placement in param.placements:
         # Subclasses of Shard cut otherwise than in equal parts.
         if not isinstance(placement, Replicate) and type(placement) is not Shard:

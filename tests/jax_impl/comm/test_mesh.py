@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -7,10 +8,11 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from bridge.sharding.mesh_axes import MODEL_AXES
-from jax_impl.comm.mesh import checked_mesh, data_parallel_mesh, simulate_devices
+from bridge.sharding.mesh_axes import MODEL_AXES, REFUSED_AXES
+from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh, simulate_devices
+from jax_impl.runtime.model_axes import ModelAxes
 from tests.support.compiler_effort import inherited_flags
 
 
@@ -19,27 +21,42 @@ def test_more_devices_than_exist_are_refused():
         data_parallel_mesh(99)
     with pytest.raises(ValueError, match=r"at least one device, got \{'dp': 0\}"):
         data_parallel_mesh(0)
-    with pytest.raises(ValueError, match=r"one or two axes .*, got \{'a': 1, 'b': 1, 'c': 1\}"):
+    with pytest.raises(ValueError, match=r"one or two data-parallel axes.*got \{'a': 1, 'b': 1, 'c': 1\}"):
         data_parallel_mesh({"a": 1, "b": 1, "c": 1})
 
 
-def test_a_mesh_of_more_than_two_axes_is_refused():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("dp_outer", "dp", "tp"))
-    with pytest.raises(
-        ValueError, match=r"one or two data-parallel axes.*got \{'dp_outer': 2, 'dp': 2, 'tp': 1\}"
-    ):
-        checked_mesh(mesh)
+@pytest.mark.parametrize(
+    "names", [("a", "b", "c"), ("tp",), ("tp", "dp"), ("dp", "tp", "inner"), ("dp", "tp", "ep", "model"), ()]
+)
+def test_a_mesh_has_data_parallel_axes_and_then_model_axes(names):
+    sizes = dict.fromkeys(names, 1)
+    message = (
+        r"one or two data-parallel axes, outer to inner, and then at most two model axes \(names tp, .*got "
+    )
+    with pytest.raises(ValueError, match=message + re.escape(str(sizes))):
+        checked_mesh(Mesh(np.array(jax.devices()[:1]).reshape([1] * len(names)), names))
+    with pytest.raises(ValueError, match=message):
+        data_parallel_mesh(sizes)
 
 
-@pytest.mark.parametrize("name", [*MODEL_AXES, "TP", "Tensor"])
-def test_an_axis_named_for_model_parallelism_is_refused(name):
-    message = f"mesh: axis '{name}' is named for model parallelism, expected data-parallel axes only.*to 'dp'"
+@pytest.mark.parametrize("name", [*REFUSED_AXES, "CP", "Stage"])
+def test_an_axis_of_a_parallelism_that_is_not_built_is_refused(name):
+    message = f"mesh: axis '{name}' is named for context or pipeline parallelism, which is not built"
     with pytest.raises(ValueError, match=message):
         data_parallel_mesh({"dp": 2, name: 2})
     with pytest.raises(ValueError, match=message):
         checked_mesh(jax.make_mesh((2, 2), ("fsdp", name)))
-    with pytest.raises(ValueError, match=message):
-        checked_mesh(jax.make_mesh((2,), (name,)))
+
+
+@pytest.mark.parametrize("name", [*MODEL_AXES, "TP", "Tensor"])
+def test_model_axes_come_last_and_are_no_levels(name):
+    mesh = data_parallel_mesh({"outer": 2, "inner": 2, name: 2})
+    assert checked_mesh(mesh) == mesh
+    axes = DataParallelMesh.of(mesh)
+    assert (axes.names, axes.sizes, axes.shards(2)) == (("inner", "outer"), (2, 2), 4)
+    assert ModelAxes.of(mesh).by_name == {name: 2}
+    assert axes.spec(1, 1, (name,)) == PartitionSpec(None, ("inner", name))
+    assert axes.batch_spec == PartitionSpec(("outer", "inner"))
 
 
 def test_two_axes_have_neighbouring_devices_on_the_inner_one():

@@ -32,6 +32,8 @@ SAVES = {
     "mixed": ("2x2", runs.Case(4, "optim_grads_params", "shard_map", "mixed")),
     "optim": ("4x1", runs.Case(4, "optim")),
     "pjit hfsdp": ("4x1", runs.Case((2, 2), "hfsdp", "pjit")),
+    # Rows of one tp device on both processes, and both tp devices on one.
+    "tensors": ("4x1", runs.Case(2, "optim_grads_params", tensors=2)),
 }
 # Which of these the other group goes on with, and how it is sharded there.
 LOADS = [
@@ -40,6 +42,8 @@ LOADS = [
     ("mixed", "4x1", runs.Case(4, "optim_grads_params", "shard_map", "mixed")),
     ("optim", "2x2", runs.Case(4, "optim_grads_params", "pjit")),
     ("pjit hfsdp", "2x2", runs.Case((2, 2), "hfsdp")),
+    ("tensors", "2x2", runs.Case(4, "optim")),
+    ("pjit hfsdp", "2x2", runs.Case(2, "optim_grads_params", "pjit", tensors=2)),
 ]
 
 

@@ -54,6 +54,15 @@ def assert_gathers(setting: Setting, found: Compiled) -> None:
     assert gathered == expected
 
 
+def assert_parts_travel(setting: Setting, found: Compiled) -> None:
+    """Gathers and reductions of what each device has of what model axes cut; activations are reduced beside them."""
+    expected, sizes = _of_buffers(setting, found), found.sizes()
+    for kind in (GATHER, SCATTER):
+        of_kind = {key: times for key, times in expected.items() if key[0] == kind}
+        assert {key: times for key, times in sizes.items() if key[0] == kind} == of_kind
+    assert {kind for kind, _ in sizes} == {GATHER, SCATTER, REDUCE}
+
+
 def assert_reduce_scatters(setting: Setting, found: Compiled) -> None:
     """As many as the table of strategies says, and no all-reduce; XLA:TPU pads what it reduces."""
     expected = Counter(kind for kind, _ in _of_buffers(setting, found).elements())

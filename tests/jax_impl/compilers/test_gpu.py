@@ -23,6 +23,7 @@ from tests.jax_impl.compilers.expected import (
     assert_as_much_overlap_as_by_hand,
     assert_collectives,
     assert_no_more_memory_than_by_hand,
+    assert_parts_travel,
     by_hand,
     case,
     wrong,
@@ -59,6 +60,17 @@ SLOW = pytest.mark.slow
 )
 def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setting):
     assert_collectives(setting, gpu(setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        case("h100:8", "shard_map", "256", tensors=2),
+        case("h100:64", "shard_map", "256", ZERO_3, SLOW, tensors=4, stacked=True, microbatches=2),
+    ],
+)
+def test_parts_of_what_a_model_axis_cuts_travel_alone(gpu: Compile, setting: Setting):
+    assert_parts_travel(setting, gpu(setting))
 
 
 AT_ONCE = wrong(

@@ -54,6 +54,8 @@ def tpu_case(target: str, engine: str, size: str, *marks: Any, strategy: str = Z
         tpu_case("v5e:4x4", "shard_map", "256", stacked=True),
         tpu_case("v5e:4x4", "shard_map", "331"),
         tpu_case("v5e:4x4", "shard_map", "331", align=1),
+        tpu_case("v5e:4x4", "shard_map", "256", tensors=4),
+        tpu_case("v5e:4x4", "shard_map", "256", tensors=2, stacked=True, recompute=True, microbatches=2),
     ],
 )
 def test_every_gather_is_one_whatever_the_alignment(tpu: Compile, setting: Setting):

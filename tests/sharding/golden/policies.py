@@ -58,7 +58,12 @@ def canonical(policy: Any) -> dict[str, Any]:
             }
             for unit in policy.units
         ],
+        **({"parallel": [_cut(entry) for entry in policy.parallel]} if policy.parallel else {}),
     }
+
+
+def _cut(entry: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(entry), "match": list(entry.match), "fused": list(entry.fused)}
 
 
 def _words(placements: Any) -> list[list[str]]:

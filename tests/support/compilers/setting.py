@@ -80,7 +80,8 @@ SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in 
 class Setting:
     """The gradients of one step, ``rows`` rows of ``length`` tokens for each device and microbatch.
 
-    ``inner``: devices of the inner of two mesh axes; 0 for one axis. ``align``: of layouts. ``recommended``: with XLA's
+    ``inner``: devices of the inner of two data-parallel axes; 0 for one axis. ``tensors``: of a model axis, which cuts
+    heads and features of the layers; 0 for none. ``align``: of layouts. ``recommended``: with XLA's
     options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients.
     """
 
@@ -100,12 +101,14 @@ class Setting:
     prefetch: int | None = None
     forward: bool = False
     align: int | Literal["auto"] = "auto"
+    tensors: int = 0
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
         parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
+        parts += [f"tensors{self.tensors}"] if self.tensors else []
         parts += [] if self.align == "auto" else [f"align{self.align}"]
         return "-".join(parts).replace(" ", "_")
 
@@ -115,7 +118,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Stored:
-    """An array that a plan keeps: ``size`` elements in each of ``layers`` (1 without a stack); ``cut`` over devices."""
+    """An array that a plan keeps: ``size`` elements in each of ``layers`` (1 without a stack); ``cut`` over devices.
+
+    Of what model axes cut, ``size`` is that of one part.
+    """
 
     name: str
     size: int

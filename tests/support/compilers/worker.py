@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.planning import tpu_text
 from bridge.planning.compilers import devices_of, options_of, why_not
 from bridge.planning.leg_process import Leg, LegError, serve
 from bridge.planning.targets import target_named
@@ -73,12 +74,12 @@ def compiled(setting: Setting) -> Compiled:
         plan = plan_of(setting, mesh)
         stored, shards = tuple(_stored(plan)), plan.axes.sizes
         lowered = _of_plan(setting, plan)
+    tpu_text.clear()
     begun = time.monotonic()
     program: jax.stages.Compiled = lowered.compile(options_of(target, setting.recommended))
     seconds = time.monotonic() - begun
     found: Any = program.memory_analysis()
-    text = program.as_text()
-    assert text is not None
+    text = tpu_text.text_of(program, lowered.as_text())
     if folder := os.environ.get("TWINSHARD_DUMP"):
         Path(folder, f"{setting}.hlo").write_text(text)
         Path(folder, f"{setting}.costs.json").write_text(json.dumps(program.cost_analysis()))
@@ -90,6 +91,8 @@ def mesh_of(setting: Setting) -> Mesh:
     from jax.sharding import Mesh
 
     devices = np.array(devices_of(target_named(setting.target)))
+    if setting.tensors:
+        return Mesh(devices.reshape(-1, setting.tensors), ("dp", "tp"))
     if setting.inner:
         return Mesh(devices.reshape(-1, setting.inner), ("dp_outer", "dp"))
     return Mesh(devices.reshape(-1), ("dp",))
@@ -109,6 +112,13 @@ def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
     from jax_impl import plan_sharding
 
     units: Any = {"units": setting.units} if setting.units else {}
+    if setting.tensors:
+        units["parallel"] = {
+            "layers/*/attention/[qkv]*": "colwise",
+            "layers/*/mlp/[gu]*": "colwise",
+            "layers/*/attention/out": "rowwise",
+            "layers/*/mlp/down": "rowwise",
+        }
     return plan_sharding(
         model_of(setting),
         mesh,
@@ -128,7 +138,8 @@ def _stored(plan: ShardingPlan) -> Iterator[Stored]:
         for group in unit.groups:
             for key, array in group.stored.items():
                 layers = group.layers or 1
-                yield Stored(key, math.prod(array.shape) // layers, layers, any(array.spec))
+                size = math.prod(array.shape) // layers // getattr(group, "rows", 1)
+                yield Stored(key, size, layers, any(array.spec))
 
 
 def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:

@@ -28,6 +28,7 @@ from jax_impl import (
 )
 from jax_impl.models import Decoder
 from jax_impl.modules.module_tree import parameter_leaves
+from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalGroup
 from tests.support.jax_impl.tiny import CONFIG, decoder, loss, tokens
@@ -39,17 +40,22 @@ ROWS = 12
 # One block: a step is compiled for every number of devices and strategy, and blocks add to that most.
 CONFIG_OF_RUNS = dataclasses.replace(CONFIG, n_layers=1)
 OPTIMIZER = main_weight_adamw(1e-2, weight_decay=0.1)
+# What of the decoder two devices can divide.
+HEADS = {f"layers/*/attention/{name}": "colwise" for name in ("query", "key", "value")} | {
+    "layers/*/attention/out": "rowwise"
+}
 # A large eps keeps Adam from magnifying the rounding of sums where gradients are tiny.
 STEADY = {"learning_rate": 1e-2, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
 
 
 class Case(NamedTuple):
-    """How a model is sharded: ``devices`` on one axis, or on an outer and an inner one."""
+    """How a model is sharded: ``devices`` on one axis, or on an outer and an inner one, each ``tensors`` times."""
 
     devices: int | tuple[int, int]
     strategy: str = DEFAULT
     engine: str = "shard_map"
     model: str = "decoder"
+    tensors: int = 1
 
 
 class Layer(nnx.Module):
@@ -90,10 +96,12 @@ def loss_of(model: Any, rows: jax.Array) -> jax.Array:
 @functools.cache
 def _plan(case: Case) -> ShardingPlan:
     outer, inner = case.devices if isinstance(case.devices, tuple) else (0, case.devices)
-    mesh = data_parallel_mesh({"dp_outer": outer, "dp": inner} if outer else inner)
+    sizes = {"dp_outer": outer, "dp": inner} if outer else {"dp": inner}
+    parallel: dict[str, Any] = {"parallel": HEADS} if case.tensors > 1 else {}
     return plan_sharding(
         nnx.eval_shape(lambda: model(case.model)),
-        mesh,
+        data_parallel_mesh({**sizes, "tp": case.tensors} if parallel else sizes),
+        **parallel,
         strategy=case.strategy,
         engine=case.engine,
         stacked=[] if case.model == "decoder" else ["layers"],
@@ -155,6 +163,9 @@ def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, n
                 continue
             assert isinstance(group, FlatGroup)
             flat = np.array(by_key[group.key])
+            if isinstance(group, CutGroup) and group.axes:
+                found |= _joined(group, flat)
+                continue
             layers = [flat] if group.layers is None else list(flat)
             for path, slot in zip(group.paths, group.layout.slots, strict=True):
                 values = [
@@ -162,6 +173,19 @@ def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, n
                     for layer in layers
                 ]
                 found[path] = values[0] if group.layers is None else np.stack(values)
+    return found
+
+
+def _joined(group: CutGroup, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Of parameters that one model axis cuts, which are in no stack."""
+    layout = group.layout
+    rows = flat.reshape(layout.num_shards, -1, layout.shard_size).swapaxes(0, 1)
+    found = {}
+    for path, slot in zip(group.paths, layout.slots, strict=True):
+        buffers = [whole_buffer(layout, row.reshape(-1), slot.buffer) for row in rows]
+        parts = [buffer[slot.offset : slot.end].reshape(slot.shape) for buffer in buffers]
+        (cut,) = group.cuts_of(path)
+        found[path] = np.concatenate(parts, axis=cut.dimension)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_impl
 from torch_impl.comm import collectives
+from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -59,7 +60,28 @@ class Whole(nn.Module):
 
 def train(policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: int) -> dict[str, Any]:
     """Three steps; bytes at rest after the last, and its collectives by unit and by ranks of their group."""
-    model = Whole(parts, own)
+
+    def backward(model: nn.Module) -> None:
+        model(torch.full((3,), 0.1)).sum().backward()
+
+    return _train(Whole(parts, own), policy, backward, microbatches)
+
+
+def train_decoder(policy: str, sizes: dict[str, int], microbatches: int) -> dict[str, Any]:
+    """``train`` of the shipped decoder."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(**sizes))
+
+    def backward(model: nn.Module) -> None:
+        tokens = torch.randint(0, model.config.vocab_size, (2, 6))
+        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+
+    return _train(model, policy, backward, microbatches)
+
+
+def _train(
+    model: Any, policy: str, backward: Callable[[nn.Module], None], microbatches: int
+) -> dict[str, Any]:
     torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
     for _ in range(3):
@@ -67,7 +89,7 @@ def train(policy: str, parts: list[list[Spec]], own: list[Spec], microbatches: i
         with torch_impl.count_collectives(model) as count, by_group() as groups:
             for k in range(microbatches):
                 model.set_is_last_backward(k == microbatches - 1)
-                model(torch.full((3,), 0.1)).sum().backward()
+                backward(model)
         optimizer.step()
     return {
         "memory": model.memory_report(optimizer),

@@ -214,3 +214,34 @@ def losses(
         dist.all_reduce(mean)
         found.append(mean.item() / world)
     return found
+
+
+def cut_losses(
+    policy: str,
+    source: Path,
+    destination: Path,
+    model: ModelConfig,
+    data: DataConfig,
+    adamw: dict[str, Any],
+    steps: range,
+) -> list[float]:
+    """``losses`` by a policy (its text) whose last mesh axis is ``tp``, and a checkpoint of what came of it."""
+    world = dist.get_world_size()
+    read = torch_impl.ShardingPolicy.parse(policy)
+    alike = read.mesh_sizes(world)["tp"]
+    decoder: Any = read.apply(Decoder(DecoderConfig(**vars(model))))
+    optimizer = torch_impl.MainWeightAdamW(decoder.parameters(), **adamw)
+    train = torch_impl.load_checkpoint(source, decoder, optimizer)
+    found = []
+    for step in steps:
+        rows = rank_slice(batch(data, step), dist.get_rank() // alike, world // alike)
+        own = torch.from_numpy(rows).long()
+        loss = next_token_loss(decoder(own[:, :-1]), own[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        found.append(mean.item() / world)
+    torch_impl.save_checkpoint(destination, decoder, optimizer, {**train, "step": steps.stop})
+    return found

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from bridge.sharding.rows import local_shape, rows_of
 from torch_impl.comm.mesh import shard_index
-from torch_impl.dtensor.placement import tensor_parallel_box
+from torch_impl.dtensor.placement import FusedShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (0, 4), (4, 4, 2), (6, 1)]
@@ -30,7 +30,17 @@ class Cut:
         return init_device_mesh("cpu", self.mesh_shape, mesh_dim_names=names)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        return all(p.dim < len(shape) for p in self.tensor_parallel if isinstance(p, Shard))
+        ranks = self.mesh_shape[len(self.mesh_shape) - len(self.tensor_parallel) :]
+        return all(
+            placement.is_replicate()
+            or (
+                placement.dim < len(shape)
+                and (
+                    isinstance(placement, Shard) or shape[placement.dim] % (size * sum(placement.sizes)) == 0
+                )
+            )
+            for placement, size in zip(self.tensor_parallel, ranks, strict=True)
+        )
 
 
 # For four ranks.
@@ -49,6 +59,11 @@ CUTS = [
     Cut((2, 1, 2), axes=1, tensor_parallel=(Shard(0),)),
     Cut((1, 2, 2), axes=0, tensor_parallel=(Shard(1),)),
     Cut((1, 1, 2, 2), axes=2, tensor_parallel=(Shard(0), Shard(0))),
+    Cut((2, 2), tensor_parallel=(FusedShard(0, (1, 1)),)),
+    Cut((2, 2), axes=0, tensor_parallel=(FusedShard(0, (1, 2)),)),
+    Cut((2, 2), tensor_parallel=(FusedShard(2, (1, 1)),)),
+    Cut((2, 1, 2), axes=2, tensor_parallel=(FusedShard(1, (1, 1)),)),
+    Cut((1, 2, 2), tensor_parallel=(FusedShard(0, (1, 1)), Shard(1))),
 ]
 
 
@@ -67,9 +82,18 @@ def uneven_bounds(num_rows: int, shards: int) -> tuple[int, ...]:
 def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
     """``full``, which all ranks hold, as ``cut`` says; the local tensor has memory of its own."""
     data = mesh.ndim - len(cut.tensor_parallel)
-    everywhere = (*[Replicate()] * data, *cut.tensor_parallel)
-    offsets, sizes = tensor_parallel_box(full.shape, mesh, everywhere)
-    part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
+    part, coordinate = full, mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(cut.tensor_parallel, data):
+        if isinstance(placement, FusedShard):
+            unit = part.shape[placement.dim] // sum(placement.sizes)
+            fused = part.split([unit * size for size in placement.sizes], placement.dim)
+        elif isinstance(placement, Shard):
+            fused = (part,)
+        else:
+            continue
+        parts = [_chunk(one, mesh.size(axis), placement.dim, coordinate[axis]) for one in fused]
+        part = torch.cat(parts, placement.dim).contiguous()
     options = {"axes": cut.axes, "tensor_parallel": cut.tensor_parallel}
     if cut.axes == 0:
         return make_dtensor(part.clone(), mesh, full.shape, None, **options)
@@ -83,6 +107,12 @@ def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
     r0, r1 = bounds[at], bounds[at + 1]
     local = part.reshape(-1)[r0 * row_size : r1 * row_size].clone()
     return make_dtensor(local.view(local_shape(part.shape, r1 - r0)), mesh, full.shape, bounds, **options)
+
+
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int, index: int) -> torch.Tensor:
+    """As torch cuts: of a short dimension there are fewer chunks."""
+    found = tensor.chunk(chunks, dim)
+    return found[index] if index < len(found) else tensor.narrow(dim, 0, 0)
 
 
 def placed(seed: int = 0, cuts: Sequence[Cut] = CUTS) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.dtensor_cuts import CUTS, placed
 from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.placement import is_tensor_parallel
 from torch_impl.dtensor.tensor import RowDTensor
 
 
 def slices() -> None:
-    plain = [cut for cut in CUTS if not any(isinstance(p, Shard) for p in cut.tensor_parallel)]
+    plain = [cut for cut in CUTS if not is_tensor_parallel(cut.tensor_parallel)]
     for cut, full, tensor in placed(cuts=plain):
         if full.ndim == 0 or not full.shape[0]:
             continue

@@ -1,4 +1,13 @@
-"""The collectives of a compiled program: what travels, and between which devices."""
+"""The collectives of a compiled program: what travels, and between which devices.
+
+The GPU compiler writes a start and a done as operations. The TPU compiler writes both, and what runs between them, as
+fusions that each repeat the collective; custom calls in them, ``AsyncCollectiveStart`` and ``AsyncCollectiveDone``,
+tell which is which::
+
+    %f1 (...) { %g = f32[128] all-gather(...), channel_id=7 ... custom-call(%g), ...="AsyncCollectiveStart" }
+    %f2 (...) { %g = f32[128] all-gather(...), channel_id=7 ... %c = f32[8,8] convolution(...) }
+    %f3 (...) { %g = f32[128] all-gather(...), channel_id=7 ... custom-call(%g), ...="AsyncCollectiveDone" }
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from bridge.planning.hlo import Array, Module, Operation, arrays_of, elements
-from bridge.planning.program_traffic import is_collective
+from bridge.hlo.text import Array, Module, Operation, arrays_of, elements
 
 KINDS = {
     "all-gather": "all_gather",
@@ -26,6 +34,8 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _PAIR = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)")
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
+_CHAIN = re.compile(r'channel_id=(\d+)|chain_id="(\d+)"')
+START, DONE = (f'custom_call_target="AsyncCollective{half}"' for half in ("Start", "Done"))
 
 
 @dataclass(frozen=True)
@@ -44,23 +54,26 @@ class Transfer:
         return len(self.groups[0]) if self.groups else 1
 
 
+def is_collective(operation: Operation) -> bool:
+    return operation.op.removesuffix("-start") in KINDS
+
+
 def transfer(module: Module, wrapped: list[Operation], outer: Operation, partitions: int) -> Transfer:
-    """``wrapped``: collectives of one kind that run as one, inside or instead of the operation ``outer``."""
+    """``wrapped``: collectives that run as one, inside or instead of the operation ``outer``; see ``kind_of``."""
+    kind = kind_of(module, wrapped, outer)
+    size = sum(array.bytes for one in wrapped for array in full_arrays(one, partitions))
+    return Transfer(kind, size, groups_of(wrapped[0], partitions))
+
+
+def kind_of(module: Module, wrapped: list[Operation], outer: Operation) -> str:
+    """JAX's name. Raises ``ValueError`` for collectives of several kinds."""
     kinds = {one.op.removesuffix("-start") for one in wrapped}
     if len(kinds) > 1:
         raise ValueError(f"expected one kind of collective in {outer.name}, got {sorted(kinds)}")
     (kind,) = kinds
-    groups = _groups(wrapped[0], partitions)
-    found = Transfer(KINDS[kind], 0, groups)
-    size = sum(array.bytes for one in wrapped for array in _full(one, found.members))
-    # A fusion that reduces and keeps a shard is a reduce-scatter.
-    if (
-        outer.op == "fusion"
-        and kind == "all-reduce"
-        and any(one.op == "dynamic-slice" for _, one in module.within(outer))
-    ):
-        found = replace(found, kind="reduce_scatter")
-    return replace(found, bytes=size)
+    # A fusion that reduces and keeps a shard. An all-reduce that is sliced elsewhere sends all of its bytes.
+    keeps_a_shard = outer.op == "fusion" and any(one.op == "dynamic-slice" for _, one in module.within(outer))
+    return KINDS["reduce-scatter" if kind == "all-reduce" and keeps_a_shard else kind]
 
 
 def collectives_of(module: Module, operation: Operation) -> list[Operation]:
@@ -77,17 +90,35 @@ def partitions_of(text: str) -> int:
     return int(written[1]) if written else 1
 
 
-def _full(operation: Operation, members: int) -> tuple[Array, ...]:
+def chain_of(operation: Operation) -> str:
+    """What all pieces of one asynchronous collective of the TPU compiler have in common."""
+    return str(_CHAIN.findall(operation.attributes))
+
+
+def marked(module: Module, operation: Operation, marker: str) -> set[str]:
+    """The chains that a fusion of the TPU compiler begins (``START``), or ends (``DONE``)."""
+    if operation.op != "fusion":
+        return set()
+    inner = [one for _, one in module.within(operation)]
+    names = {name for one in inner if marker in one.attributes for name in one.operands}
+    return {chain_of(one) for one in inner if is_collective(one) and one.name in names}
+
+
+def full_arrays(operation: Operation, partitions: int) -> tuple[Array, ...]:
+    """What a collective gathers, or reduces, whole; several where XLA has merged as many."""
     kind = operation.op.removesuffix("-start")
     if operation.op == kind or kind == "all-reduce":
-        scale = members if kind == "reduce-scatter" else 1
-        return tuple(replace(array, shape=(scale, *array.shape)) for array in operation.arrays)
+        if kind != "reduce-scatter":
+            return operation.arrays
+        members = len(groups_of(operation, partitions)[0])
+        return tuple(replace(array, shape=(members, *array.shape)) for array in operation.arrays)
     # (operands, results, and what a platform adds)
     parts = elements(operation.result)
     return arrays_of(parts[0] if kind == "reduce-scatter" else parts[1])
 
 
-def _groups(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...]:
+    """See ``Transfer.groups``. ``partitions``: devices of the program, all of which take part where none are named."""
     text = operation.attributes
     if operation.op.startswith("collective-permute"):
         pairs = _PAIR.search(text)

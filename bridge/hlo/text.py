@@ -46,7 +46,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        return -(-self.size * _bits(self.dtype) // 8)
+        return nbytes(self.dtype, self.size)
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,18 @@ class Module:
         return None
 
 
-def read_module(text: str) -> Module:
-    """Raises ``ValueError`` for a text that is no scheduled program."""
+def check_scheduled(text: str) -> None:
+    """Raises ``ValueError`` for a text whose operations do not stand in the order of issue."""
     head = text.partition("\n")[0]
     if not head.startswith("HloModule") or "is_scheduled=true" not in head:
         raise ValueError(
             "expected a scheduled program, HloModule ... is_scheduled=true, as jax.stages.Compiled.as_text() gives it, "
             f"got {head[:60]!r}"
         )
+
+
+def read_module(text: str) -> Module:
+    """Raises ``ValueError`` for a text without an entry computation."""
     found: dict[str, list[Operation]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -176,7 +180,7 @@ def read_module(text: str) -> Module:
         elif name and (operation := _OPERATION.match(line)):
             found[name].append(_operation(*operation.groups()))
     if not entry:
-        raise ValueError("expected a program with an ENTRY computation, got none")
+        raise ValueError("expected the text of a compiled program, got none with an ENTRY computation")
     computations = {name: Computation(name, tuple(listed)) for name, listed in found.items()}
     return Module(computations, computations[entry])
 
@@ -218,10 +222,12 @@ def _operation(root: str | None, name: str, result: str, op: str, rest: str) -> 
     return Operation(name, result, op, rest[:end], attributes, root is not None)
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    number = re.match(r"[a-z]+(\d+)", dtype)
-    if number is None:
-        raise ValueError(f"expected an array of a known dtype, got {dtype!r}")
-    return int(number[1])
+def nbytes(dtype: str, size: int) -> int:
+    """Of ``size`` elements; ``ValueError`` for a dtype without a number of bits in its name."""
+    bits = _BITS.get(dtype)
+    if bits is None:
+        number = re.match(r"[a-z]+(\d+)", dtype)
+        if number is None:
+            raise ValueError(f"expected an array of a known dtype, got {dtype!r}")
+        bits = int(number[1])
+    return -(-size * bits // 8)

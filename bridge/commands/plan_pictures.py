@@ -1,0 +1,55 @@
+"""The pictures of `twinshard plan`: ``--chart``, and ``--html``, the page that holds pictures and tables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bridge.checkpoints.picture import check_picture_path, save_picture
+from bridge.commands.plan_targets import CompiledSteps
+from bridge.planning.comparison import Comparison
+from bridge.planning.errors import PlanError
+
+
+def check_paths(chart: Path | None, page: Path | None) -> None:
+    """Raises ``PictureError`` or ``PlanError`` before anything is computed for a file that cannot be written."""
+    if chart is not None:
+        check_picture_path(chart)
+    if page is None:
+        return
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise PlanError(f"--html: expected a file name that ends with .html, got {str(page)!r}")
+    if page.is_dir() or not page.absolute().parent.is_dir():
+        raise PlanError(f"--html: expected a file in a folder that exists, got {str(page)!r}")
+
+
+def write_pictures(
+    chart: Path | None, page: Path | None, comparison: Comparison, compiled: CompiledSteps | None
+) -> None:
+    """Of the compiled steps where there are some, else of the comparison."""
+    # Drawing libraries take longer to import than many plans to compute.
+    if chart is not None:
+        from bridge.planning.chart import chart as compared
+        from bridge.planning.target_chart import memory_figure
+
+        save_picture(memory_figure(compiled.plan) if compiled else compared(comparison), chart)
+    if page is not None:
+        from bridge.planning.page import comparison_page, targets_page
+
+        text = (
+            targets_page(compiled.model, compiled.described, compiled.plan, compiled.roofline)
+            if compiled
+            else comparison_page(comparison)
+        )
+        _write(text, page)
+
+
+def _write(text: str, path: Path) -> None:
+    """The file, whole or not at all."""
+    working = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        working.write_text(text, encoding="utf-8")
+        working.replace(path)
+    except OSError as error:
+        working.unlink(missing_ok=True)
+        raise PlanError(f"{path}: expected a file that can be written, got: {error.strerror}") from None

@@ -1,0 +1,88 @@
+"""The part of `twinshard plan` that searches: what fits, and the policy file for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bridge.commands.output import print_line, print_table
+from bridge.planning.comparison import Comparison
+from bridge.planning.cost import Plan, Workload, make_plan
+from bridge.planning.errors import PlanError
+from bridge.planning.optimizers import Optimizer
+from bridge.planning.search import Finding, search
+from bridge.planning.search_report import answers, heading, only_file, policy_file, ways_table
+from bridge.planning.shipped_models import SHIPPED
+from bridge.sharding import ShardingPolicy
+
+
+def check_options(searching: bool, save: Path | None, memory: str | None, target: str | None) -> None:
+    """Raises ``PlanError`` for options that contradict each other."""
+    if save is not None and not searching:
+        raise PlanError("--save: expected --search, which finds the policy to save")
+    if searching and memory is None:
+        raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
+    if searching and target is not None:
+        raise PlanError(
+            "--search: expected no --target, since a search is by planning; search first, and compile the policy that "
+            "was found (--save FILE) by another command"
+        )
+
+
+def searched(
+    comparison: Comparison,
+    policies: Sequence[ShardingPolicy],
+    optimizer: Optimizer,
+    node: int | None,
+    save: Path | None,
+) -> tuple[Finding, ...]:
+    """Search for each policy, and ``save`` the one that fits.
+
+    Raises ``PlanError`` where there is none to save, or where several searches are asked for.
+    """
+    models = {plan.runtime: plan.model for plan in comparison.plans}
+
+    def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
+        return make_plan(models[runtime], policy, devices, runtime, work, optimizer=optimizer)
+
+    findings = search(comparison, policies, planned, node)
+    if save is not None:
+        save.write_text(only_file(findings, comparison.plans[0].model.name), encoding="utf-8")
+    return findings
+
+
+def print_search(out: Console, findings: Sequence[Finding], model: str, saved: Path | None) -> None:
+    """The answers, and for each policy that does not fit what does; the policy file unless it was ``saved``."""
+    print_line(out)
+    print_table(out, *answers(findings), left=1)
+    for finding in findings:
+        print_line(out)
+        print_line(out, heading(finding))
+        if finding.ways:
+            print_table(out, *ways_table(finding), left=1)
+            if saved is None:
+                print_line(out)
+                print_line(out, (policy_file(finding, model) or "").rstrip())
+    print_line(out)
+    if saved is not None:
+        print_line(out, f"saved {saved}")
+    if any(finding.fits or finding.ways for finding in findings):
+        print_line(out, _how_to_check(findings[0], model, saved))
+
+
+def _how_to_check(finding: Finding, model: str, saved: Path | None) -> str:
+    if model in SHIPPED:
+        return (
+            "the search is by planning; a decoder or a model of your own can also be compiled: --target h100:"
+            f"{finding.devices}"
+        )
+    work = finding.workload
+    policy = "FILE" if saved is None else shlex.quote(str(saved))
+    return (
+        f"the search is by planning; to compile the JAX step: twinshard plan {policy} --model {shlex.quote(model)} "
+        f"--batch {work.batch} --length {work.length} --microbatches {work.microbatches} --target "
+        f"h100:{finding.devices} (or another machine)"
+    )

@@ -1,0 +1,1 @@
+"""Compiled programs of XLA, read from their text; no JAX is needed."""

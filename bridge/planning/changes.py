@@ -1,0 +1,138 @@
+"""Changes of a policy that make it need less memory: the space that a search looks through.
+
+Four things may change, each in one way or not at all::
+
+    recompute   layers      units of which there are several recompute their activations
+    precision   compute     forward and backward in bfloat16; gradients cross the network in the dtype they had
+    strategy    rung        every unit is sharded at least as the rung says; those that are sharded more stay
+    mesh        inner axis  of two axes: another number of devices on the inner one
+
+    rungs       one axis    no_shard  optim  optim_grads  optim_grads_params
+                two axes    no_shard  optim  optim_grads  hsdp  hfsdp  and all three kinds sharded over both axes
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bridge.planning.model import Model
+from bridge.planning.units import ROOT, outward
+from bridge.sharding import Placements, PolicyError, ShardingPolicy, UnitPolicy
+from bridge.sharding.strategy import STRATEGIES
+
+Depths = tuple[int, int, int]
+# How many of the innermost axes parameters, gradients and optimizer state are sharded over.
+_RUNGS: dict[int, tuple[Depths, ...]] = {
+    1: ((0, 0, 1), (0, 1, 1), (1, 1, 1)),
+    2: ((0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 1, 2), (2, 2, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy, and in words what was changed to get it."""
+
+    changes: tuple[str, ...]
+    policy: ShardingPolicy
+
+
+@dataclass(frozen=True)
+class _Change:
+    words: str
+    apply: Callable[[ShardingPolicy], ShardingPolicy]
+
+
+def variants(policy: ShardingPolicy, model: Model, devices: int) -> Iterator[Variant]:
+    """Each policy that changes lead to on ``devices`` devices once, those with fewer changes first; not ``policy``."""
+    kinds = (
+        _recomputed(policy, model),
+        [_Change("compute in bfloat16", _narrow)],
+        [_sharded(rung, len(policy.axes)) for rung in _RUNGS[len(policy.axes)]],
+        _other_meshes(policy, devices),
+    )
+    seen = [policy]
+    for number in range(1, len(kinds) + 1):
+        for some in itertools.combinations(kinds, number):
+            for changes in itertools.product(*some):
+                made = functools.reduce(lambda made, change: change.apply(made), changes, policy)
+                if made not in seen:
+                    seen.append(made)
+                    yield Variant(tuple(change.words for change in changes), made)
+
+
+def _recomputed(policy: ShardingPolicy, model: Model) -> list[_Change]:
+    """Of units inside each other the outer ones, since an inner one of two that recompute runs three times."""
+    try:
+        chosen = policy.units_of(model.modules)
+    except PolicyError:
+        return []
+    outermost = Counter(
+        unit.match
+        for path, unit in chosen.items()
+        if path and not any(outer in chosen for outer in outward(path) if outer not in (path, ROOT))
+    )
+    layers = [match for match, count in outermost.items() if count > 1]
+
+    def apply(made: ShardingPolicy) -> ShardingPolicy:
+        units = [replace(unit, recompute=unit.recompute or unit.match in layers) for unit in made.units]
+        return replace(made, units=tuple(units))
+
+    return [_Change(f"recompute {' and '.join(layers)}", apply)] if layers else []
+
+
+def _narrow(policy: ShardingPolicy) -> ShardingPolicy:
+    given = policy.precision
+    if given.compute_dtype in ("bfloat16", "float16"):
+        return policy
+    # Left out, the dtype of reductions would follow that of the computation.
+    return replace(policy, precision=replace(given, compute="bfloat16", reduce=given.reduce_dtype))
+
+
+def _sharded(rung: Depths, ndim: int) -> _Change:
+    def apply(policy: ShardingPolicy) -> ShardingPolicy:
+        return replace(policy, units=tuple(_raised(unit, rung, ndim) for unit in policy.units))
+
+    return _Change(f"strategy {_named(rung, ndim) or 'sharded over both axes'}", apply)
+
+
+def _raised(unit: UnitPolicy, rung: Depths, ndim: int) -> UnitPolicy:
+    own = unit.chosen
+    given = own.parameters, own.gradients, own.optimizer
+    parameters, gradients, optimizer = depths = tuple(map(max, given, rung))
+    if depths == given:
+        return unit
+    name = _named((parameters, gradients, optimizer), ndim)
+    if name is not None:
+        return replace(unit, strategy=name, placements=None)
+    words = [
+        ["replicate"] * (ndim - parameters) + ["shard"] * parameters,
+        ["partial"] * (ndim - gradients) + ["shard"] * gradients,
+        ["replicate"] * (ndim - optimizer) + ["shard"] * optimizer,
+    ]
+    return replace(unit, strategy=None, placements=Placements(*words))
+
+
+def _named(depths: Depths, ndim: int) -> str | None:
+    known = [
+        one.name for one in STRATEGIES.values() if (one.parameters, one.gradients, one.optimizer) == depths
+    ]
+    # Of two names for one strategy the later is that of two axes, hsdp.
+    return known[-1 if ndim == 2 else 0] if known else None
+
+
+def _other_meshes(policy: ShardingPolicy, devices: int) -> list[_Change]:
+    if len(policy.axes) != 2:
+        return []
+    (outer, asked), (inner, _) = policy.axes
+    sizes = policy.mesh_sizes(devices)
+    both = sizes[outer] * sizes[inner]
+
+    def change(count: int) -> _Change:
+        mesh = {**policy.mesh, outer: asked if asked == "all" else both // count, inner: count}
+        return _Change(f"{inner} = {count}", lambda made: replace(made, mesh=mesh))
+
+    return [change(count) for count in range(2, both) if both % count == 0 and count != sizes[inner]]

@@ -1,0 +1,92 @@
+"""What modules that are cut over a model axis exchange in a step of ``torch_impl``: activations and their gradients.
+
+With B T tokens of a microbatch, for ``nn.Linear`` (out, in) and ``nn.Embedding`` (vocabulary, d)::
+
+    module                            forward                      backward
+    rowwise linear                    all-reduce B T out           of whole inputs: all-gather B T in
+    colwise linear, rowwise after it                               all-reduce B T in, once for modules of one input
+    any other colwise linear          all-gather B T out           all-reduce B T in
+    rowwise embedding                 all-reduce B T d
+    colwise embedding                 all-gather B T d
+
+A unit that recomputes repeats its forward, but for the sum after the last rowwise module: backward needs nothing of it.
+Modules of one parent with as many input features are taken to have one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bridge.planning.dtypes import size_of
+from bridge.planning.model import Model
+from bridge.planning.traffic import Calls, Collective
+from bridge.planning.units import outward
+from bridge.sharding import ShardingPolicy
+
+
+@dataclass(frozen=True)
+class _Styled:
+    """A module that is cut by a style; ``shape`` of its weight."""
+
+    path: str
+    axis: str
+    style: str
+    embeds: bool
+    shape: tuple[int, ...]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+
+def exchanges(
+    model: Model, policy: ShardingPolicy, sizes: Mapping[str, int], tokens: int, microbatches: int
+) -> Calls:
+    """Collectives of one step over model axes of ``sizes``. ``tokens``: of one microbatch of a data rank."""
+    styled = _styled(model, policy)
+    units = policy.units_of(model.modules)
+    dtype = policy.precision.compute_dtype
+    calls: Calls = Calls()
+    entered: set[tuple[str, str, int]] = set()
+    for number, one in enumerate(styled):
+        around = [path for path in outward(one.path) if path in units]
+        runs = 1 + sum(units[path].recompute for path in around)
+        beside = [other for other in styled if (other.parent, other.axis) == (one.parent, one.axis)]
+        beside = [other for other in beside if not other.embeds]
+        after = styled[number + 1 :]
+        found: list[tuple[str, int, int]] = []
+        if one.embeds:
+            found.append(("all_gather" if one.style == "colwise" else "all_reduce", one.shape[1], runs))
+        elif one.style == "rowwise":
+            own = f"{around[0]}.".lstrip(".")
+            last = not any(other.style == "rowwise" and other.path.startswith(own) for other in after)
+            found.append(("all_reduce", one.shape[0], runs - (last and units[around[0]].recompute)))
+            if not any(other.style == "colwise" and other not in after for other in beside):
+                found.append(("all_gather", one.shape[1], 1))
+        elif any(other.style == "rowwise" and other in after for other in beside):
+            key = one.parent, one.axis, one.shape[1]
+            found += [] if key in entered else [("all_reduce", one.shape[1], 1)]
+            entered.add(key)
+        else:
+            found += [("all_gather", one.shape[0], runs), ("all_reduce", one.shape[1], 1)]
+        for kind, features, times in found:
+            size = sizes[one.axis]
+            if size > 1:
+                collective = Collective(kind, one.axis, size, dtype, tokens * features * size_of(dtype))
+                calls[collective] += times * microbatches
+    return calls
+
+
+def _styled(model: Model, policy: ShardingPolicy) -> list[_Styled]:
+    """In the order of definition, which is taken for that of forward."""
+    entries = policy.parallel_of([*model.modules, *(one.path for one in model.parameters)])
+    weights = {one.module: one for one in model.parameters if one.path.endswith(".weight")}
+    found = []
+    for path, matched in entries.items():
+        if len(matched) == 1 and matched[0].style in ("colwise", "rowwise") and path in weights:
+            weight, entry = weights[path], matched[0]
+            assert entry.style is not None
+            embeds = weight.kind == "embedding"
+            found.append(_Styled(path, entry.axis, entry.style, embeds, weight.shape))
+    return found

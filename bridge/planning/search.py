@@ -1,0 +1,229 @@
+"""The largest batch, the fewest devices, and the fewest changes with which a model fits a device's memory.
+
+Nothing is compiled: a search plans. Each answer is one that trying all of its space would give, and the tests do try::
+
+    largest batch     1, 2, 3, ... sequences      narrowed by the slope of the peak, then by halving; the peak never
+                                                  falls when the batch grows
+    fewest devices    ``device_counts``           one after another: padding makes the peak no monotone function of them
+    fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
+                                                  which something fits all are tried, and are listed by bytes sent
+
+A peak that is a lower bound never answers yes. It may answer no: such a search says from how many devices on the
+answer is unknown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bridge.planning.changes import variants
+from bridge.planning.comparison import Comparison
+from bridge.planning.cost import Plan, Workload
+from bridge.planning.errors import PlanError
+from bridge.planning.model import Model
+from bridge.sharding import ShardingPolicy
+
+NODE = 8
+"""Devices of a node, where nobody says otherwise."""
+MOST_DEVICES = 16384
+LARGEST_BATCH = 1 << 20
+_IN_STEPS_OF_A_NODE = 16
+_BY_SLOPE = 5
+
+Planner = Callable[[str, ShardingPolicy, int, Workload], Plan]
+"""``(runtime, policy, devices, workload) -> plan``; raises ``PlanError`` where there is none."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """``batch``: sequences per device and microbatch, 0 where not even one fits; None where that is unknown."""
+
+    runtime: str
+    batch: int | None
+
+
+@dataclass(frozen=True)
+class FewestDevices:
+    """``devices``: None where none of the numbers tried is known to be enough.
+
+    not_below: fewer devices than these are not enough, though these may not be either; None where the answer is known.
+    """
+
+    runtime: str
+    devices: int | None
+    not_below: int | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy that fits in every runtime. ``peak``, ``sent``: the largest of the runtimes'."""
+
+    changes: tuple[str, ...]
+    policy: ShardingPolicy
+    peak: int
+    sent: int
+    batches: tuple[LargestBatch, ...]
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The changes with the lowest peak, where none fits. ``complete``: whether the peak is no lower bound.
+
+    fewest: on how many devices the changed policy fits.
+    """
+
+    changes: tuple[str, ...]
+    policy: ShardingPolicy
+    peak: int
+    complete: bool
+    fewest: tuple[FewestDevices, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one policy on ``devices`` devices.
+
+    fits: whether the policy as it is fits, in every runtime; None where that is unknown.
+    ways: where it does not, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
+    """
+
+    policy: ShardingPolicy
+    devices: int
+    workload: Workload
+    batches: tuple[LargestBatch, ...]
+    fewest: tuple[FewestDevices, ...]
+    fits: bool | None
+    ways: tuple[Way, ...] = ()
+    nearest: Nearest | None = None
+
+
+def search(
+    comparison: Comparison,
+    policies: Sequence[ShardingPolicy],
+    planner: Planner,
+    node: int | None = None,
+) -> tuple[Finding, ...]:
+    """Of each policy, number of devices and workload of ``comparison``, in its order.
+
+    node: the devices of a node, by which numbers of devices grow.
+
+    Raises ``PlanError`` for a comparison without memory.
+    """
+    usable = comparison.usable
+    if usable is None:
+        raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
+    models = {plan.runtime: plan.model for plan in comparison.plans}
+    named = {policy.source: policy for policy in policies}
+    found: list[Finding] = []
+    fewest: dict[tuple[str, Workload], tuple[FewestDevices, ...]] = {}
+    grouped = itertools.groupby(
+        comparison.plans, key=lambda plan: (plan.policy, plan.mesh.devices, plan.workload)
+    )
+    for (source, devices, work), group in grouped:
+        plans = list(group)
+        policy = named[source]
+        if (source, work) not in fewest:
+            fewest[source, work] = tuple(
+                fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
+            )
+        fits = _all(comparison.fits(plan) for plan in plans)
+        one = Finding(policy, devices, work, _batches(plans, usable), fewest[source, work], fits)
+        found.append(one if fits else _with_ways(one, models, planner, usable, node or NODE))
+    return tuple(found)
+
+
+def largest_batch(plan: Plan, usable: int) -> LargestBatch:
+    """Of the plan's policy, devices, length and microbatches; at most ``LARGEST_BATCH``."""
+
+    def peak(batch: int) -> int:
+        return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total
+
+    first = peak(1)
+    if first > usable:
+        return LargestBatch(plan.runtime, 0)
+    if not plan.peak.complete:
+        return LargestBatch(plan.runtime, None)
+    low, high, batch = 1, LARGEST_BATCH + 1, 2
+    for turn in itertools.count():
+        if high - low == 1:
+            break
+        found = peak(batch)
+        low, high = (batch, high) if found <= usable else (low, batch)
+        # Nearly a line: its slope leads to the answer, or to a neighbour. Halving ends what a line does not.
+        slope = (found - first) / (batch - 1)
+        ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
+        batch = min(max(ahead, low + 1), high - 1)
+    return LargestBatch(plan.runtime, low)
+
+
+def fewest_devices(
+    planner: Planner, runtime: str, policy: ShardingPolicy, work: Workload, usable: int, node: int
+) -> FewestDevices:
+    """The first of ``device_counts`` on which the policy fits."""
+    for devices in device_counts(policy, node):
+        plan = planner(runtime, policy, devices, work)
+        if plan.peak.total <= usable:
+            known = plan.peak.complete
+            return FewestDevices(runtime, devices if known else None, None if known else devices)
+    return FewestDevices(runtime, None)
+
+
+def device_counts(policy: ShardingPolicy, node: int) -> Iterator[int]:
+    """Numbers of devices that a mesh may have: parts of a node, whole nodes, and above 16 nodes eight a doubling.
+
+    A mesh of fixed size has one number. Numbers are multiples of an axis of fixed size.
+    """
+    sizes = [size for _, size in policy.axes if isinstance(size, int)]
+    fixed = math.prod(sizes)
+    if len(sizes) == len(policy.axes):
+        yield fixed
+        return
+    whole = math.lcm(node, fixed)
+    yield from (fixed << k for k in range(whole.bit_length()) if fixed << k < whole)
+    nodes = 1
+    while nodes * whole <= MOST_DEVICES:
+        yield nodes * whole
+        nodes += 1 if nodes < _IN_STEPS_OF_A_NODE else 1 << (nodes.bit_length() - 4)
+
+
+def _with_ways(
+    finding: Finding, models: Mapping[str, Model], planner: Planner, usable: int, node: int
+) -> Finding:
+    ways: list[Way] = []
+    nearest: Nearest | None = None
+    work = finding.workload
+    for variant in variants(finding.policy, next(iter(models.values())), finding.devices):
+        if ways and len(variant.changes) > len(ways[0].changes):
+            break
+        try:
+            plans = [planner(runtime, variant.policy, finding.devices, work) for runtime in models]
+        except PlanError:
+            # Such as layers of a stack that would be cut differently.
+            continue
+        peak = max(plan.peak.total for plan in plans)
+        complete = all(plan.peak.complete for plan in plans)
+        if peak <= usable and complete:
+            sent = max(plan.traffic.wire_bytes() for plan in plans)
+            ways.append(Way(variant.changes, variant.policy, peak, sent, _batches(plans, usable)))
+        if nearest is None or peak < nearest.peak:
+            nearest = Nearest(variant.changes, variant.policy, peak, complete)
+    if ways:
+        return replace(finding, ways=tuple(sorted(ways, key=lambda way: (way.sent, way.peak))))
+    if nearest is not None:
+        fewest = tuple(
+            fewest_devices(planner, runtime, nearest.policy, work, usable, node) for runtime in models
+        )
+        nearest = replace(nearest, fewest=fewest)
+    return replace(finding, nearest=nearest)
+
+
+def _batches(plans: Sequence[Plan], usable: int) -> tuple[LargestBatch, ...]:
+    return tuple(largest_batch(plan, usable) for plan in plans)
+
+
+def _all(answers: Iterator[bool | None]) -> bool | None:
+    known = list(answers)
+    return False if False in known else None if None in known else True

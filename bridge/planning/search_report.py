@@ -1,0 +1,147 @@
+"""What a search found, as rows of text, as JSON values, and as a policy file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bridge.planning.errors import PlanError
+from bridge.planning.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest, Way
+from bridge.text import human_bytes
+
+Row = tuple[str, ...]
+SHOWN = 5
+"""Rows shown of policies that fit."""
+
+
+def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each policy, number of devices, workload and runtime."""
+    several = len({one.workload for one in findings}) > 1
+    rows = []
+    for one in findings:
+        for batch, fewest in zip(one.batches, one.fewest, strict=True):
+            row: Row = (one.policy.source, str(one.devices), batch.runtime)
+            if several:
+                row += (str(one.workload.microbatches), str(one.workload.length))
+            rows.append((*row, _batch(batch), _devices(fewest)))
+    work = ("microbatches", "length") if several else ()
+    return ("policy", "devices", "runtime", *work, "largest batch", "fewest devices"), rows
+
+
+def _batch(found: LargestBatch) -> str:
+    return "unknown" if found.batch is None else str(found.batch) if found.batch else "none"
+
+
+def _devices(found: FewestDevices) -> str:
+    if found.devices is not None:
+        return str(found.devices)
+    return f"> {MOST_DEVICES:,}" if found.not_below is None else f"unknown, >= {found.not_below}"
+
+
+def heading(finding: Finding) -> str:
+    """One sentence: whether the policy fits, and if not, what does."""
+    where = f"{finding.policy.source} on {finding.devices} devices, {finding.workload}"
+    if finding.fits:
+        return f"{where}: fits as it is"
+    if finding.ways:
+        count = len(finding.ways[0].changes)
+        changes = "1 change" if count == 1 else f"{count} changes"
+        shown = f", of which {SHOWN} are shown" if len(finding.ways) > SHOWN else ""
+        start = "does not fit" if finding.fits is False else "is not known to fit"
+        return f"{where}: {start}; with {changes} {_counted(finding.ways)}{shown}, fewest bytes sent first"
+    nearest = finding.nearest
+    if nearest is None:
+        return f"{where}: does not fit, and there is nothing to change"
+    lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
+    if not nearest.complete:
+        return (
+            f"{where}: unknown, since peaks are lower bounds; the lowest of them is {lowest}: run a step and measure, "
+            "or compile it with --target"
+        )
+    needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
+    return f"{where}: no set of changes fits; the lowest peak is {lowest}, which needs more devices: {needed}"
+
+
+def _counted(ways: Sequence[Way]) -> str:
+    return "one policy does" if len(ways) == 1 else f"{len(ways)} policies do"
+
+
+def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
+    """Headings, and a row for each of the first policies that fit."""
+    runtimes = [batch.runtime for batch in finding.batches]
+    rows: list[Row] = [
+        (
+            ", ".join(way.changes),
+            human_bytes(way.peak),
+            human_bytes(way.sent),
+            *(_batch(batch) for batch in way.batches),
+        )
+        for way in finding.ways[:SHOWN]
+    ]
+    return ("changes", "peak", "sent", *(f"largest batch, {one}" for one in runtimes)), rows
+
+
+def policy_file(finding: Finding, model: str) -> str | None:
+    """The content of a policy file that fits, the first of the ways where the given one does not; None without one."""
+    where = f"{model} on {finding.devices} devices, {finding.workload} a device and step"
+    if finding.fits:
+        return f"# {finding.policy.source}: {where}\n{finding.policy.to_toml()}"
+    if not finding.ways:
+        return None
+    way = finding.ways[0]
+    made = f"# {finding.policy.source} with {', '.join(way.changes)}: found by twinshard plan --search"
+    return f"{made}\n# {where}\n{way.policy.to_toml()}"
+
+
+def only_file(findings: Sequence[Finding], model: str) -> str:
+    """The one policy file to save. Raises ``PlanError`` where there are several searches, or none found a policy."""
+    if len(findings) != 1:
+        raise PlanError(
+            "--save: expected one policy, one number of devices and one workload, got "
+            f"{len(findings)} searches; run the command once for each"
+        )
+    text = policy_file(findings[0], model)
+    if text is None:
+        raise PlanError(f"--save: {heading(findings[0])}")
+    return text
+
+
+def as_json(findings: Sequence[Finding], model: str) -> list[dict[str, Any]]:
+    """See ``document``."""
+    return [
+        {
+            "policy": one.policy.source,
+            "devices": one.devices,
+            "workload": vars(one.workload),
+            "fits": one.fits,
+            "largest_batch": {batch.runtime: batch.batch for batch in one.batches},
+            "fewest_devices": _fewest(one.fewest),
+            "ways": [
+                {
+                    "changes": way.changes,
+                    "peak": way.peak,
+                    "wire_bytes": way.sent,
+                    "largest_batch": {batch.runtime: batch.batch for batch in way.batches},
+                    "policy": way.policy.to_toml(),
+                }
+                for way in one.ways
+            ],
+            "nearest": one.nearest and _nearest(one.nearest),
+            "file": policy_file(one, model),
+        }
+        for one in findings
+    ]
+
+
+def _fewest(found: Sequence[FewestDevices]) -> dict[str, dict[str, int | None]]:
+    return {one.runtime: {"devices": one.devices, "not_below": one.not_below} for one in found}
+
+
+def _nearest(found: Nearest) -> dict[str, Any]:
+    return {
+        "changes": found.changes,
+        "peak": found.peak,
+        "lower_bound": not found.complete,
+        "policy": found.policy.to_toml(),
+        "fewest_devices": _fewest(found.fewest),
+    }

@@ -1,0 +1,112 @@
+"""The tables of a policy file: from TOML to the entries of a policy, and back to lines of TOML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from bridge.sharding.parallel import ParallelPolicy
+from bridge.sharding.policy_error import PolicyError, at, require, require_only
+from bridge.sharding.precision_policy import PrecisionPolicy
+from bridge.sharding.strategy import Placements
+from bridge.sharding.unit_policy import KINDS, UnitPolicy
+
+OPTIONS = ("align", "prefetch")
+"""Keys of ``[mesh]`` that are no axes."""
+_TABLES = ("mesh", "precision", "unit", "parallel")
+
+
+def read_tables(content: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``ShardingPolicy`` from the tables of a file. PolicyError naming table and key."""
+    require_only(content, _TABLES)
+    options: dict[str, Any] = {}
+    axes = content.get("mesh")
+    if isinstance(axes, dict):
+        options |= {key: axes.pop(key) for key in OPTIONS if key in axes}
+    # A table with nothing but options leaves the axes to the default.
+    if "mesh" in content and (axes or not options):
+        options["mesh"] = axes
+    if "precision" in content:
+        with at("[precision]"):
+            table = _table(content["precision"])
+            require_only(table, [one.name for one in fields(PrecisionPolicy)])
+            options["precision"] = PrecisionPolicy(**table)
+    for key, read in (("unit", _unit), ("parallel", _parallel)):
+        listed = content.get(key, [])
+        require(isinstance(listed, list), f"[[{key}]]", "a list of tables", listed)
+        entries = []
+        for number, entry in enumerate(listed, 1):
+            with at(f"[[{key}]] {number}"):
+                entries.append(read(_table(entry)))
+        options["units" if key == "unit" else key] = tuple(entries)
+    return options
+
+
+def _table(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PolicyError(f"expected a table, got {value!r}")
+    return value
+
+
+def _unit(entry: Mapping[str, Any]) -> UnitPolicy:
+    require_only(entry, ("match", "strategy", *KINDS, "granularity", "recompute", "align"))
+    if "match" not in entry:
+        raise PolicyError('match: expected a dotted path as in "layers.*", or "", got none')
+    options = {key: value for key, value in entry.items() if key not in KINDS}
+    given = [kind for kind in KINDS if kind in entry]
+    if given:
+        if given != list(KINDS):
+            raise PolicyError(f"expected {', '.join(KINDS)} together, got {', '.join(given)} only")
+        for kind in KINDS:
+            words = ("partial" if kind == "gradients" else "replicate", "shard")
+            legal = (
+                isinstance(entry[kind], list) and entry[kind] and all(word in words for word in entry[kind])
+            )
+            require(legal, kind, f"a list of {' or '.join(words)} for each mesh axis", entry[kind])
+        try:
+            options["placements"] = Placements(*(entry[kind] for kind in KINDS))
+        except ValueError as error:
+            raise PolicyError(str(error)) from None
+    return UnitPolicy(**options)
+
+
+def _parallel(entry: Mapping[str, Any]) -> ParallelPolicy:
+    require_only(entry, [one.name for one in fields(ParallelPolicy)])
+    for key, what in (("match", "dotted paths"), ("axis", "the name of a model axis")):
+        if key not in entry:
+            raise PolicyError(f"{key}: expected {what}, got none")
+    return ParallelPolicy(**entry)
+
+
+def unit_lines(unit: UnitPolicy) -> list[str]:
+    """An entry as lines of TOML."""
+    lines = ["", "[[unit]]", f"match = {_quoted(unit.match)}"]
+    if unit.strategy is not None:
+        lines.append(f"strategy = {json.dumps(unit.strategy)}")
+    if unit.placements is not None:
+        lines += [f"{kind} = {json.dumps(getattr(unit.placements, kind))}" for kind in KINDS]
+    lines.append(f"granularity = {json.dumps(unit.granularity)}")
+    lines.append(f"recompute = {json.dumps(unit.recompute)}")
+    if unit.align is not None:
+        lines.append(f"align = {json.dumps(unit.align)}")
+    return lines
+
+
+def parallel_lines(entry: ParallelPolicy) -> list[str]:
+    """An entry as lines of TOML."""
+    lines = ["", "[[parallel]]", f"match = [{', '.join(map(_quoted, entry.match))}]"]
+    lines.append(f"axis = {_quoted(entry.axis)}")
+    if entry.style is not None:
+        lines.append(f"style = {json.dumps(entry.style)}")
+    if entry.dimension is not None:
+        lines.append(f"dimension = {entry.dimension}")
+    if entry.fused:
+        lines.append(f"fused = {json.dumps(entry.fused)}")
+    return lines
+
+
+def _quoted(text: str) -> str:
+    # JSON leaves a character as it is that TOML wants escaped, and TOML knows no surrogate pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

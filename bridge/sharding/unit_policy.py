@@ -1,0 +1,74 @@
+"""How modules become units: the ``[[unit]]`` entries of a policy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from bridge.sharding.alignment import Align, is_align
+from bridge.sharding.patterns import is_pattern
+from bridge.sharding.policy_error import PolicyError, require
+from bridge.sharding.strategy import Placements, Strategy, strategy_named
+
+ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
+KINDS = ("parameters", "gradients", "optimizer")
+"""What placements are of."""
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """How the modules whose path matches are sharded, each as a unit of its own.
+
+    match: dotted module path, each segment with the wildcards of ``fnmatch``; "" is the root.
+    strategy, placements: at most one of the two; neither: "optim_grads_params".
+    granularity: "row", "tensor" or "block(n)", of all parameters of the unit.
+    recompute: compute the activations of the unit again in backward instead of keeping them.
+    align: what the unit's shards are multiples of, see ``plan_layout``. None: what the policy says of all units.
+
+    Raises PolicyError naming the field.
+    """
+
+    match: str
+    strategy: str | None = None
+    placements: Placements | None = None
+    granularity: str = "row"
+    recompute: bool = False
+    align: Align | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.match == "" or is_pattern(self.match),
+            "match",
+            'a dotted path as in "layers.*", or ""',
+            self.match,
+        )
+        if self.strategy is not None:
+            require(isinstance(self.strategy, str), "strategy", "a name", self.strategy)
+            if self.placements is not None:
+                raise PolicyError(
+                    f"expected strategy or placements ({', '.join(KINDS)}), got both, strategy {self.strategy!r}"
+                )
+        elif self.placements is not None:
+            require(
+                isinstance(self.placements, Placements),
+                "placements",
+                "Placements of this package",
+                self.placements,
+            )
+        try:
+            _ = self.chosen
+        except ValueError as error:
+            raise PolicyError(str(error)) from None
+        grain = isinstance(self.granularity, str) and re.fullmatch(
+            r"row|tensor|block\([1-9][0-9]*\)", self.granularity
+        )
+        require(grain, "granularity", "row, tensor or block(n) with n >= 1", self.granularity)
+        require(isinstance(self.recompute, bool), "recompute", "true or false", self.recompute)
+        require(self.align is None or is_align(self.align), "align", ALIGN_WORDS, self.align)
+
+    @property
+    def chosen(self) -> Strategy:
+        """The strategy, whichever way it was given."""
+        if self.placements is not None:
+            return self.placements.strategy
+        return strategy_named("optim_grads_params" if self.strategy is None else self.strategy)

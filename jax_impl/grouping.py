@@ -1,0 +1,135 @@
+"""A unit's parameters into groups: by trainability and dtype, and by the model axes that cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from bridge.sharding import plan_layout
+from bridge.sharding.parallel import local_shape
+from jax_impl.comm.collectives import Wire
+from jax_impl.comm.mesh import DataParallelMesh, is_tpu
+from jax_impl.modules.module_tree import UnitModule
+from jax_impl.modules.partitioning import Cuts
+from jax_impl.options import Resolved, UnitOptions, within
+from jax_impl.runtime.cut_group import CutGroup
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.logical_group import LogicalGroup, logical_array
+from jax_impl.runtime.model_axes import ModelAxes
+from jax_impl.runtime.precision import Precision, main_dtype
+from jax_impl.runtime.unit_plan import Group
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the parameters of one group have in common. ``over``: the model axes that cut them, outer to inner."""
+
+    trainable: bool
+    wire: Wire
+    over: tuple[str, ...]
+
+
+def groups_of(
+    module: UnitModule,
+    options: UnitOptions,
+    resolved: Resolved,
+    frozen: frozenset[str],
+    cuts: Cuts,
+    engine: str,
+) -> tuple[Group, ...]:
+    """Flat groups, or logical ones for the pjit engine.
+
+    Raises ``ValueError`` for parameters that are not floating point, trainable ones of 8 bits, and main weights of two
+    dtypes.
+    """
+    model = ModelAxes.of(resolved.mesh)
+    found: list[Group] = []
+    for (trainable, wire), own in _wired(resolved.mesh, resolved.precision, module, frozen).items():
+        if engine == "pjit":
+            found.append(_logical_group(module, own, options, wire, trainable, resolved.mesh, cuts))
+            continue
+        by_axes: dict[tuple[str, ...], list[int]] = {}
+        for i in own:
+            over = tuple(cut.axis for cut in cuts.get(module.parameters[i], ()))
+            by_axes.setdefault(over, []).append(i)
+        found += [
+            _flat_group(module, by_axes[over], options, _Kind(trainable, wire, over), model, cuts)
+            for over in sorted(by_axes, key=lambda over: (len(over), over))
+        ]
+    return tuple(found)
+
+
+def _flat_group(
+    module: UnitModule, own: Sequence[int], options: UnitOptions, kind: _Kind, model: ModelAxes, cuts: Cuts
+) -> FlatGroup:
+    wire, paths = kind.wire, tuple(module.parameters[i] for i in own)
+    of_each = tuple(cuts.get(path, ()) for path in paths)
+    names = dict(zip(paths, (module.names[i] for i in own), strict=True))
+    shapes = [local_shape(module.shapes[i], cut, model.by_name) for i, cut in zip(own, of_each, strict=True)]
+    chosen = within(options, paths, names)
+    layout = plan_layout(
+        dict(zip(names.values(), shapes, strict=True)),
+        wire.axes.shards(options.strategy.optimizer),
+        granularity=chosen.granularity,
+        rows=chosen.rows,
+        align=chosen.align,
+    )
+    kept = [] if wire.main == np.float32 else [wire.main.name]
+    words = [*([] if kind.trainable else ["frozen", *kept]), *kind.over]
+    key = f"{module.path} ({', '.join(words)})" if words else module.path
+    common = key, module.path, paths, layout, wire, options.strategy, kind.trainable, module.layers
+    return CutGroup(*common, model, of_each) if model.names else FlatGroup(*common)
+
+
+def _logical_group(
+    module: UnitModule,
+    own: Sequence[int],
+    options: UnitOptions,
+    wire: Wire,
+    trainable: bool,
+    mesh: Mesh,
+    cuts: Cuts,
+) -> LogicalGroup:
+    stack = () if module.layers is None else (module.layers,)
+    strategy, sizes = options.strategy, ModelAxes.of(mesh).by_name
+    arrays = tuple(
+        logical_array(
+            path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes
+        )
+        for i, path in ((i, module.parameters[i]) for i in own)
+    )
+    return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
+
+
+def _wired(
+    mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
+) -> dict[tuple[bool, Wire], list[int]]:
+    """The numbers of a unit's parameters by group: the trainable one, then a frozen one of each dtype."""
+    mains: dict[tuple[bool, np.dtype], list[int]] = {}
+    for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
+            raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
+        trainable = path not in frozen
+        if trainable and jnp.finfo(dtype).bits < 16:
+            raise ValueError(
+                f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
+                f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+            )
+        mains.setdefault((trainable, main_dtype(dtype) if trainable else dtype), []).append(i)
+    trained = {dtype: module.parameters[own[0]] for (trainable, dtype), own in mains.items() if trainable}
+    if len(trained) > 1:
+        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
+        raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
+    return {
+        (trainable, _wire(mesh, precision, main)): mains[trainable, main]
+        for trainable, main in sorted(mains, key=lambda kind: not kind[0])
+    }
+
+
+def _wire(mesh: Mesh, precision: Precision, main: np.dtype) -> Wire:
+    dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
+    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh))

@@ -1,0 +1,284 @@
+"""Which parameters are cut over which model axes: what a policy or ``parallel=`` says, and what the model itself says.
+
+::
+
+    policy, [[parallel]]   match = "layers.*.mlp.up", axis = "tp", style = "colwise"
+    parallel=              {"layers/*/mlp/up": "colwise", "layers/*/mlp/down/kernel": PartitionSpec("tp", None)}
+    the model              nnx.with_partitioning(init, (None, "tp")), linen's nn.Partitioned, logical names with rules
+
+Dimensions are those of one layer, also of a stack. A style says which dimension is meant by the kind of a parameter::
+
+                                              colwise     rowwise     expert
+    kernel   Linear (in, out)                 1           0           0
+             (in, heads, head_dim)            1
+             (heads, head_dim, out)                       0
+             nnx.Conv (..., in, out)          last        last but 1
+    embedding (tokens, features)              1           0
+    bias, other vectors                       0           whole       0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from flax.core import meta
+from jax.sharding import Mesh, PartitionSpec
+
+from bridge.sharding import ShardingPolicy
+from bridge.sharding.mesh_axes import EXPERT_AXES, is_model_axis
+from bridge.sharding.parallel import Cut, ParallelPolicy, check_cuts, entries_of
+from bridge.sharding.patterns import matches
+from jax_impl.modules.annotations import annotations_of, warn_of_annotations
+from jax_impl.modules.module_tree import joined, module_paths, parameter_leaves
+from jax_impl.modules.tree_model import given_node
+from jax_impl.runtime.model_axes import ModelAxes
+
+Parallel = Mapping[str, str | PartitionSpec]
+Cuts = dict[str, tuple[Cut, ...]]
+
+
+def cuts_of(
+    model: nnx.Module,
+    stacks: Mapping[str, int],
+    mesh: Mesh,
+    policy: ShardingPolicy | None,
+    parallel: Parallel | None,
+) -> Cuts:
+    """By path, the parameters that are cut over model axes of ``mesh``; annotations without effect are warned of.
+
+    Raises ``ValueError`` for axes and dimensions that do not fit, by parameter, and for a model axis over which nothing
+    is cut.
+    """
+    axes = ModelAxes.of(mesh)
+    if not axes.names:
+        if parallel:
+            raise ValueError(f"parallel: expected a mesh with model axes, got {dict(mesh.shape)}")
+        warn_of_annotations(model)
+        return {}
+    shapes = {
+        path: tuple(value.shape[_layers(path, stacks) is not None :])
+        for path, value in parameter_leaves(model).items()
+    }
+    found: dict[str, dict[Cut, None]] = {path: {} for path in shapes}
+    for source in (
+        _of_annotations(model, stacks, mesh, shapes),
+        _of_entries(_entries(policy, parallel, axes), model, stacks, shapes, policy, parallel),
+        _of_specs(parallel or {}, model, stacks, shapes, mesh),
+    ):
+        for path, cut in source:
+            found[path][cut] = None
+    order = axes.names.index
+    cuts = {path: tuple(sorted(own, key=lambda cut: order(cut.axis))) for path, own in found.items() if own}
+    for path, own in cuts.items():
+        check_cuts(f"parameter {path!r}", shapes[path], own, axes.by_name)
+    _check_axes(axes, cuts)
+    return cuts
+
+
+def _check_axes(axes: ModelAxes, cuts: Cuts) -> None:
+    used = {cut.axis for own in cuts.values() for cut in own}
+    for name in axes.names:
+        if name not in used:
+            raise ValueError(
+                f"mesh: nothing is cut over the model axis {name!r}, so that its devices would all do the same work; "
+                f'expected a policy with [[parallel]] axis = "{name}", parallel={{"layers/*/mlp/up": "colwise"}}, or a '
+                "model with sharding annotations (nnx.with_partitioning). Rename the axis (for example to 'dp') if the "
+                "axis is data-parallel"
+            )
+
+
+def _layers(path: str, stacks: Mapping[str, int]) -> int | None:
+    return next((n for stack, n in stacks.items() if path.startswith(f"{stack}/")), None)
+
+
+def _of_annotations(
+    model: nnx.Module, stacks: Mapping[str, int], mesh: Mesh, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Cut]]:
+    unknown: dict[str, Any] = {}
+    for path, names in annotations_of(model):
+        entries = _entries_of_a_layer(path, names, _layers(path, stacks), len(shapes[path]), mesh)
+        for dimension, entry in enumerate(entries):
+            for name in entry if isinstance(entry, tuple) else (entry,):
+                if name is None:
+                    continue
+                if name not in mesh.axis_names:
+                    unknown[path] = names
+                    continue
+                if not is_model_axis(name):
+                    raise ValueError(
+                        f"parameter {path!r}: expected an annotation that names model axes only, got {names}, where "
+                        f"{name!r} is a data-parallel axis: strategies shard over those, leave the name out"
+                    )
+                yield path, Cut(name, dimension)
+    warn_of_annotations(model, unknown)
+
+
+def _entries_of_a_layer(path: str, names: Any, layers: int | None, ndim: int, mesh: Mesh) -> tuple[Any, ...]:
+    """The annotation without the stack's axis, if there is one."""
+    entries = tuple(names)
+    if layers is None or len(entries) == ndim:
+        return entries
+    if len(entries) != ndim + 1:
+        raise ValueError(
+            f"parameter {path!r} of a stack: expected an annotation with a name, or None, for each of {ndim} "
+            f"dimensions, or of {ndim + 1} with that of the layers, got {names}"
+        )
+    if entries[0] in mesh.axis_names:
+        raise ValueError(
+            f"parameter {path!r} of a stack: expected no axis of the mesh for the dimension of the layers, which are "
+            f"scanned, got {names}"
+        )
+    return entries[1:]
+
+
+def _entries(
+    policy: ShardingPolicy | None, parallel: Parallel | None, axes: ModelAxes
+) -> tuple[ParallelPolicy, ...]:
+    """Those that have a style; ``parallel`` takes the place of the policy's."""
+    if parallel is None:
+        return () if policy is None else policy.parallel
+    styles = {pattern: style for pattern, style in parallel.items() if not isinstance(style, PartitionSpec)}
+    return tuple(
+        ParallelPolicy((pattern.replace("/", "."),), _axis_for(pattern, style, axes), style)
+        for pattern, style in styles.items()
+    )
+
+
+def _axis_for(pattern: str, style: str, axes: ModelAxes) -> str:
+    """The model axis that a style means: the one for experts, or the other; the only one where there is one."""
+    for_experts = [name for name in axes.names if (name.lower() in EXPERT_AXES) == (style == "expert")]
+    meant = list(axes.names) if len(axes.names) == 1 else for_experts
+    if len(meant) != 1:
+        raise ValueError(
+            f"parallel: expected one model axis that {style!r} of {pattern!r} can mean, got {list(axes.names)}: say it "
+            "by a PartitionSpec"
+        )
+    return meant[0]
+
+
+def _of_entries(
+    entries: Sequence[ParallelPolicy],
+    model: nnx.Module,
+    stacks: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    policy: ShardingPolicy | None,
+    parallel: Parallel | None,
+) -> Iterator[tuple[str, Cut]]:
+    source = "parallel" if parallel is not None or policy is None else policy.source
+    names = _dotted(model, stacks, shapes)
+    matched = entries_of(entries, names, source)
+    kinds = _kinds(model)
+    by_name: dict[str, dict[str, dict[Cut, None]]] = {}
+    for dotted, path in names.items():
+        for entry in matched.get(dotted, ()):
+            for below in _parameters(dotted, path, names, shapes):
+                dimension = _dimension(entry, kinds[names[below]], len(shapes[names[below]]))
+                if dimension is not None:
+                    own = by_name.setdefault(names[below], {}).setdefault(below, {})
+                    own[Cut(entry.axis, dimension, entry.fused)] = None
+    for path, layers in by_name.items():
+        _check_layers(path, list(layers.values()), _layers(path, stacks))
+        for cut in next(iter(layers.values())):
+            # The compiler makes what a contiguous cut of a fused dimension needs.
+            yield path, Cut(cut.axis, cut.dimension)
+
+
+def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str]) -> dict[str, str]:
+    """Dotted path -> path of all modules and parameters, of a stack layer by layer."""
+    found = module_paths(model, stacks)
+    for path in shapes:
+        stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
+        if stack is None:
+            found[path.replace("/", ".")] = path
+            continue
+        below = path[len(stack) :].replace("/", ".")
+        for layer in range(stacks[stack]):
+            found[f"{stack.replace('/', '.')}.{layer}{below}"] = path
+    return found
+
+
+def _parameters(
+    dotted: str, path: str, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Dotted paths of the parameter itself, or of those of a module."""
+    if path in shapes:
+        return [dotted]
+    return [name for name, below in names.items() if below in shapes and name.startswith(f"{dotted}.")]
+
+
+def _check_layers(path: str, layers: Sequence[Mapping[Cut, None]], expected: int | None) -> None:
+    if expected is not None and (
+        len(layers) != expected or any(own.keys() != layers[0].keys() for own in layers)
+    ):
+        raise ValueError(
+            f"parameter {path!r}: expected all {expected} layers of a stack to be cut alike, since they are scanned, "
+            f"got {len(layers)} that are cut: use a pattern like layers.*"
+        )
+
+
+def _of_specs(
+    parallel: Parallel,
+    model: nnx.Module,
+    stacks: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    mesh: Mesh,
+) -> Iterator[tuple[str, Cut]]:
+    names = _dotted(model, stacks, shapes)
+    for pattern, spec in parallel.items():
+        if not isinstance(spec, PartitionSpec):
+            continue
+        matched = [name for name in names if matches(pattern.replace("/", "."), name)]
+        if not matched:
+            raise ValueError(
+                f"parallel: expected patterns of modules or parameters, but {pattern!r} matches none of "
+                f"{list(shapes)[:12]}"
+            )
+        for name in matched:
+            for below in _parameters(name, names[name], names, shapes):
+                for dimension, entry in enumerate(spec):
+                    for axis in entry if isinstance(entry, tuple) else (entry,):
+                        if axis is not None and (axis not in mesh.axis_names or not is_model_axis(axis)):
+                            raise ValueError(
+                                f"parallel: {pattern!r}: expected model axes of the mesh "
+                                f"{list(ModelAxes.of(mesh).names)}, got {axis!r}"
+                            )
+                        if axis is not None:
+                            yield names[below], Cut(axis, dimension)
+
+
+def _kinds(model: nnx.Module) -> dict[str, str]:
+    """Of each parameter: "convolution", "embedding", "bias" or "kernel"."""
+    found = {}
+    for key, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param):
+                found[joined((*key, name))] = _kind(module, name)
+        if isinstance(module, nnx.List):
+            for number, value in enumerate(module):
+                if isinstance(value, nnx.Param):
+                    found[joined((*key, number))] = "kernel"
+        if given_node(module, meta.AxisMetadata) is not None:
+            found[joined((*key, "value"))] = _kind(module, str(key[-1]))
+    return {path: found.get(path, "kernel") for path in parameter_leaves(model)}
+
+
+def _kind(module: nnx.Module, name: str) -> str:
+    if name in ("bias", "embedding"):
+        return name
+    return "convolution" if isinstance(module, nnx.Conv | nnx.ConvTranspose) else "kernel"
+
+
+def _dimension(entry: ParallelPolicy, kind: str, ndim: int) -> int | None:
+    """Which dimension of a parameter an entry cuts; None for one that stays whole."""
+    if entry.dimension is not None:
+        return entry.dimension if entry.dimension < ndim else None
+    vector = kind == "bias" or ndim < 2
+    if entry.style == "expert" or (vector and entry.style == "colwise"):
+        return 0
+    if entry.style == "colwise":
+        return ndim - 1 if kind == "convolution" else 1
+    if vector:
+        return None
+    return ndim - 2 if kind == "convolution" else 0

@@ -1,0 +1,116 @@
+"""Steps that others have measured and published, as ``twinshard plan --target`` compiles and times them.
+
+Nothing runs: the table has what XLA's compilers and the roofline say of a Llama as a user of flax writes one
+(``public_llama.py``), beside what was measured with another program of the same sizes on the machine itself. So the
+two are no comparison of programs, and differ in known ways. The largest is attention: without a fused kernel its scores
+go to memory and back. So the table also has the rate at which the products alone would run; what was measured lies
+between the two. Whole layers are recomputed, where torchtitan's 8 B recomputed selected operations only.
+
+    make compilers
+    python -m tests.bench.bench_public                 # GPUs, minutes
+    python -m tests.bench.bench_public --only v5p      # what contains these letters; TPUs take longer
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bridge.planning import Workload, load_policy
+from bridge.planning.batch_shapes import BatchArray
+from bridge.planning.links import machine_named
+from bridge.planning.models import resolve_models
+from bridge.planning.target_plan import TargetRow, plan_targets
+from bridge.planning.target_step import StepRequest
+from bridge.planning.target_time import Estimate, Roofline
+from bridge.planning.targets import target_named
+from bridge.text import human_bytes
+
+TORCHTITAN = "torchtitan, docs/performance.md"
+TIERING = "MaxText, docs/reference/models/tiering.md"
+
+
+@dataclass(frozen=True)
+class Published:
+    """``rate``: tokens a second and device. ``memory``: bytes of one device, where they were published."""
+
+    model: str
+    parameters: str
+    target: str
+    rows: int
+    length: int
+    recompute: str
+    rate: float
+    memory: float | None
+    source: str
+
+
+FIGURES = (
+    Published("llama3_8b", "8 B", "a100:64", 1, 8192, "selected operations", 2973, None, TORCHTITAN),
+    Published("llama3_70b", "70 B", "a100:64", 1, 8192, "layers", 331, None, TORCHTITAN),
+    # On cards with 96 GB at 2.4 TB/s and 500 W; ours have 80 GB at 3.35 TB/s and 700 W.
+    Published("llama3_8b", "8 B", "h100:8", 2, 8192, "selected operations", 5762, 82.4 * 2**30, TORCHTITAN),
+    Published("llama3_8b", "8 B", "v6e:16x16", 1, 8192, "as tuned", 7207, None, TIERING),
+    Published("llama2_70b", "70 B", "v5p:8x8x8", 1, 4096, "as tuned", 692, None, TIERING),
+)
+HEADINGS = (
+    "model", "machine", "rows x tokens", "published tokens/s", "estimate", "of it", "products alone", "peak",
+    "measured peak", "products", "memory", "exposed", "compile s",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="100:", help="of targets and models, what contains this; default GPUs"
+    )
+    options = parser.parse_args(arguments)
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    print("|" + "|".join(HEADINGS) + "|\n" + "|---" * 3 + "|---:" * (len(HEADINGS) - 3) + "|", flush=True)
+    for one in FIGURES:
+        if options.only in f"{one.target} {one.model}":
+            print("|" + "|".join(cells(one)) + "|", flush=True)
+    for source in dict.fromkeys(one.source for one in FIGURES):
+        print(f"\npublished: {source}")
+
+
+def cells(one: Published) -> tuple[str, ...]:
+    """A row of the table."""
+    row, estimate = compiled(one)
+    time_, per_device = estimate.time, one.rows * one.length
+    first = (f"Llama, {one.parameters}", one.target, f"{one.rows} x {one.length}", f"{one.rate:,.0f}")
+    peak = "failed" if row.peak is None else human_bytes(row.peak)
+    measured = "" if one.memory is None else human_bytes(int(one.memory))
+    if time_ is None:
+        return (*first, "unknown", "", "", peak, measured, "", "", "", "")
+    rate = per_device / time_.total
+    parts = (f"{part / time_.total:.0%}" for part in (time_.products, time_.memory, time_.exposed))
+    seconds = f"{(row.found or {})['seconds']:.0f}"
+    alone = f"{per_device / time_.products:,.0f}"
+    return (*first, f"{rate:,.0f}", f"{rate / one.rate:.2f}", alone, peak, measured, *parts, seconds)
+
+
+def compiled(one: Published) -> tuple[TargetRow, Estimate]:
+    """With layers recomputed, parameters and Adam in float32, products in bfloat16."""
+    module = "tests.bench.public_llama"
+    batch = {"tokens": BatchArray((one.rows, one.length + 1), "int32")}
+    step = StepRequest(
+        f"{module}:{one.model}", Workload(one.rows, one.length, 1), ("layers",), f"{module}:loss", batch
+    )
+    policy = replace(load_policy("fsdp_bf16"), source="fsdp_bf16")
+    (row,) = plan_targets(
+        step, [policy], [target_named(one.target)], recommended=True, say=lambda _: None
+    ).rows
+    model = resolve_models(step.model, ("jax",), step.stacked)["jax"]
+    roofline = Roofline(model.numel, one.rows * one.length)
+    assert machine_named(one.target).devices == row.task.target.devices
+    return row, roofline.estimate(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""State of every optimizer at rest, to the byte what each runtime keeps, and what a runtime cannot run."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+import jax_impl
+import jax_impl.models
+from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning.adapt import with_frozen
+from bridge.planning.comparison import compare
+from bridge.planning.compiled import check_compiled
+from bridge.planning.document import document
+from bridge.planning.model import Model, Parameter
+from bridge.planning.optimizers import CONSTANTS, NAMES, Optimizer, parse_optimizer
+from bridge.planning.report import notes, overview
+from bridge.planning.shipped_models import shipped_model
+from tests.planning.test_plan_jax import Whole, frozen_paths
+from tests.planning.test_plan_peak import WITHIN, policy
+from tests.planning.test_plan_torch import model_of, policy_text
+from tests.support.parity.optimizer_runs import muon_step, peak_bytes, state_bytes
+from tests.support.parity.plan_runs import Spec
+from tests.support.ranks import RankGroup
+
+# Matrices that Adafactor factors in both runtimes and such that optax does not, a stack, a row, a vector, a frozen one.
+PART = [
+    Spec((130, 128)),
+    Spec((12, 5)),
+    Spec((2, 3, 8)),
+    Spec((1, 9)),
+    Spec((7,)),
+    Spec((5, 7), frozen=True),
+]
+OWN = [Spec((9, 4)), Spec((2, 144, 132))]
+MESHES = [
+    ((2, 2), "hfsdp"),
+    *(
+        pytest.param(mesh, strategy, marks=pytest.mark.slow)
+        for mesh, strategy in (((3,), "optim_grads_params"), ((2, 2), "hsdp"), ((2,), "no_shard"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES)
+@pytest.mark.parametrize(
+    ("name", "dtypes", "offload"),
+    [
+        ("adamw", ("float32", "float32"), 0.0),
+        ("adamw", ("bfloat16", "bfloat16"), 0.0),
+        ("adamw", ("float16", "float8_e4m3fn"), 0.0),
+        ("adamw", ("float32", "float32"), 1.0),
+        ("adamw", ("bfloat16", "float32"), 0.3),
+        ("sgd", ("float32", "float32"), 0.0),
+        ("sgd-momentum", ("float32", "float32"), 0.0),
+        ("adafactor", ("float32", "float32"), 0.0),
+    ],
+)
+def test_state_at_rest_in_torch(
+    ranks: RankGroup,
+    mesh: tuple[int, ...],
+    strategy: str,
+    name: str,
+    dtypes: tuple[str, str],
+    offload: float,
+) -> None:
+    text = policy_text(mesh, strategy, strategy, {})
+    world = math.prod(mesh)
+    chosen = Optimizer(name, dtypes, Fraction(offload)) if name == "adamw" else Optimizer(name)
+    measured = ranks.run(world, state_bytes, text, [PART, PART], OWN, name, dtypes, offload)
+    for rank, found in enumerate(measured):
+        plan = make_plan(
+            model_of([PART, PART], OWN),
+            parse_policy(text, "test"),
+            world,
+            "torch",
+            Workload(),
+            device=rank,
+            optimizer=chosen,
+        )
+        rest = plan.at_rest
+        assert (rest.moments.allocated, rest.host) == (found["device"], found["host"])
+        assert rest.moments.allocated + rest.host == found["report"]
+        assert (rest.host > 0) == (offload > 0)
+
+
+def held(tree: Any, device: jax.Device) -> tuple[int, int]:
+    """Bytes on the device and in the host's memory; counters and constants are left out."""
+    found = [0, 0]
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not jax.tree_util.keystr(path).endswith(CONSTANTS):
+            for shard in leaf.addressable_shards:
+                if shard.device == device:
+                    found[leaf.sharding.memory_kind == "pinned_host"] += shard.data.nbytes
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES)
+@pytest.mark.parametrize(
+    ("name", "first", "offload"),
+    [
+        ("adamw", "bfloat16", 0),
+        ("adamw", None, 1),
+        ("sgd", None, 0),
+        ("sgd-momentum", None, 0),
+        ("sgd-momentum", "bfloat16", 0),
+        ("lion", "bfloat16", 0),
+        ("lion", None, 1),
+        ("adafactor", None, 0),
+        ("muon", None, 0),
+        ("muon", "bfloat16", 0),
+    ],
+)
+def test_state_at_rest_in_jax(
+    mesh: tuple[int, ...], strategy: str, name: str, first: str | None, offload: int
+) -> None:
+    text = policy_text(mesh, strategy, strategy, {})
+    chosen = Optimizer(name, (first, None), Fraction(offload))
+    plan, weights = jax_impl.fully_shard(
+        Whole([PART, PART], OWN),
+        jax_impl.data_parallel_mesh({f"axis{number}": size for number, size in enumerate(mesh)}),
+        jax_impl.ShardingPolicy.parse(text, "test"),
+        frozen=frozen_paths([PART, PART], OWN),
+    )
+    state = jax_impl.init_state(plan, weights, chosen.transformation()).opt_state
+    if offload:
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), state)
+    for number, device in enumerate(plan.mesh.devices.flat):
+        planned = make_plan(
+            model_of([PART, PART], OWN),
+            parse_policy(text, "test"),
+            math.prod(mesh),
+            "jax",
+            Workload(),
+            device=number,
+            optimizer=chosen,
+        ).at_rest
+        assert (planned.moments.allocated, planned.host) == held(state, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "length"),
+    [
+        # So few tokens that the update holds most.
+        ("adamw", "bfloat16", 16),
+        *(
+            pytest.param(name, dtype, length, marks=pytest.mark.slow)
+            for name, dtype, length in (
+                ("adamw", "float8_e4m3fn", 16),
+                ("adamw", "bfloat16", 256),
+                ("sgd", "float32", 16),
+                ("sgd-momentum", "float32", 256),
+                ("adafactor", "float32", 256),
+            )
+        ),
+    ],
+)
+def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, length: int) -> None:
+    text = policy("optim_grads_params", "float32", False)
+    chosen = Optimizer(name, (dtype, dtype) if name == "adamw" else (None, None))
+    model = resolve_models("decoder:default", ["torch"])["torch"]
+    plan = make_plan(model, parse_policy(text, "test"), 2, "torch", Workload(1, length), optimizer=chosen)
+    peaks = ranks.run(2, peak_bytes, text, name, dtype, [], 1, length)
+    assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
+    if (dtype, length) == ("bfloat16", 16):
+        assert plan.peak.moment == "update"
+
+
+@pytest.mark.slow
+def test_the_peak_of_frozen_layers_is_an_upper_bound(ranks: RankGroup) -> None:
+    text = policy("optim_grads_params", "float32", False)
+    model = resolve_models("decoder:default", ["torch"])["torch"]
+    whole, part = (
+        make_plan(one, parse_policy(text, "test"), 2, "torch", Workload(8, 64)).peak.total
+        for one in (model, with_frozen(model, ["layers.*"]))
+    )
+    peaks = ranks.run(2, peak_bytes, text, "adamw", "float32", ["layers."], 8, 64)
+    assert max(peaks) < part < whole
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name != "lion" else name for name in NAMES]
+)
+def test_the_plan_agrees_with_what_xla_compiles(name: str) -> None:
+    chosen = parse_policy(policy("optim", "float32", False), "test")
+    check = check_compiled("decoder:default", chosen, 4, Workload(8, 64), optimizer=Optimizer(name))
+    assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
+    agreed = {line.what for line in check.lines if line.agrees}
+    assert "moments, step counter" in agreed
+    # What an update that looks at shapes brings together is XLA's choice.
+    assert ("peak" in agreed) == (name not in ("adafactor", "muon"))
+
+
+def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
+    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    plain, moved = (
+        compare(models, [load_policy("fsdp")], [2], Workload(1, 16), optimizer=one)
+        for one in (Optimizer(), Optimizer(offload=Fraction(1)))
+    )
+    for here, there in zip(plain.plans, moved.plans, strict=True):
+        assert here.at_rest.host == there.at_rest.moments.allocated == 0
+        assert there.at_rest.host == here.at_rest.moments.allocated
+        assert here.at_rest.total == there.at_rest.total + there.at_rest.host
+    torch_plan, jax_plan = moved.plans
+    # JAX brings the state to the device as a whole for the update.
+    assert jax_plan.peak.moment == "update"
+    assert jax_plan.peak.terms["segment"] > jax_plan.at_rest.host
+    assert torch_plan.peak.total < jax_plan.peak.total
+    headings, rows = overview(moved)
+    assert {row[headings.index("in CPU memory")] for row in rows} == {"32.1 GB"}
+    assert "in CPU memory" not in overview(plain)[0]
+    found = document(moved)
+    assert found["plans"][0]["host"] == torch_plan.at_rest.host
+    assert found["optimizer"] == {"name": "adamw", "moments": [None, None], "offload": 1.0}
+
+
+def test_pytorch_stages_two_batches_of_a_state_in_cpu_memory() -> None:
+    layers = [Parameter(f"layers.{k}.weight", (1536, 2048)) for k in range(8)]
+    model = Model.of("m", layers)
+    for moments, offload, each in (
+        ((None, None), 1, 2 * 8),
+        # The moments that travel are converted to the dtype of the weights.
+        (("bfloat16", "bfloat16"), 1, 2 * 4 + 8),
+        (("bfloat16", "float32"), 0, 4),
+        ((None, None), 0, 0),
+    ):
+        chosen = Optimizer("adamw", moments, Fraction(offload))
+        plan = make_plan(
+            model, parse_policy('[[unit]]\nmatch = ""\n', "x"), 1, "torch", Workload(), optimizer=chosen
+        )
+        placed = [(group, unit.on_host) for unit in plan.units for group in unit.groups]
+        # A batch has 2^22 elements, of all tensors more than that.
+        assert chosen.staged(placed, "torch", 0) == each << 22
+
+
+def test_a_share_of_the_state_splits_equal_units() -> None:
+    plan = make_plan(
+        shipped_model("llama3-8b"),
+        load_policy("fsdp"),
+        8,
+        "torch",
+        Workload(),
+        optimizer=Optimizer(offload=Fraction(1, 2)),
+    )
+    whole = make_plan(shipped_model("llama3-8b"), load_policy("fsdp"), 8, "torch", Workload())
+    assert sum(unit.count for unit in plan.units) == 33
+    assert plan.at_rest.host + plan.at_rest.moments.allocated == whole.at_rest.moments.allocated
+    # To within one tensor, of 8 bytes an element on 8 devices.
+    largest = max(one.numel for one in plan.model.parameters)
+    assert abs(plan.at_rest.host - whole.at_rest.moments.allocated / 2) <= 1.01 * largest
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "runtime", "reason"),
+    [
+        (Optimizer("lion"), "torch", "torch: lion: torch.optim has none"),
+        (Optimizer("muon"), "torch", "torch: muon: torch.optim.Muon needs whole matrices"),
+        (
+            Optimizer("sgd-momentum", ("bfloat16", None)),
+            "torch",
+            "torch: --moments: sgd-momentum keeps its state",
+        ),
+        (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only MainWeightAdamW"),
+        (Optimizer("adamw", ("bfloat16", "bfloat16")), "jax", "jax: --moments: optax keeps second moments"),
+        (Optimizer("adamw", ("float8_e4m3fn", None)), "jax", "jax: --moments: optax has no scales"),
+        (Optimizer("sgd", ("bfloat16", None)), "jax", "jax: --moments: sgd has no first moment"),
+        (
+            Optimizer("adamw", offload=Fraction(1, 2)),
+            "jax",
+            "jax: --offload: a state lies in CPU memory as a whole",
+        ),
+    ],
+)
+def test_what_a_runtime_cannot_run_is_left_out_with_the_reason(
+    optimizer: Optimizer, runtime: str, reason: str
+) -> None:
+    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    with pytest.raises(PlanError, match=re.escape(reason)):
+        compare({runtime: models[runtime]}, [load_policy("fsdp")], [8], Workload(), optimizer=optimizer)
+    if optimizer.why_not("torch" if runtime == "jax" else "jax") is None:
+        found = compare(models, [load_policy("fsdp")], [8], Workload(), optimizer=optimizer)
+        assert {plan.runtime for plan in found.plans} == {"torch", "jax"} - {runtime}
+        assert any(line.startswith(reason) for line in notes(found))
+
+
+def test_refusals_are_true(ranks: RankGroup) -> None:
+    """A test that goes red when a runtime learns what a plan refuses."""
+    import torch
+
+    assert not hasattr(torch.optim, "Lion")
+    text = policy_text((2,), "optim_grads_params", "optim_grads_params", {})
+    with pytest.raises(AssertionError, match="is not supported on a tensor placed as"):
+        ranks.run(2, muon_step, text)
+
+
+def test_an_optimizer_that_looks_at_shapes_gives_a_lower_bound_in_jax() -> None:
+    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    found = compare(models, [load_policy("fsdp")], [8], Workload(), 10**12, optimizer=Optimizer("adafactor"))
+    assert {plan.runtime: found.fits(plan) for plan in found.plans} == {"torch": True, "jax": None}
+    assert any(line.startswith("jax: adafactor looks at shapes") for line in notes(found))
+    with pytest.raises(PlanError, match="plan it without --stacked"):
+        make_plan(
+            replace(models["jax"], stacks=("layers",)),
+            load_policy("fsdp"),
+            8,
+            "jax",
+            Workload(),
+            optimizer=Optimizer("muon"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("lion", None, None), Optimizer("lion")),
+        (("adamw", "bfloat16", None), Optimizer("adamw", ("bfloat16", "bfloat16"))),
+        (
+            ("adamw", "float16, float8_e4m3fn", "12.5%"),
+            Optimizer("adamw", ("float16", "float8_e4m3fn"), Fraction(1, 8)),
+        ),
+        (("adamw", None, "0"), Optimizer()),
+    ],
+)
+def test_words_of_the_command(words: tuple[str, str | None, str | None], expected: Optimizer) -> None:
+    assert parse_optimizer(*words) == expected
+    assert Optimizer.from_json(expected.to_json()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("adam", None, None), "--optimizer: expected one of adamw, sgd, .* got 'adam'"),
+        (("adamw", "int8", None), "--moments: expected one of float32, .* got 'int8'"),
+        (("adamw", "float32,float32,float32", None), "--moments: expected one dtype, or two"),
+        (("adamw", None, "50"), "--offload: expected a share of the state such as 50% or 100%, got '50'"),
+        (("adamw", None, "150%"), "--offload: expected 0 to 100%, got 150%"),
+    ],
+)
+def test_bad_words_of_the_command(words: tuple[str, str | None, str | None], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_optimizer(*words)
+
+
+def test_frozen_patterns_are_those_of_the_runtime() -> None:
+    model = resolve_models("decoder:quick", ["jax"])["jax"]
+    nnx_model = jax_impl.models.Decoder(jax_impl.models.DecoderConfig(), rngs=nnx.Rngs(0))
+    for pattern in ("layers.*", "embed.*", "*norm*", "layers.0.*"):
+        plan = jax_impl.plan_sharding(
+            nnx_model, jax_impl.data_parallel_mesh({"dp": 1}), frozen=[pattern.replace(".", "/")]
+        )
+        frozen = {path.replace("/", ".") for path, one in plan.parameters.items() if not one.trainable}
+        ours = {one.path for one in with_frozen(model, [pattern]).parameters if not one.trainable}
+        assert ours == {path for path in frozen if path in {one.path for one in model.parameters}}
+        assert ours
+    with pytest.raises(
+        PlanError, match=r"--frozen: expected patterns of parameter paths, but 'head.*' matches none"
+    ):
+        with_frozen(model, ["head.*"])
+    with pytest.raises(PlanError, match="--frozen: expected parameters that are trained, got none left"):
+        with_frozen(model, ["*"])

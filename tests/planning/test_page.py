@@ -1,0 +1,240 @@
+"""Pictures and the page of a plan: what they show, that labels fit, that nothing in a name becomes markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from typer.testing import CliRunner
+
+from bridge.commands.main import app
+from bridge.planning import Workload, load_policy, resolve_models
+from bridge.planning.chart import chart
+from bridge.planning.comparison import Comparison, compare
+from bridge.planning.page import comparison_page, targets_page
+from bridge.planning.step_time import timeline
+from bridge.planning.target_chart import memory_figure, peak_by_kind, timeline_figure, visible
+from bridge.planning.target_plan import TargetPlan, TargetRow
+from bridge.planning.target_time import Roofline
+from bridge.planning.timeline import DEVICE, Span
+from tests.parity.pair.test_html_in_browser import pytestmark as in_browser
+from tests.planning.programs import FACTORS, GATHER_DONE, GATHER_START, PRODUCT, SHARD, program
+from tests.planning.test_step_time import MACHINE, products
+from tests.planning.test_target_report import row_of
+
+ROOFLINE = Roofline(10**6, 4096)
+LONG = "a/policy/with a long name/of its own, in a folder that has one too.toml"
+NASTY = '<script>alert("x")</script>'
+
+
+def rows(folder: Path) -> tuple[TargetRow, ...]:
+    """Two with a program, one that does not fit, one without an answer."""
+    text = program(*FACTORS, SHARD, GATHER_START, PRODUCT, GATHER_DONE)
+    (folder / "program.hlo").write_text(text)
+    programs = {"programs": {"gradients": str(folder / "program.hlo")}}
+    found = (
+        row_of(
+            "a/policy/with a long name/of its own, in a folder that has one too.toml",
+            "h100:8",
+            850,
+            gathered=90,
+            **programs,
+        ),
+        row_of(NASTY, "h100:64", 300, **programs),
+        row_of("b", "v5e:4x4", 1900, reduced=5, **programs),
+    )
+    return (*found, TargetRow(found[0].task, 1000, failed="out of luck"))
+
+
+def plan(folder: Path) -> TargetPlan:
+    return TargetPlan(rows(folder))
+
+
+def comparison() -> Comparison:
+    models = resolve_models("llama3-8b", ("torch", "jax"), ())
+    policies = [dataclasses.replace(load_policy(one), source=one) for one in ("fsdp", "zero1")]
+    return compare(models, policies, (8, 64), [Workload()], 80 * 10**9, 0.1)
+
+
+def drawn(figure: Figure) -> list[Text]:
+    """The texts of a figure, all of which must be inside of it and apart."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    # Ticks beyond the axes are not drawn.
+    beyond = [
+        tick.label1
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    ]
+    texts = [
+        one
+        for one in figure.findobj(Text)
+        if one.get_text().strip() and one.get_visible() and one not in beyond
+    ]
+    boxes = [one.get_window_extent(canvas.get_renderer()) for one in texts]
+    width, height = canvas.get_width_height()
+    for text, box in zip(texts, boxes, strict=True):
+        assert min(box.x0, box.y0) >= -1, text
+        assert max(box.x1 - width, box.y1 - height) <= 1, text
+    for (one, a), (two, b) in combinations(zip(texts, boxes, strict=True), 2):
+        assert not a.overlaps(b), f"{one.get_text()!r} lies on {two.get_text()!r}"
+    return texts
+
+
+def test_labels_of_all_pictures_fit(tmp_path: Path) -> None:
+    said = [one.get_text() for one in drawn(memory_figure(plan(tmp_path)))]
+    assert "850 B of 1 kB: fits" in said
+    assert "1.9 kB of 1 kB: does not fit" in said
+    assert "no answer of 1 kB: not compiled" in said
+    first = rows(tmp_path)[0]
+    texts = drawn(timeline_figure(ROOFLINE.estimate(first), ROOFLINE.timeline(first)))
+    assert any("waited for" in one.get_text() for one in texts)
+    drawn(chart(comparison()))
+
+
+def test_the_kinds_of_a_peak_add_up(tmp_path: Path) -> None:
+    first = rows(tmp_path)[0]
+    assert peak_by_kind(first) == {"weights": 1, "moments": 1, "gradients": 1, "rest of the peak": 847}
+    for peak in (1000, 12, 7, 3):
+        row = row_of("a", "h100:8", peak)
+        row = dataclasses.replace(
+            row, found={**(row.found or {}), "held": {"weights": 3, "moments": 4, "gradients": 5}}
+        )
+        assert row.peak == max(peak, 3)
+        assert sum(peak_by_kind(row).values()) == max(row.peak, 7)
+
+
+def test_many_spans_become_columns_with_the_same_shares() -> None:
+    many = [
+        Span(DEVICE, kind, turn + start, length)
+        for turn in range(10_000)
+        for kind, start, length in (("products", 0.0, 0.6), ("memory", 0.6, 0.3))
+    ]
+    for stop in (10_000, 1000, 100):
+        seen = visible(many, 0, stop)
+        shares = {
+            kind: sum(one.seconds for one in seen if one.kind == kind) for kind in ("products", "memory")
+        }
+        assert shares == pytest.approx({"products": 0.6 * stop, "memory": 0.3 * stop}, rel=0.05)
+    assert visible(many[:10], 0, 100) == many[:10]
+
+
+def test_a_step_without_time_has_no_timeline(tmp_path: Path) -> None:
+    last = rows(tmp_path)[-1]
+    with pytest.raises(ValueError, match="expected a step with a time, got none: nothing was compiled"):
+        timeline_figure(ROOFLINE.estimate(last), timeline_of_products())
+
+
+def timeline_of_products() -> tuple[Span, ...]:
+    from bridge.planning.program import Program
+
+    return timeline(Program((products(1),)), MACHINE)
+
+
+class Reader(HTMLParser):
+    """Tags, what they refer to, and the texts of table cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def read(page: str) -> Reader:
+    found = Reader()
+    found.feed(page)
+    assert "script" not in found.tags
+    # Everything is in the file: pictures refer to their own parts only.
+    assert all(one.startswith("#") for one in found.references)
+    return found
+
+
+def test_a_page_of_targets_says_what_the_command_says(tmp_path: Path) -> None:
+    page = targets_page("my model & co", "4 parameters", plan(tmp_path), ROOFLINE)
+    found = read(page)
+    assert found.tags.count("svg") == 1 + 3
+    assert "my model &amp; co" in page
+    assert NASTY not in page
+    assert "v5e:4x4: nothing fits." in page
+    assert f"h100:8: {LONG} (shard_map) is the cheapest that fits, 850 B" in page
+    assert "waiting for transfers, " in page
+    assert {"1.9 kB", "850 B", "failed"} <= set(found.cells)
+
+
+def test_a_page_of_plans_says_what_the_command_says() -> None:
+    asked = comparison()
+    page = comparison_page(asked)
+    found = read(page)
+    assert found.tags.count("svg") == 1
+    assert "8 devices: fsdp is the cheapest that fits." in page
+    assert page.count("<tr>") >= len(asked.plans)
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    def call(*more: object) -> Any:
+        return CliRunner().invoke(
+            app, ["plan", "fsdp", "--model", "llama3-8b", "--runtime", "torch", *map(str, more)]
+        )
+
+    file = tmp_path / "plan.html"
+    assert call("--html", file).exit_code == 0
+    assert "layers.0 ... layers.31 (32)" in file.read_text()
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.html"]
+    for wrong, said in (
+        (tmp_path / "plan.txt", "ends with .html"),
+        (tmp_path / "no" / "x.html", "folder that exists"),
+    ):
+        result = call("--html", wrong)
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1300])
+def test_pages_in_a_browser(width: int, tmp_path: Path) -> None:
+    for number, text in enumerate(
+        (targets_page(NASTY, "a step", plan(tmp_path), ROOFLINE), comparison_page(comparison()))
+    ):
+        file = tmp_path / f"{number}.html"
+        file.write_text(text, encoding="utf-8")
+        browser = Path(__file__).parents[1] / "parity" / "pair" / "browser.py"
+        done = subprocess.run(
+            [sys.executable, str(browser), str(file), str(tmp_path / "page.png"), str(width), "light", "yes"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["width"] <= width, "the page scrolls sideways"
+        assert found["alerts"] == found["messages"] == []
+        assert found["requests"] == [file.as_uri()]
+
+
+test_pages_in_a_browser = in_browser[1](test_pages_in_a_browser)

@@ -1,0 +1,83 @@
+"""What rank processes do for the planner's tests of optimizers: train, and measure the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_impl
+from tests.bench.torch_memory import live_bytes
+from tests.support.parity.plan_runs import Spec, Whole
+from torch_impl.dtensor.local import local_of
+from torch_impl.models import Decoder, DecoderConfig, next_token_loss
+
+
+def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -> torch.optim.Optimizer:
+    """An optimizer by its name in a plan. ``dtypes``, ``offload``: of adamw alone."""
+    if name == "adamw":
+        first, second = (getattr(torch, one) for one in dtypes)
+        return torch_impl.MainWeightAdamW(
+            model.parameters(), exp_avg_dtype=first, exp_avg_sq_dtype=second, offload_fraction=offload
+        )
+    if name == "adafactor":
+        return torch.optim.Adafactor(model.parameters())
+    return torch.optim.SGD(model.parameters(), momentum=0.9 if name == "sgd-momentum" else 0.0)
+
+
+def state_bytes(
+    policy: str,
+    parts: list[list[Spec]],
+    own: list[Spec],
+    name: str,
+    dtypes: tuple[str, str],
+    offload: float,
+) -> dict[str, int]:
+    """Bytes of the state after two steps, on the device and in CPU memory, and as ``memory_report`` has it."""
+    model = Whole(parts, own)
+    torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+    optimizer = made(name, model, dtypes, offload)
+    moved = getattr(optimizer, "_offloaded", ())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((3,), 0.1)).sum().backward()
+        optimizer.step()
+    found = {"device": 0, "host": 0, "report": model.memory_report(optimizer).moments}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if key != "step":
+                found["host" if param in moved else "device"] += local_of(value).untyped_storage().nbytes()
+    return found
+
+
+def peak_bytes(policy: str, name: str, dtype: str, frozen: list[str], batch: int, length: int) -> int:
+    """Most bytes that are live in a step of the default decoder. ``frozen``: prefixes of parameters' names."""
+
+    def build() -> Callable[[], Any]:
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig())
+        for path, param in model.named_parameters():
+            param.requires_grad_(not path.startswith(tuple(frozen)))
+        torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+        optimizer = made(name, model, (dtype, dtype), 0.0)
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+
+        def step() -> None:
+            next_token_loss(model(tokens), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return live_bytes(build, torch.device("cpu")).peak
+
+
+def muon_step(policy: str) -> None:
+    """A step of ``torch.optim.Muon`` on sharded matrices."""
+    model = Whole([[Spec((6, 5))]], [])
+    torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+    optimizer = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+    model(torch.full((3,), 0.1)).sum().backward()
+    optimizer.step()

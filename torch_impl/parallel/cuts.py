@@ -1,0 +1,250 @@
+"""What a policy cuts over model axes: modules, their parameters, and along which dimension.
+
+Everything is checked before a model is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from bridge.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from torch_impl.dtensor.placement import FusedShard
+from torch_impl.parallel.modules import (
+    ColwiseEmbedding,
+    ColwiseLinear,
+    ComputesOnParts,
+    CutModule,
+    OnDTensors,
+    RowwiseEmbedding,
+    RowwiseLinear,
+    cut_module,
+)
+from torch_impl.runtime.tensor_parallel import TensorParallel, mark
+
+# The dimension of weight and bias that a style cuts; None: whole.
+_LINEAR: dict[str, tuple[int, int | None]] = {"colwise": (0, 0), "rowwise": (1, None)}
+_EMBEDDING: dict[str, int] = {"colwise": 1, "rowwise": 0}
+_KINDS: dict[tuple[type[nn.Module] | None, str], type[ComputesOnParts]] = {
+    (nn.Linear, "colwise"): ColwiseLinear,
+    (nn.Linear, "rowwise"): RowwiseLinear,
+    (nn.Embedding, "colwise"): ColwiseEmbedding,
+    (nn.Embedding, "rowwise"): RowwiseEmbedding,
+}
+
+
+@dataclass(frozen=True)
+class ModuleCuts:
+    """One module that computes on cut parameters: ``cuts`` by the name of the parameter below it.
+
+    axes: the model axes over which parameters are cut, in the order of the mesh.
+    style: "colwise" or "rowwise" of a linear module or an embedding, else None: it computes on DTensors.
+    gathers: whether a colwise linear module makes its output whole.
+    """
+
+    path: str
+    module: nn.Module
+    cuts: Mapping[str, tuple[Cut, ...]]
+    style: str | None = None
+    gathers: bool = False
+    axes: tuple[str, ...] = ()
+
+
+def plan_cuts(policy: ShardingPolicy, model: nn.Module, sizes: Mapping[str, int]) -> list[ModuleCuts]:
+    """What ``policy`` cuts of ``model`` over axes of ``sizes``. Raises PolicyError naming module or parameter."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    policy.check_model_axes(_cut_by_model(params.values()))
+    entries = policy.parallel_of([*modules, *params])
+    found: dict[str, ModuleCuts] = {}
+    try:
+        for path, matched in entries.items():
+            if path in modules:
+                _add(found, _of_module(path, modules[path], matched))
+            else:
+                owner, _, name = path.rpartition(".")
+                _add(found, _of_parameter(owner, modules[owner], name, params[path], matched))
+        found = {path: _in_order(one, policy.model_axes) for path, one in found.items()}
+        _check_apart(found)
+        _check_parameters(found.values(), params, sizes)
+    except PolicyError as error:
+        raise PolicyError(f"{policy.source}: [[parallel]]: {error}") from None
+    return [replace(one, gathers=_gathers(one, found)) for one in found.values()]
+
+
+def _in_order(one: ModuleCuts, axes: Iterable[str]) -> ModuleCuts:
+    used = {cut.axis for cuts in one.cuts.values() for cut in cuts}
+    return replace(one, axes=tuple(axis for axis in axes if axis in used))
+
+
+def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module) -> None:
+    """Mark parameters, so that they are cut when they are sharded, and have modules compute on parts.
+
+    mesh: with the data-parallel and the model axes, by name.
+    """
+    for one in planned:
+        axes = mesh[one.axes]
+        kind = OnDTensors if one.style is None else _KINDS[_kind_of(one.module), one.style]
+        for name, param in one.module.named_parameters():
+            cuts = {cut.axis: cut for cut in one.cuts.get(name, ())}
+            # A bias that is added once is like any parameter outside of the module.
+            if cuts or one.style is None:
+                placements = tuple(_placement(cuts.get(axis)) for axis in one.axes)
+                mark(param, TensorParallel(axes, placements, param.shape, param.stride()))
+        fused = next((cut.fused for cuts in one.cuts.values() for cut in cuts if cut.fused), (1,))
+        around = model.get_submodule(one.path.rpartition(".")[0])
+        cut_module(one.module, kind, CutModule(one.path, axes, around, one.gathers, fused))
+
+
+def _placement(cut: Cut | None) -> Placement:
+    if cut is None:
+        return Replicate()
+    return FusedShard(cut.dimension, cut.fused) if cut.fused else Shard(cut.dimension)
+
+
+def _cut_by_model(params: Iterable[nn.Parameter]) -> set[str]:
+    return {
+        name
+        for param in params
+        if isinstance(param, DTensor)
+        for name, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
+        if not placement.is_replicate()
+    }
+
+
+def _add(found: dict[str, ModuleCuts], new: ModuleCuts) -> None:
+    """Join cuts of one module, which several entries may name by its parameters."""
+    before = found.setdefault(new.path, new)
+    if before is not new:
+        if before.style is not None or new.style is not None:
+            raise PolicyError(
+                f"{new.path}: expected a module that is cut by a style or parameters of it, got both"
+            )
+        names = [*before.cuts, *new.cuts]
+        joined = {name: (*before.cuts.get(name, ()), *new.cuts.get(name, ())) for name in names}
+        found[new.path] = replace(before, cuts=joined)
+
+
+def _of_module(path: str, module: nn.Module, entries: Iterable[ParallelPolicy]) -> ModuleCuts:
+    entries = tuple(entries)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        raise PolicyError(f"{path}: expected a module with a forward, got {type(module).__name__}")
+    # Two axes that cut one linear module leave no rank with a part that the other styles could exchange.
+    if len(entries) == 1 and entries[0].style in _LINEAR:
+        (entry,) = entries
+        return ModuleCuts(path, module, _of_style(path, module, entry), entry.style)
+    cuts: dict[str, list[Cut]] = {}
+    for entry in entries:
+        if entry.style in _LINEAR:
+            own = _of_style(path, module, entry)
+        else:
+            dimension = entry.dimension or 0
+            own = {
+                name: (Cut(entry.axis, dimension, entry.fused),)
+                for name, param in module.named_parameters()
+                if entry.style == "expert" or param.ndim > dimension
+            }
+            if not own:
+                raise PolicyError(f"{path}: expected parameters with dimension {dimension}, got none")
+        for name, its in own.items():
+            cuts.setdefault(name, []).extend(its)
+    return ModuleCuts(path, module, {name: tuple(its) for name, its in cuts.items()})
+
+
+def _of_parameter(
+    path: str, module: nn.Module, name: str, param: nn.Parameter, entries: Iterable[ParallelPolicy]
+) -> ModuleCuts:
+    for entry in entries:
+        if entry.style in _LINEAR:
+            raise PolicyError(
+                f"{path}.{name}: expected the path of a module for style {entry.style!r}, got that of a parameter; "
+                f"name {path!r}, or give the dimension instead of a style"
+            )
+    return ModuleCuts(
+        path, module, {name: tuple(Cut(one.axis, one.dimension or 0, one.fused) for one in entries)}
+    )
+
+
+def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, tuple[Cut, ...]]:
+    kind = _kind_of(module)
+    assert entry.style is not None
+    if kind is None or "forward" in vars(module):
+        raise PolicyError(
+            f"{path}: expected nn.Linear or nn.Embedding with a forward of its own for style {entry.style!r}, got "
+            f"{type(module).__name__}; say the dimension to cut instead of a style (the module then computes on "
+            "DTensors), or cut the modules below it"
+        )
+    if kind is nn.Embedding:
+        for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, option):
+                raise PolicyError(
+                    f"{path}: expected an embedding without {option}, to cut it over {entry.axis!r}"
+                )
+        if entry.fused:
+            raise PolicyError(f"{path}: fused: expected a linear module, got {type(module).__name__}")
+        return {"weight": (Cut(entry.axis, _EMBEDDING[entry.style]),)}
+    weight, bias = _LINEAR[entry.style]
+    cuts: dict[str, tuple[Cut, ...]] = {"weight": (Cut(entry.axis, weight, entry.fused),)}
+    if bias is not None and module.bias is not None:
+        cuts["bias"] = (Cut(entry.axis, bias, entry.fused),)
+    return cuts
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class whose forward the module has, None for any other."""
+    for kind in (nn.Linear, nn.Embedding):
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return kind
+    return None
+
+
+def _check_apart(found: Mapping[str, ModuleCuts]) -> None:
+    for path in found:
+        outer = path.rpartition(".")[0]
+        while outer:
+            if outer in found:
+                raise PolicyError(f"expected modules apart from each other, got {path!r} inside of {outer!r}")
+            outer = outer.rpartition(".")[0]
+
+
+def _check_parameters(
+    planned: Iterable[ModuleCuts], params: Mapping[str, nn.Parameter], sizes: Mapping[str, int]
+) -> None:
+    places: dict[int, list[str]] = {}
+    for name, param in params.items():
+        places.setdefault(id(param), []).append(name)
+    for one in planned:
+        for name, cuts in one.cuts.items():
+            path = f"{one.path}.{name}".lstrip(".")
+            param = params[path]
+            if isinstance(param, DTensor):
+                raise PolicyError(
+                    f"{path}: expected a plain parameter, got a DTensor placed {param.placements}"
+                )
+            if len(places[id(param)]) > 1:
+                raise PolicyError(
+                    f"{path}: expected a parameter of one module, got one tied to {places[id(param)]}"
+                )
+            check_cuts(path, tuple(param.shape), cuts, sizes)
+            if one.style is None and any(cut.fused for cut in cuts):
+                raise PolicyError(
+                    f"{path}: fused: expected a linear module that is cut by style, got {type(one.module).__name__}"
+                )
+
+
+def _gathers(one: ModuleCuts, found: Mapping[str, ModuleCuts]) -> bool:
+    """Whether a colwise linear module must make its output whole: no rowwise one beside it comes after it."""
+    if one.style != "colwise" or _kind_of(one.module) is not nn.Linear:
+        return False
+    around, paths = one.path.rpartition(".")[0], list(found)
+    return not any(
+        other.style == "rowwise"
+        and _kind_of(other.module) is nn.Linear
+        and other.axes == one.axes
+        and path.rpartition(".")[0] == around
+        for path, other in list(found.items())[paths.index(one.path) + 1 :]
+    )

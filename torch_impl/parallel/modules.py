@@ -1,0 +1,220 @@
+"""How a module computes whose parameters are cut over a model axis.
+
+::
+
+    nn.Linear      colwise    enter, this rank's output features; gathered where no rowwise module follows
+                   rowwise    this rank's input features (of whole inputs its part is taken), leave, then the bias
+    nn.Embedding   colwise    this rank's columns, gathered
+                   rowwise    this rank's rows, zeros for others' tokens, leave
+    any other                 as it is, on DTensors: inputs and other parameters replicated, outputs made whole
+
+A module keeps its identity and its attributes. Its class becomes a subclass with another forward, as that of a unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torch_impl.dtensor.placement import row_axes
+from torch_impl.parallel import regions
+
+# What modules beside each other have entered, an attribute of the module around them.
+_ENTERED = "_entered_region"
+_cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
+
+
+@dataclass(frozen=True)
+class CutModule:
+    """How a module is cut.
+
+    mesh: the model axes over which it is cut; one unless it computes on DTensors.
+    around: the module that it belongs to, with those between colwise and rowwise.
+    gathers: whether a colwise module makes its output whole.
+    fused: relative sizes of the tensors that the cut dimension holds.
+    """
+
+    path: str
+    mesh: DeviceMesh
+    around: nn.Module
+    gathers: bool = False
+    fused: tuple[int, ...] = (1,)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+
+class ComputesOnParts:
+    """Mixed in: ``_cut`` says how."""
+
+    _cut: CutModule
+
+    def _weight(self) -> torch.Tensor:
+        weight = self._local("weight")
+        assert weight is not None
+        return weight
+
+    def _local(self, name: str) -> torch.Tensor | None:
+        """This rank's part of a parameter, None for one that the module has not."""
+        param = getattr(self, name)
+        if not isinstance(param, DTensor):
+            return param
+        if row_axes(param.placements):
+            raise RuntimeError(
+                f"{self._cut.path}: expected whole weights, got sharded ones; call the unit around the module, or "
+                "unshard() it first"
+            )
+        return param.to_local()
+
+
+class ColwiseLinear(ComputesOnParts):
+    """``[..., in]`` to this rank's ``[..., out]``, or all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cut = self._cut
+        y = F.linear(self._entered(x), self._weight(), self._local("bias"))
+        return regions.gather(y, cut.group, cut.fused) if cut.gathers else y
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the region, once for modules beside each other: the sum of their gradients takes one all-reduce."""
+        group, beside = self._cut.group, vars(self._cut.around)
+        before = beside.get(_ENTERED)
+        if before is not None and before[0] is x and before[1].requires_grad == _differentiable(x):
+            return before[1]
+        entered = regions.enter(x, group)
+        # Kept until the rowwise module that ends the region.
+        if not self._cut.gathers:
+            beside[_ENTERED] = x, entered
+        return entered
+
+
+class RowwiseLinear(ComputesOnParts):
+    """This rank's ``[..., in]``, or all of it, to ``[..., out]``."""
+
+    _summed: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cut, weight = self._cut, self._weight()
+        vars(cut.around).pop(_ENTERED, None)
+        ranks = cut.mesh.size()
+        if x.shape[-1] == weight.shape[1] * ranks:
+            x = regions.scatter(x, cut.group, cut.fused)
+        elif not self._summed and x.requires_grad:
+            self._sum_gradients(x)
+            self._summed = True
+        y = regions.leave(F.linear(x, weight), cut.group)
+        bias = self._local("bias")
+        return y if bias is None else y + bias
+
+    def _sum_gradients(self, x: torch.Tensor) -> None:
+        """Have parameters inside of the region, of which each rank's gradient is a part, get the sum."""
+        group, own = self._cut.group, set(map(id, self._cut.around.parameters()))
+        for param in regions.whole_parameters_inside(x):
+            if id(param) not in own:
+                raise RuntimeError(
+                    f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
+                    f"parameters beside them, got one that also depends on a parameter of shape {tuple(param.shape)} "
+                    "elsewhere, which would get a part of its gradient; cut the module that it comes through, or "
+                    "leave this one whole"
+                )
+            param.register_hook(functools.partial(regions.sum_over, group=group))
+
+
+class ColwiseEmbedding(ComputesOnParts):
+    """Tokens to whole vectors, whose columns are spread over the ranks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self._weight()
+        found = F.embedding(tokens, weight, self.padding_idx)  # type: ignore[attr-defined]  # of nn.Embedding
+        return regions.gather(found, self._cut.group)
+
+
+class RowwiseEmbedding(ComputesOnParts):
+    """Tokens to whole vectors, of which each rank has some."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self._weight()
+        rows, known = weight.shape[0], self.num_embeddings  # type: ignore[attr-defined]  # of nn.Embedding
+        padding: int | None = self.padding_idx  # type: ignore[attr-defined]  # of nn.Embedding
+        first = rows * self._cut.mesh.get_local_rank()
+        own = tokens - first
+        inside = (own >= 0) & (own < rows)
+        # Tokens that no rank has are an error on all ranks, as without the cut.
+        legal = (tokens >= 0) & (tokens < known)
+        own = own.where(inside, torch.where(legal, 0, known))
+        if padding is not None:
+            padding = padding - first if first <= padding < first + rows else None
+        found = F.embedding(own, weight, padding)
+        return regions.leave(found.masked_fill(~inside.unsqueeze(-1), 0), self._cut.group)
+
+
+class OnDTensors(ComputesOnParts):
+    """Whole inputs to whole outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mesh = self._cut.mesh
+        whole = [Replicate()] * mesh.ndim
+
+        def spread(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                return value
+            return DTensor.from_local(value, mesh, whole, run_check=False)
+
+        def made_whole(value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            return value.redistribute(mesh, whole).to_local(grad_placements=whole)
+
+        args, kwargs = pytree.tree_map(spread, (args, kwargs))
+        with _Spreading(mesh, spread):
+            outputs = super().forward(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
+        return pytree.tree_map(made_whole, outputs)
+
+
+class _Spreading(TorchFunctionMode):
+    """Plain tensors beside DTensors on ``mesh``, such as buffers and masks, are equal on all ranks: ``spread`` them.
+
+    Torch's ``implicit_replication`` does not reach what backward has saved.
+    """
+
+    def __init__(self, mesh: DeviceMesh, spread: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._mesh, self._spread = mesh, spread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        # A unit's own work inside is on its sharded tensors.
+        if any(type(one) is DTensor and one.device_mesh == self._mesh for one in leaves):
+            args, kwargs = pytree.tree_map(self._spread, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _differentiable(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Module]:
+    """With the name of ``cls``, as reports show it; one for each class, so that modules of one class stay of one."""
+    if (mixin, cls) not in _cut_classes:
+        _cut_classes[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    return _cut_classes[mixin, cls]
+
+
+def cut_module(module: nn.Module, kind: type[ComputesOnParts], cut: CutModule) -> None:
+    """Have ``module`` compute as ``kind`` does."""
+    module.__class__ = _cut_class(kind, type(module))
+    # Not by setattr: ``around`` would become a child.
+    vars(module)["_cut"] = cut
