@@ -32,6 +32,13 @@ class RuntimeChoice(StrEnum):
     jax = "jax"
 
 
+class AttentionChoice(StrEnum):
+    """The kinds of attention to count."""
+
+    plain = "plain"
+    fused = "fused"
+
+
 class EngineChoice(StrEnum):
     """The engines to compile."""
 
@@ -59,8 +66,9 @@ def plan(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; decoder:CONFIG, a TOML file with a "
-            "[model] table or a relay's name; or package.module:Factory, a torch.nn or flax.nnx module.",
+            help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; a config.json of Hugging Face, or its "
+            "folder; decoder:CONFIG, a TOML file with a [model] table or a relay's name; or package.module:Factory, a "
+            "torch.nn or flax.nnx module.",
         ),
     ],
     devices: Annotated[
@@ -115,11 +123,19 @@ def plan(
     runtime: Annotated[
         RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")
     ] = RuntimeChoice.both,
+    attention: Annotated[
+        AttentionChoice | None,
+        typer.Option(
+            "--attention",
+            help="Attention to count in models planned by shape; default what runs: fused in PyTorch (Hugging Face's), "
+            "plain in JAX (CausalLM's).",
+        ),
+    ] = None,
     compile_: Annotated[
         bool,
         typer.Option(
             "--compile",
-            help="Check the JAX numbers of a decoder against what XLA compiles for simulated devices, without "
+            help="Check the JAX numbers of a language model against what XLA compiles for simulated devices, without "
             "prefetch.",
         ),
     ] = False,
@@ -254,6 +270,7 @@ def plan(
     from bridge.planning.cost import Workload, load_policy
     from bridge.planning.document import document
     from bridge.planning.errors import PlanError
+    from bridge.planning.formulas import Attention
     from bridge.planning.models import resolve_models
     from bridge.planning.optimizers import parse_optimizer
     from bridge.planning.runtimes import RUNTIMES
@@ -266,6 +283,7 @@ def plan(
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
         share = parse_share(reserve)
+        kind = None if attention is None else Attention(attention.value)
         works = [
             Workload(batch, of_row, micro)
             for micro in parse_counts(microbatches, "microbatches")
@@ -290,7 +308,7 @@ def plan(
         step = wanted and wanted.step(model, works, stacks, trainer, tuple(frozen or ()))
         models = {
             one: with_frozen(found, frozen or ())
-            for one, found in resolve_models(model, runtimes, stacks).items()
+            for one, found in resolve_models(model, runtimes, stacks, kind).items()
         }
         loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
         loaded = with_node(loaded, node, counts)
@@ -306,7 +324,7 @@ def plan(
             from bridge.planning.compiled import check_compiled
 
             checks = [
-                check_compiled(model, policy, count, work, stacks, trainer)
+                check_compiled(model, policy, count, work, stacks, trainer, kind)
                 for policy in loaded
                 for count in counts
                 for work in works

@@ -93,7 +93,7 @@ class TargetOptions:
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
         """What times of the compiled steps assume."""
         work = step.workload
-        rows = work.batch * work.length if step.is_decoder else self.tokens
+        rows = work.batch * work.length if step.is_language_model else self.tokens
         tokens = None if rows is None else work.microbatches * rows
         return Roofline(model.numel, tokens, self.price, self.efficiency)
 
@@ -113,11 +113,11 @@ class TargetOptions:
             )
         (work,) = works
         found = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
-        if found.is_decoder and self.tokens is not None:
+        if found.is_language_model and self.tokens is not None:
             raise PlanError(
                 f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
             )
-        if not found.is_decoder and self.price is not None and self.tokens is None:
+        if not found.is_language_model and self.price is not None and self.tokens is None:
             raise PlanError("--price: expected --tokens N beside it, of a device and microbatch, got none")
         if self.loss is not None:
             # A wrong path is told at once, not by each of many compilations.
@@ -188,7 +188,7 @@ def describe_step(model: Model, step: StepRequest) -> str:
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
-        if step.is_decoder
+        if step.is_language_model
         else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
     )
     frozen = sum(one.numel for one in model.parameters if not one.trainable)

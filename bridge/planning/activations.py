@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bridge.planning.dtypes import size_of
-
 
 @dataclass(frozen=True)
 class SegmentBytes:
@@ -28,7 +26,11 @@ class SegmentBytes:
     saved: bytes that forward leaves for backward, with the segment's input if it is kept.
     input: the segment's input, which alone stays when the segment is recomputed.
     forward, backward: the most while the segment runs, its input and what it saves included.
-    again: the most while a recomputed segment runs backward.
+    again, once: the most while a recomputed segment runs backward and forward.
+    fixed: constants that forward reads, such as masks: a loop holds them, other programs make them where they are read.
+    fixed_saved: those among what forward leaves for backward, which ``saved`` does not count.
+    largest: the largest array.
+    early: the most in backward while no gradient of a parameter is there yet, where that is more.
 
     Parameters and their gradients are not counted.
     """
@@ -38,6 +40,32 @@ class SegmentBytes:
     forward: int = 0
     backward: int = 0
     again: int = 0
+    once: int = 0
+    fixed: int = 0
+    fixed_saved: int = 0
+    largest: int = 0
+    early: int = 0
+
+    @staticmethod
+    def of_residuals(
+        saved: int, given: int, largest: int, fixed: int = 0, fixed_saved: int = 0
+    ) -> SegmentBytes:
+        """Of a segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
+
+        Backward adds the cotangents of output and input, and that of the largest intermediate.
+        """
+        return SegmentBytes(
+            saved,
+            given,
+            forward=saved + given,
+            backward=saved + 2 * given + largest,
+            # Of a chain such as scores, exponentials, quotients, each made of the one before, XLA holds three.
+            once=2 * given + 3 * largest,
+            again=saved + largest,
+            fixed=fixed,
+            fixed_saved=fixed_saved,
+            largest=largest,
+        )
 
 
 class Segment(Protocol):
@@ -54,38 +82,3 @@ class Segment(Protocol):
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """``compute``: name of the dtype of forward and backward."""
         ...
-
-
-@dataclass(frozen=True)
-class FormulaSegment:
-    """Bytes by formula, for B sequences of T tokens, c bytes an element of the compute dtype::
-
-        saved     B T (saved c + saved_bytes)
-        input     B T input c
-        forward   input + saved + B T (working c + working_bytes)
-        backward  saved + B T (working c + working_bytes)
-        again     input + forward
-
-    ``working``: cotangents, and intermediates that are not kept.
-    """
-
-    path: str
-    input: float = 0.0
-    saved: float = 0.0
-    saved_bytes: float = 0.0
-    working: float = 0.0
-    working_bytes: float = 0.0
-
-    @property
-    def parts(self) -> tuple[Segment, ...]:
-        """None."""
-        return ()
-
-    def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
-        """See ``Segment``."""
-        tokens, size = batch * length, size_of(compute)
-        saved = round(tokens * (self.saved * size + self.saved_bytes))
-        working = round(tokens * (self.working * size + self.working_bytes))
-        given = round(tokens * self.input * size)
-        forward = given + saved + working
-        return SegmentBytes(saved, given, forward, saved + working, given + forward)

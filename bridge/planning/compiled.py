@@ -1,4 +1,4 @@
-"""Compares the plan of a decoder with the program that XLA compiles for simulated devices, in a process of its own.
+"""Compares the plan of a language model with the program that XLA compiles for simulated devices.
 
 XLA's figures come from its CPU compiler, which computes in float32 where the policy asks for bfloat16. For bfloat16
 the figures are therefore upper bounds, and only a float32 peak is required to agree. That compiler runs nothing beside
@@ -18,8 +18,11 @@ from typing import Any
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.dtypes import size_of
 from bridge.planning.errors import PlanError
-from bridge.planning.models import decoder_config, resolve_models
+from bridge.planning.formulas import Attention
+from bridge.planning.language_models import is_language_model
+from bridge.planning.models import resolve_models
 from bridge.planning.optimizers import ADAMW, Optimizer
+from bridge.planning.target_step import StepRequest
 from bridge.sharding import ShardingPolicy
 from bridge.text import human_bytes
 
@@ -84,14 +87,21 @@ def check_compiled(
     workload: Workload,
     stacked: Sequence[str] = (),
     optimizer: Optimizer = ADAMW,
+    attention: Attention | None = None,
 ) -> CompiledCheck:
     """Compile and compare.
 
-    Raises ``PlanError`` for models that are no decoders, for optimizer state in CPU memory, and when XLA fails.
+    Raises ``PlanError`` for models of the user's, for optimizer state in CPU memory, and when XLA fails.
     """
-    kind, _, name = model.partition(":")
-    if kind != "decoder":
-        raise PlanError(f"--compile: expected a model decoder:CONFIG, got {model!r}")
+    if not is_language_model(model):
+        raise PlanError(
+            f"--compile: expected decoder:CONFIG, a config.json or a built-in shape, got {model!r}; compile a model of "
+            "your own with --target"
+        )
+    if attention is Attention.fused:
+        raise PlanError(
+            "--compile: expected --attention plain or none, since jax_impl's models run plain attention"
+        )
     if policy.model_axes:
         raise PlanError(
             f"--compile: expected a policy without model axes, whose transfers XLA chooses, got "
@@ -102,16 +112,13 @@ def check_compiled(
     if optimizer.offload:
         raise PlanError("--compile: expected no --offload: simulated devices have no memory of their own")
     policy = replace(policy, prefetch=0)
-    planned = resolve_models(model, ["jax"], stacked)["jax"]
+    planned = resolve_models(model, ["jax"], stacked, attention)["jax"]
     plan = make_plan(planned, policy, devices, "jax", workload, optimizer=optimizer)
     request = {
-        "sizes": asdict(decoder_config(name)),
+        "step": StepRequest(model, workload, tuple(stacked), optimizer=optimizer).to_json(),
         "policy": policy.to_toml(),
         "source": policy.source,
         "devices": devices,
-        "stacked": list(stacked),
-        "optimizer": optimizer.to_json(),
-        **asdict(workload),
     }
     command = [sys.executable, "-m", "bridge.planning.compiled_leg"]
     try:

@@ -1,4 +1,4 @@
-"""Compile a decoder's step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
+"""Compile a step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
 
 ``python -m bridge.planning.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
 programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as they
@@ -13,8 +13,9 @@ from collections import Counter
 from typing import Any
 
 from bridge.planning.device_bytes import allocated, held
-from bridge.planning.optimizers import CONSTANTS, Optimizer
-from bridge.planning.runtimes import framework, part
+from bridge.planning.optimizers import CONSTANTS
+from bridge.planning.runtimes import framework
+from bridge.planning.target_step import StepRequest
 
 _KINDS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
 
@@ -25,32 +26,23 @@ def main() -> None:
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: sizes of the decoder, its stacked modules, policy text, devices, workload and optimizer."""
+    """``request``: step, policy text, source, devices."""
     runtime = framework("jax_impl")
     runtime.simulate_devices(request["devices"])
-    jax, nnx, models = framework("jax"), framework("flax.nnx"), part("jax", "models")
+    jax = framework("jax")
+    asked = StepRequest.from_json(request["step"])
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
-    sizes = models.DecoderConfig(**request["sizes"])
-    model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=bool(request["stacked"])))
     mesh = runtime.data_parallel_mesh(policy.mesh_sizes(request["devices"]))
-    plan = runtime.plan_sharding(model, mesh, policy, stacked=request["stacked"])
-    batch = request["devices"] * request["microbatches"] * request["batch"]
-    rows = jax.ShapeDtypeStruct(
-        (batch, request["length"] + 1),
-        "int32",
-        sharding=jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec),
-    )
-    optimizer = Optimizer.from_json(request["optimizer"]).transformation()
+    plan = runtime.plan_sharding(asked.abstract_model(), mesh, policy, stacked=asked.stacked)
+    rows = asked.global_batch(plan)
+    optimizer = asked.optimizer.transformation()
     state = runtime.abstract_state(plan, optimizer)
-
-    def loss(model: Any, tokens: Any) -> Any:
-        return models.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-
-    gradients = runtime.make_gradients(plan, loss, request["microbatches"])
+    loss, microbatches = asked.loss_function(), asked.workload.microbatches
+    gradients = runtime.make_gradients(plan, loss, microbatches)
     traced: Counter[tuple[str, str, int]] = Counter()
     for one, calls in runtime.count_collectives(gradients, state.weights, rows).items():
         traced[_KINDS[one.kind], one.dtype, one.size * jax.numpy.dtype(one.dtype).itemsize] += calls
-    step = runtime.make_train_step(plan, loss, optimizer, microbatches=request["microbatches"])
+    step = runtime.make_train_step(plan, loss, optimizer, microbatches=microbatches)
     first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
     for one, calls in runtime.count_compiled_collectives(first).items():

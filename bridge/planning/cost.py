@@ -20,7 +20,8 @@ from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.peak import Peak, StepUnit, step_peak
+from bridge.planning.peak import Peak, step_peak
+from bridge.planning.peak_steps import StepUnit
 from bridge.planning.traffic import Calls, Traffic, step_calls
 from bridge.planning.units import CutModel, UnitKind, cut
 from bridge.sharding import PolicyError, ShardingPolicy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from bridge.planning import jax_trace, torch_trace
+from bridge.planning.abstract import abstract_module
 from bridge.planning.activations import Segment, SegmentBytes
 from bridge.planning.runtimes import framework, part
 
@@ -16,7 +17,7 @@ from bridge.planning.runtimes import framework, part
 class TracedSegment:
     """One segment of the decoder; ``sizes`` is a runtime's ``DecoderConfig``.
 
-    ``kind``: "embed", "layer" or "head", or "attention" or "mlp" of a layer.
+    ``kind``: "embed", "positions" (of a table), "layer" or "head", or "attention" or "mlp" of a layer.
     """
 
     path: str
@@ -37,12 +38,27 @@ class TracedSegment:
 
 def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
     """In the order of forward."""
-    layers = [TracedSegment(f"layers.{k}", "layer", runtime, sizes) for k in range(sizes.n_layers)]
+    windows = getattr(sizes, "windows", ()) or (None,) * sizes.n_layers
+    layers = [
+        TracedSegment(f"layers.{k}", "layer", runtime, _one_layer(sizes, window))
+        for k, window in enumerate(windows)
+    ]
+    one = _one_layer(sizes, None)
     return (
-        TracedSegment("embed", "embed", runtime, sizes),
+        TracedSegment("embed", "embed", runtime, one),
+        *(
+            [TracedSegment("positions", "positions", runtime, one)]
+            if getattr(sizes, "max_length", None)
+            else []
+        ),
         *layers,
-        TracedSegment("", "head", runtime, sizes),
+        TracedSegment("", "head", runtime, one),
     )
+
+
+def _one_layer(sizes: Any, window: int | None) -> Any:
+    """Sizes of a model of one layer."""
+    return replace(sizes, n_layers=1, **({"windows": (window,)} if getattr(sizes, "windows", ()) else {}))
 
 
 # All layers are alike.
@@ -79,21 +95,42 @@ def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segm
 
 @lru_cache(maxsize=256)
 def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
-    jax, nnx, decoder = framework("jax"), framework("flax.nnx"), part("jax", "models.decoder")
+    jax, models = framework("jax"), part("jax", "models")
     tokens = jax.ShapeDtypeStruct((batch, length), "int32")
     hidden = jax.ShapeDtypeStruct((batch, length, sizes.d_model), compute)
     # The modules come from the model itself, so that no constructor is called with arguments that may change.
-    model = nnx.eval_shape(lambda: decoder.Decoder(sizes, rngs=nnx.Rngs(0)))
+    make = models.Decoder if isinstance(sizes, models.DecoderConfig) else models.CausalLM
+    model = abstract_module(lambda rngs: make(sizes, rngs=rngs))
     if kind == "embed":
         return jax_trace.trace_segment(model.embed, tokens, compute)
+    if kind == "positions":
+        places = jax.ShapeDtypeStruct((length,), "int32")
+        return jax_trace.trace_segment(model.positions, places, compute)
+    layers = part("jax", "models.causal_lm_layers")
+    causal = isinstance(sizes, models.CausalLMConfig)
     if kind != "head":
-        layer = model.layers[0]
-        return jax_trace.trace_segment(layer if kind == "layer" else getattr(layer, kind), hidden, compute)
-    head = nnx.Sequential(model.norm, model.embed.attend if sizes.tied else model.lm_head)
+        layer = model.layers[0] if kind == "layer" else getattr(model.layers[0], kind)
+        if not causal or kind == "mlp":
+            return jax_trace.trace_segment(layer, hidden, compute)
+        # All layers have the same tables.
+        tables = sizes.rotary and layers.rotary_tables(length, sizes.rotary, sizes.head_dim)
+        return jax_trace.trace_segment(layer, hidden, compute, others=(tables,))
 
     def loss(logits: Any) -> Any:
-        return decoder.next_token_loss(logits, jax.numpy.zeros((batch, length), "int32"))
+        if causal:
+            logits = layers.softcap(logits, sizes.logit_cap)
+        return models.next_token_loss(logits, jax.numpy.zeros((batch, length), "int32"))
 
+    nnx = framework("flax.nnx")
+
+    class Tied(nnx.Module):  # type: ignore[name-defined]  # the framework is imported when it is used
+        def __init__(self) -> None:
+            self.norm, self.embed = model.norm, model.embed
+
+        def __call__(self, x: Any) -> Any:
+            return self.embed.attend(self.norm(x))
+
+    head = Tied() if sizes.tied else nnx.Sequential(model.norm, model.lm_head)
     return jax_trace.trace_segment(head, hidden, compute, loss)
 
 

@@ -10,6 +10,7 @@ optimizer     name, moments (dtypes of the first and second, null for that of th
 frozen        number of elements that are not trained
 plans         a list, one for each policy, number of devices, workload and runtime:
   policy, runtime, devices, mesh {axis: size}, prefetch, workload
+  attention     "fused" or "plain", which the activations are counted with; null where the model's own code says
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   host          bytes of moments in CPU memory, not in ``at_rest``
@@ -102,6 +103,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
         "devices": mesh.devices,
         "mesh": mesh.all_axes,
         "prefetch": plan.prefetch,
+        "attention": plan.model.attention,
         "workload": vars(plan.workload),
         "device": plan.device,
         "at_rest": _at_rest(plan.at_rest),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.planning.abstract import abstract_module
 from bridge.planning.errors import PlanError
 from bridge.planning.runtimes import framework, installed, part
 
@@ -63,15 +64,15 @@ class Factory:
         """An abstract nnx module, or one that stands for a pytree of parameters. Raises ``PlanError`` for others."""
         if not installed("jax"):
             raise PlanError(f"model {self.name}: expected jax and flax to be installed for a JAX model")
-        jax, nnx, tree_model = framework("jax"), framework("flax.nnx"), part("jax", "modules.tree_model")
+        jax, tree_model = framework("jax"), part("jax", "modules.tree_model")
 
-        def make() -> Any:
-            given = {"rngs": nnx.Rngs(0)} if "rngs" in self.wanted else {}
+        def make(rngs: Any) -> Any:
+            given = {"rngs": rngs} if "rngs" in self.wanted else {}
             given |= {"key": jax.random.key(0)} if self.wanted == ("key",) else {}
             return tree_model.as_module(self.make(**given))
 
         try:
-            return nnx.eval_shape(make)
+            return abstract_module(make)
         except (TypeError, ValueError) as error:
             raise PlanError(
                 f"model {self.name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"

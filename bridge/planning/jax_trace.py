@@ -9,7 +9,7 @@ largest residual: in attention that keeps its scores, the cotangent of the score
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge.planning.activations import SegmentBytes
@@ -21,10 +21,12 @@ def trace_segment(
     given: Any,
     compute: str,
     finish: Callable[[Any], Any] = lambda output: output,
+    others: Sequence[Any] = (),
 ) -> SegmentBytes:
     """Trace an nnx module, which may be abstract, with parameters in ``compute``, on an input like ``given``.
 
-    finish: the function from the module's output to the differentiated value, such as a loss.
+    finish: the function from the module's output to the differentiated value, such as a loss. others: further inputs,
+    whose bytes are not counted.
     """
     jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
     graph, state = nnx.split(module)
@@ -33,23 +35,35 @@ def trace_segment(
 
     def differentiated(state: Any, _inner: Any, given: Any) -> Any:
         output, vjp = jax.vjp(
-            lambda state, _, given: finish(nnx.merge(graph, state)(given)), state, (), given
+            lambda state, _, given: finish(nnx.merge(graph, state)(given, *others)), state, (), given
         )
         # The weights are there in backward in any case.
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
-    def kept(state: Any, given: Any) -> list[Any]:
-        residuals = part("jax", "runtime.residuals")
-        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
-        # Constants, such as the zeros of a mask, are made where they are used.
-        results = len(jax.tree.leaves(output))
-        return [leaf for leaf, one in zip(jax.tree.leaves(vjp), depends[results:], strict=True) if one]
+    residuals = part("jax", "runtime.residuals")
 
-    sizes = [_bytes(leaf) for leaf in jax.eval_shape(kept, state, given)]
+    def split(state: Any, given: Any) -> tuple[list[Any], list[Any]]:
+        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
+        leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
+        found = list(zip(leaves, depends[results:], strict=True))
+        # Constants, such as the zeros of a mask, are made where they are used.
+        return [leaf for leaf, one in found if one], [leaf for leaf, one in found if not one]
+
+    kept, constants = jax.eval_shape(split, state, given)
+    sizes = [_bytes(leaf) for leaf in kept]
     saved, largest = sum(sizes), max(sizes, default=0)
     size = _bytes(given) if differentiable else 0
-    return SegmentBytes(saved, size, saved + size, saved + 2 * size + largest, saved + largest)
+    program = jax.make_jaxpr(lambda state, given: finish(nnx.merge(graph, state)(given, *others)))(
+        state, given
+    )
+    return SegmentBytes.of_residuals(
+        saved,
+        size,
+        largest,
+        fixed=sum(_bytes(v.aval) for v in residuals.constants_of(program)),
+        fixed_saved=sum(map(_bytes, constants)),
+    )
 
 
 def _bytes(aval: Any) -> int:

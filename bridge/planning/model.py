@@ -55,6 +55,7 @@ class Model:
     modules: dotted paths of all modules that have a forward, which a policy's patterns choose from; ``""`` is the root.
     parameters: in the order in which the runtime lays them out.
     source: the origin of shapes and activation formulas, for people.
+    attention: the kind that the activations are counted with, see ``formulas``; None where the model's own code says.
     stacks: paths of modules that JAX scans as one; their layers are ``layers.0``, ``layers.1``, ... here.
 
     Raises ``PlanError`` for a parameter given twice.
@@ -66,6 +67,7 @@ class Model:
     activations: tuple[Segment, ...] = ()
     source: str = ""
     stacks: tuple[str, ...] = ()
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         seen = set()

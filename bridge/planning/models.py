@@ -1,4 +1,4 @@
-"""Models by name: ``llama3-8b``, ``decoder:CONFIG`` or ``package.module:Factory``.
+"""Models by name: ``llama3-8b``, ``decoder:CONFIG``, ``folder/config.json`` or ``package.module:Factory``.
 
 The two runtimes may store one model in different shapes (PyTorch ``[out, in]`` and fused, JAX ``[in, out]`` and by
 head), whose layouts and padding differ. So a name resolves to one ``Model`` for each runtime that can run the model.
@@ -6,35 +6,48 @@ head), whose layouts and padding differ. So a name resolves to one ``Model`` for
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
+from bridge.parity.config import ModelConfig
 from bridge.planning.decoder_activations import decoder_activations
 from bridge.planning.errors import PlanError
 from bridge.planning.factory import Factory
+from bridge.planning.formulas import Attention
+from bridge.planning.language_models import (
+    abstract_model,
+    causal_lm_config,
+    decoder_config,
+    is_config,
+    shape_of,
+)
 from bridge.planning.model import Model, Parameter
 from bridge.planning.runtimes import RUNTIMES, framework, installed, part
-from bridge.planning.shipped_models import SHIPPED, shipped_model
+from bridge.planning.shipped_models import SHIPPED, shape_model, shipped_model
 
 
 def resolve_models(
-    name: str, runtimes: Sequence[str] = RUNTIMES, stacked: Sequence[str] = ()
+    name: str,
+    runtimes: Sequence[str] = RUNTIMES,
+    stacked: Sequence[str] = (),
+    attention: Attention | None = None,
 ) -> dict[str, Model]:
     """``{runtime: model}`` for those of ``runtimes`` that can run it. Raises ``PlanError`` when none can.
 
     stacked: dotted paths of modules that JAX scans: a model that is built must have their parameters with a leading
-    axis over layers. PyTorch has no such modules.
+    axis over layers. PyTorch has no such modules. attention: the kind to count, of a model that is planned by formulas;
+    None for what each runtime runs.
     """
     stacked = tuple(path.replace("/", ".") for path in stacked)
     kind, colon, rest = name.partition(":")
     if name in SHIPPED:
-        shape = shipped_model(name)
-        models = {"torch": shape, "jax": _stacked_shape(shape, stacked)}
+        models = {
+            "torch": shipped_model(name, "torch", attention),
+            "jax": _stacked_shape(shipped_model(name, "jax", attention), stacked),
+        }
     elif kind == "decoder" and colon:
+        _check_own_attention(name, attention, runs=Attention.plain)
         config = decoder_config(rest)
         models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
         if not any(map(installed, RUNTIMES)):
@@ -42,11 +55,15 @@ def resolve_models(
                 f"model {name}: the decoder needs PyTorch or JAX, and neither is installed; install "
                 "twinshard[torch] or twinshard[jax]"
             )
+    elif is_config(name):
+        models = _of_config(name, stacked, attention)
     elif colon:
+        _check_own_attention(name, attention)
         models = _built(name, stacked)
     else:
         raise PlanError(
-            f"model: expected decoder:CONFIG, package.module:Factory or one of {', '.join(SHIPPED)}, got {name!r}"
+            f"model: expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of "
+            f"{', '.join(SHIPPED)}, got {name!r}"
         )
     found = {one: models[one] for one in runtimes if one in models}
     if not found:
@@ -54,28 +71,6 @@ def resolve_models(
             f"model {name}: expected a model of {' or '.join(runtimes)}, got one of {', '.join(models)}"
         )
     return found
-
-
-def decoder_config(name_or_path: str) -> ModelConfig:
-    """The ``[model]`` table of a relay file, or of any TOML file. Raises ``PlanError`` where there is none."""
-    built_in = BUILT_IN / f"{name_or_path}.toml"
-    path = built_in if built_in.is_file() else Path(name_or_path)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
-        raise PlanError(
-            f"decoder {path}: expected a TOML file or one of {names}: {error.strerror}"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"decoder {path}: not a TOML file: {error}") from error
-    model = table.get("model")
-    if not isinstance(model, Mapping):
-        raise PlanError(f"decoder {path}: expected a table [model], got {model!r}")
-    try:
-        return ModelConfig(**model)
-    except (TypeError, ConfigError) as error:
-        raise PlanError(f"decoder {path}: {error}") from error
 
 
 def _stacked_shape(model: Model, stacked: Sequence[str]) -> Model:
@@ -93,14 +88,43 @@ def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str
             parameters, modules = _torch_shapes(models.Decoder(sizes))
         stacked = ()
     else:
-        nnx = framework("flax.nnx")
-        if stacked not in ((), ("layers",)):
-            raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
-        scan = bool(stacked)
-        model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=scan))
-        parameters, modules = _nnx_shapes(name, model, stacked)
+        parameters, modules = _language_shapes(name, stacked)
     activations = decoder_activations(runtime, sizes)
     return Model(name, modules, parameters, activations, f"the decoder of {runtime}_impl", tuple(stacked))
+
+
+def _check_own_attention(name: str, asked: Attention | None, runs: Attention | None = None) -> None:
+    if asked not in (None, runs):
+        raise PlanError(
+            f"model {name}: expected no --attention {asked}, since its activations are those of its own code"
+            + (f", which runs {runs} attention" if runs else "")
+        )
+
+
+def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -> dict[str, Model]:
+    config = causal_lm_config(name)
+    parameters, modules = _language_shapes(name, stacked)
+    shape = shape_of(config)
+    if attention is Attention.fused:
+        if shape is None:
+            raise PlanError(
+                f"model {name}: expected no --attention fused, which is counted for Llama and Mixtral only"
+            )
+        activations = tuple(shape.jax_activations(attention))
+    else:
+        activations = decoder_activations("jax", config)
+    source, chosen = "jax_impl.models.CausalLM", attention or Attention.plain
+    models = {
+        "jax": Model(name, modules, parameters, activations, source, tuple(stacked), chosen.value),
+    }
+    # Of other families the layers of Hugging Face are not counted.
+    return models if shape is None else {"torch": shape_model(name, shape, "torch", attention), **models}
+
+
+def _language_shapes(name: str, stacked: Sequence[str]) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    if tuple(stacked) not in ((), ("layers",)):
+        raise PlanError(f"model {name}: expected the stack 'layers' or none, got {list(stacked)}")
+    return nnx_shapes(name, abstract_model(name, bool(stacked)), stacked)
 
 
 def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
@@ -108,7 +132,7 @@ def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
     factory = Factory.named(name)
     if factory.is_jax:
         model = factory.jax_module()
-        parameters, modules = _nnx_shapes(name, model, stacked)
+        parameters, modules = nnx_shapes(name, model, stacked)
         return {
             "jax": Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
         }
@@ -148,7 +172,7 @@ def _torch_kind(nn: Any, module: Any, name: str) -> str:
     return "other"
 
 
-def _nnx_shapes(
+def nnx_shapes(
     name: str, model: Any, stacked: Sequence[str]
 ) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     """Parameters in the order of the model's state, which is sorted, and the modules that may be units.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.planning.activations import FormulaSegment
 from bridge.planning.at_rest import AtRest
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan
@@ -164,11 +163,12 @@ def notes(comparison: Comparison) -> Sequence[str]:
         lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
     if any(plan.peak_is_upper_bound for plan in comparison.plans):
         lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
-    if any(
-        plan.runtime == "jax" and any(isinstance(part, FormulaSegment) for part in plan.model.activations)
-        for plan in comparison.plans
-    ):
-        lines.append("jax: counted with a fused attention kernel; attention that keeps its scores holds more")
+    counted = {plan.runtime: plan.model.attention for plan in comparison.plans if plan.model.attention}
+    if counted:
+        lines.append(
+            f"attention: {', '.join(f'{kind} in {runtime}' for runtime, kind in counted.items())}; fused keeps no "
+            "scores, plain keeps them; --attention fused|plain counts the other"
+        )
     warned: dict[str, None] = {}
     for plan in comparison.plans:
         warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())

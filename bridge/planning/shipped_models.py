@@ -10,15 +10,22 @@ parameters do not depend on that. Shapes and sizes are those of:
 * DeepSeek-V3: arXiv 2412.19437, section 4.2, and the published config.json. Without the multi-token prediction module
   (14 B more), and without the routers' correction biases, which no gradient trains.
 
-Activations of one forward are counted for PyTorch with a fused attention kernel, which keeps no scores, as in "Reducing
-Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4, with RMSNorm, SwiGLU and grouped
-queries in place of its layers. Elements a token, h hidden, q and k widths of queries and keys, f feed-forward width::
+In PyTorch the modules are the decoder's, and activations are those of Hugging Face's models: RMSNorm in float32, SwiGLU
+that keeps gate, its SiLU, up and their product, and by default fused attention. "Reducing Activation Recomputation in
+Large Transformer Models", arXiv 2205.05198, section 4, counts another layer in the same way. Elements a token, h
+hidden, q and k widths of queries and keys, f feed-forward width::
 
-    attention   x h, normalised h, queries q, keys and values 2 k, output q      + 4 bytes a head (log-sum-exp), 4 norm
-    SwiGLU      x h, normalised h, gate and up 2 f, their product f              + 4 bytes (norm)
+    norms       two: x in float32, normalised h, scaled h                        + 4 bytes each
+    attention   queries q, keys and values 2 k, output q                         + 4 bytes a head (log-sum-exp)
+                plain: keys and values repeated for each head, and scores (``formulas``)
+    SwiGLU      4 f
     experts     as SwiGLU for each of a token's experts, and their inputs and outputs 2 h each
     MLA         also the compressed queries and keys, twice: as they are and normalised
-    head        x h, normalised h, logits V, and in float32 V
+    head        as a norm, and log-probabilities V in float32
+
+In JAX parameters and activations are those of ``jax_impl.models.CausalLM``, by default with plain attention. It has no
+latent attention and no shared experts: DeepSeek-V3 has PyTorch's modules there, too, with activations as ``CausalLM``
+would keep them.
 
 Experts are taken to be evenly loaded.
 """
@@ -26,10 +33,12 @@ Experts are taken to be evenly loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from bridge.planning.activations import FormulaSegment
+from bridge.planning.activations import Segment
 from bridge.planning.errors import PlanError
+from bridge.planning.formulas import Attention, FormulaSegment, LossSegment, ResidualSegment
 from bridge.planning.model import Model, Parameter
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -51,9 +60,26 @@ class GroupedQueries:
         yield "wo.weight", (hidden, queries)
 
     @property
-    def saved(self) -> int:
-        """Elements a token, beside the block's input and its normalised form."""
-        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+    def rotated(self) -> int:
+        """Elements a token of queries and keys."""
+        return (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def others(self) -> int:
+        """Elements a token that attention keeps beside these: values and outputs."""
+        return (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def repeated(self) -> int:
+        """Elements a token that keys and values have more, repeated for each head of the queries."""
+        return 2 * (self.heads - self.kv_heads) * self.head_dim
+
+    def jax_parameters(self, hidden: int) -> Shapes:
+        """Those of ``CausalLM``."""
+        yield "key.kernel", (hidden, self.kv_heads, self.head_dim)
+        yield "out.kernel", (self.heads, self.head_dim, hidden)
+        yield "query.kernel", (hidden, self.heads, self.head_dim)
+        yield "value.kernel", (hidden, self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -77,10 +103,20 @@ class LatentAttention:
         yield "wo.weight", (hidden, self.heads * self.value_dim)
 
     @property
-    def saved(self) -> int:
-        """Elements a token, beside the block's input and its normalised form."""
+    def rotated(self) -> int:
+        """Elements a token of queries and keys."""
+        return 2 * self.heads * (self.plain_dim + self.rotary_dim)
+
+    @property
+    def others(self) -> int:
+        """Elements a token that attention keeps beside these: values, outputs, and what they are projected from."""
         low_rank = 2 * self.query_rank + 2 * self.key_rank + self.rotary_dim
-        return low_rank + self.heads * 2 * (self.plain_dim + self.rotary_dim + self.value_dim)
+        return low_rank + 2 * self.heads * self.value_dim
+
+    @property
+    def repeated(self) -> int:
+        """Every head has keys and values of its own."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -100,9 +136,29 @@ class Experts:
             yield "shared.w13.weight", (2 * self.ff * self.shared, hidden)
             yield "shared.w2.weight", (hidden, self.ff * self.shared)
 
+    def jax_parameters(self, hidden: int) -> Shapes:
+        """Those of ``CausalLM``, which has no shared ones."""
+        yield "down.kernel", (self.count, self.ff, hidden)
+        yield "gate.kernel", (self.count, hidden, self.ff)
+        yield "router.kernel", (hidden, self.count)
+        yield "up.kernel", (self.count, hidden, self.ff)
+
     def saved(self, hidden: int) -> int:
         """Elements a token."""
-        return self.count + 3 * self.ff * (self.active + self.shared) + 2 * hidden * self.active
+        return self.count + 4 * self.ff * (self.active + self.shared) + 2 * hidden * self.active
+
+    def residuals(self, hidden: int) -> tuple[int, int, int]:
+        """Of a token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
+        per_token = self.active + self.shared
+        return (
+            6 * self.ff * per_token + hidden * self.active,
+            (hidden + 2) * self.active + self.count,
+            12 * self.active,
+        )
+
+    def widest(self, hidden: int) -> tuple[int, int]:
+        """Elements a token of the largest array in the compute dtype, and in float32."""
+        return self.ff * self.active, hidden * self.active
 
     def working(self) -> int:
         """Elements a token."""
@@ -119,9 +175,23 @@ class DenseMlp:
         yield "w13.weight", (2 * self.ff, hidden)
         yield "w2.weight", (hidden, self.ff)
 
+    def jax_parameters(self, hidden: int) -> Shapes:
+        """Those of ``CausalLM``."""
+        yield "down.kernel", (self.ff, hidden)
+        yield "gate.kernel", (hidden, self.ff)
+        yield "up.kernel", (hidden, self.ff)
+
     def saved(self, hidden: int) -> int:
         """Elements a token."""
-        return 3 * self.ff
+        return 4 * self.ff
+
+    def residuals(self, hidden: int) -> tuple[int, int, int]:
+        """Of a token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
+        return 6 * self.ff, 0, 0
+
+    def widest(self, hidden: int) -> tuple[int, int]:
+        """Elements a token of the largest array in the compute dtype, and in float32."""
+        return self.ff, hidden
 
     def working(self) -> int:
         """Elements a token."""
@@ -139,6 +209,27 @@ class DecoderShape:
     mlp: DenseMlp | Experts
     dense_layers: int = 0
     dense: DenseMlp | None = None
+    rope_theta: float = 500000.0
+    tied: bool = False
+
+    def causal_lm(self) -> dict[str, Any] | None:
+        """Keywords of ``jax_impl.models.CausalLMConfig``, but ``rotary``; None for what it cannot be."""
+        attention, mlp = self.attention, self.mlp
+        if isinstance(attention, LatentAttention) or (isinstance(mlp, Experts) and mlp.shared):
+            return None
+        return {
+            "vocab_size": self.vocabulary,
+            "d_model": self.hidden,
+            "n_layers": self.layers,
+            "n_heads": attention.heads,
+            "n_kv_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
+            "d_ff": mlp.ff,
+            "norm_eps": 1e-5,
+            "tied": self.tied,
+            "n_experts": mlp.count if isinstance(mlp, Experts) else 1,
+            "experts_per_token": mlp.active if isinstance(mlp, Experts) else 1,
+        }
 
     def mlp_of(self, layer: int) -> DenseMlp | Experts:
         return self.dense if self.dense is not None and layer < self.dense_layers else self.mlp
@@ -156,27 +247,72 @@ class DecoderShape:
             for name, shape in self.mlp_of(layer).parameters(hidden):
                 yield Parameter(f"{at}.mlp.{name}", shape)
         yield Parameter("norm.weight", (hidden,))
-        yield Parameter("lm_head.weight", (self.vocabulary, hidden))
+        if not self.tied:
+            yield Parameter("lm_head.weight", (self.vocabulary, hidden))
 
-    def activations(self) -> Iterator[FormulaSegment]:
+    def jax_parameters(self) -> Iterator[Parameter]:
+        """Those of ``CausalLM``, in the order of its state, for a shape that it can be."""
+        hidden = self.hidden
+        yield Parameter("embed.embedding", (self.vocabulary, hidden))
+        for layer in range(self.layers):
+            at, mlp = f"layers.{layer}", self.mlp_of(layer)
+            assert isinstance(self.attention, GroupedQueries)
+            for name, shape in self.attention.jax_parameters(hidden):
+                yield Parameter(f"{at}.attention.{name}", shape)
+            yield Parameter(f"{at}.attention_norm.scale", (hidden,))
+            for name, shape in mlp.jax_parameters(hidden):
+                yield Parameter(f"{at}.mlp.{name}", shape)
+            yield Parameter(f"{at}.mlp_norm.scale", (hidden,))
+        if not self.tied:
+            yield Parameter("lm_head.kernel", (hidden, self.vocabulary))
+        yield Parameter("norm.scale", (hidden,))
+
+    def torch_activations(self, attention: Attention) -> Iterator[Segment]:
         """Of the embedding, each layer, and the head at the root."""
-        yield FormulaSegment("embed", working=self.hidden)
+        hidden, plain = self.hidden, attention is Attention.plain
+        own = self.attention
+        kept = own.rotated + own.others + (own.repeated if plain else 0)
+        yield FormulaSegment("embed", working=hidden)
         for layer in range(self.layers):
             mlp = self.mlp_of(layer)
+            after = mlp.saved(hidden)
             yield FormulaSegment(
                 f"layers.{layer}",
-                input=self.hidden,
-                saved=4 * self.hidden + self.attention.saved + mlp.saved(self.hidden),
-                saved_bytes=4 * self.attention.heads + 8,
-                working=2 * self.hidden + mlp.working(),
+                input=hidden,
+                saved=4 * hidden + kept + after,
+                saved_bytes=2 * 4 * hidden + 8 + (0 if plain else 4 * own.heads),
+                working=2 * hidden + mlp.working(),
+                heads=own.heads if plain else 0,
+                after=after,
             )
-        yield FormulaSegment(
+        yield LossSegment("", hidden, self.vocabulary)
+
+    def jax_activations(self, attention: Attention) -> Iterator[Segment]:
+        """Of the embedding, each layer, and the head at the root."""
+        hidden, plain = self.hidden, attention is Attention.plain
+        own = self.attention
+        # The numbers of the tokens.
+        yield ResidualSegment("embed", saved_bytes=4, arrays=(0, 1))
+        for layer in range(self.layers):
+            mlp = self.mlp_of(layer)
+            narrow, wide, places = mlp.residuals(hidden)
+            yield ResidualSegment(
+                f"layers.{layer}",
+                input=hidden,
+                saved=4 * hidden + own.others + narrow + (0 if plain else own.rotated),
+                # Of a norm its input and 2 numbers, of a softmax maximum and sum, or one number for both.
+                wide=2 * hidden + 4 + wide + (own.rotated + 2 * own.heads if plain else own.heads),
+                saved_bytes=places,
+                arrays=mlp.widest(hidden),
+                heads=own.heads if plain else 0,
+            )
+        yield ResidualSegment(
             "",
-            input=self.hidden,
-            saved=2 * self.hidden + self.vocabulary,
-            saved_bytes=4 * self.vocabulary + 4,
-            working=self.hidden + self.vocabulary,
-            working_bytes=4 * self.vocabulary,
+            input=hidden,
+            saved=2 * hidden,
+            wide=hidden + self.vocabulary + 3,
+            saved_bytes=1,
+            arrays=(hidden, self.vocabulary),
         )
 
 
@@ -193,16 +329,33 @@ SHIPPED: dict[str, Callable[[], DecoderShape]] = {
     "llama3-8b": lambda: _llama(32, 4096, 14336, 32),
     "llama3-70b": lambda: _llama(80, 8192, 28672, 64),
     "llama3-405b": lambda: _llama(126, 16384, 53248, 128),
-    "mixtral-8x7b": lambda: DecoderShape(32000, 4096, 32, GroupedQueries(32, 8, 128), Experts(8, 2, 14336)),
+    "mixtral-8x7b": lambda: DecoderShape(
+        32000, 4096, 32, GroupedQueries(32, 8, 128), Experts(8, 2, 14336), rope_theta=1e6
+    ),
     "deepseek-v3": _deepseek_v3,
 }
 
 
-def shipped_model(name: str) -> Model:
-    """Raises ``PlanError`` for an unknown name."""
+DEFAULTS = {"torch": Attention.fused, "jax": Attention.plain}
+"""What each runtime runs."""
+
+
+def shipped_model(name: str, runtime: str = "torch", attention: Attention | None = None) -> Model:
+    """``attention``: None for what the runtime runs. Raises ``PlanError`` for an unknown name."""
     if name not in SHIPPED:
         raise PlanError(f"model: expected one of {', '.join(SHIPPED)}, got {name!r}")
-    shape = SHIPPED[name]()
-    return Model.of(
-        name, shape.parameters(), shape.activations(), "published shapes, formulas of arXiv 2205.05198"
-    )
+    return shape_model(name, SHIPPED[name](), runtime, attention)
+
+
+def shape_model(name: str, shape: DecoderShape, runtime: str, attention: Attention | None = None) -> Model:
+    """A shape as a runtime's model."""
+    chosen = attention or DEFAULTS[runtime]
+    if runtime == "torch":
+        source = "published shapes; activations of Hugging Face's layers"
+        found = Model.of(name, shape.parameters(), shape.torch_activations(chosen), source)
+    else:
+        fits = shape.causal_lm() is not None
+        source = "jax_impl.models.CausalLM" if fits else "published shapes; activations as CausalLM's"
+        parameters = shape.jax_parameters() if fits else shape.parameters()
+        found = Model.of(name, parameters, shape.jax_activations(chosen), source)
+    return replace(found, attention=chosen.value)

@@ -10,21 +10,19 @@ from bridge.planning.batch_shapes import EXAMPLE, BatchArray
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.factory import Factory, function_named
-from bridge.planning.models import decoder_config
+from bridge.planning.language_models import abstract_model, is_language_model
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.runtimes import framework, part
-from bridge.planning.shipped_models import SHIPPED
 
 ENGINES = ("shard_map", "pjit")
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes where the model is not the
-    decoder.
+    """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes, of a model of the user's.
 
-    Raises ``PlanError`` for a model without a step: shapes alone, or a model without loss or batch; and for an
-    optimizer that JAX cannot run, or whose state is in CPU memory.
+    Raises ``PlanError`` for a model of the user's without loss or batch, and for an optimizer that JAX cannot run, or
+    whose state is in CPU memory.
     """
 
     model: str
@@ -42,16 +40,11 @@ class StepRequest:
             raise PlanError(
                 "--target: expected no --offload: a step is compiled with its state on the device"
             )
-        if self.model in SHIPPED:
-            raise PlanError(
-                f"model {self.model}: expected a model that can run, for --target, got shapes alone: give "
-                "decoder:CONFIG, a TOML file with its sizes, or package.module:Factory with --loss and --batch-shapes"
-            )
-        if self.is_decoder:
+        if self.is_language_model:
             if self.loss is not None or self.batch:
                 raise PlanError(
-                    "--loss, --batch-shapes: expected none for the decoder, whose loss is that of the next token over "
-                    "--batch sequences of --length tokens"
+                    "--loss, --batch-shapes: expected none for a language model of jax_impl, whose loss is that of the "
+                    "next token over --batch sequences of --length tokens"
                 )
         elif self.loss is None or not self.batch:
             raise PlanError(
@@ -61,8 +54,9 @@ class StepRequest:
             )
 
     @property
-    def is_decoder(self) -> bool:
-        return self.model.startswith("decoder:")
+    def is_language_model(self) -> bool:
+        """Whether the loss is that of the next token, over sequences of the workload's length."""
+        return is_language_model(self.model)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "optimizer": self.optimizer.to_json()}
@@ -87,11 +81,9 @@ class StepRequest:
 
     def abstract_model(self) -> Any:
         """The nnx module, or the one that stands for a pytree."""
-        if not self.is_decoder:
-            return Factory.named(self.model).jax_module()
-        nnx, models = framework("flax.nnx"), part("jax", "models")
-        sizes = models.DecoderConfig(**asdict(decoder_config(self.model.partition(":")[2])))
-        return nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0), stacked=bool(self.stacked)))
+        if self.is_language_model:
+            return abstract_model(self.model, bool(self.stacked))
+        return Factory.named(self.model).jax_module()
 
     def loss_function(self) -> Callable[..., Any]:
         if self.loss is not None:

@@ -54,7 +54,7 @@ def trace_segment(
             mark = log.mark()
             loss.backward()
     backward = log.peak(mark, parameter_gradients)
-    return SegmentBytes(saved, size, forward, backward, size + max(forward, backward))
+    return SegmentBytes(saved, size, forward, backward, size + max(forward, backward), forward)
 
 
 class _Log:

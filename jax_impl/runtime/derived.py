@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_impl.runtime.traced import inlined, operands
 
-_ELEMENTWISE = frozenset([
+ELEMENTWISE = frozenset([
     "abs", "add", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "convert_element_type",
     "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
     "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
@@ -109,7 +109,7 @@ class _Origins:
 
 
 def _is_elementwise(equation: Any) -> bool:
-    return equation.primitive.name in _ELEMENTWISE
+    return equation.primitive.name in ELEMENTWISE
 
 
 def _bytes(variables: Iterable[Any]) -> int:

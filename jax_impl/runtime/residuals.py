@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.modules.seal import inner_program
 from jax_impl.runtime.derived import derive
+from jax_impl.runtime.traced import inlined, operands
 
 
 def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list[bool]]:
@@ -38,6 +39,20 @@ def with_derived(function: Callable[..., Any], given: int, *args: Any) -> tuple[
         Saved.of_leaves(leaves[results:], jax.tree.structure(saved), depends[results:], derived.recipe),
         depends[:results],
     )
+
+
+def constants_of(program: ClosedJaxpr) -> list[Any]:
+    """Variables that depend on no input, and are operands of operations that do. JAX moves those out of loops."""
+    jaxpr = inlined(program).jaxpr
+    known = dict.fromkeys(jaxpr.invars, True)
+    found: dict[Any, None] = {}
+    for equation in jaxpr.eqns:
+        given = operands(equation.invars)
+        depends = any(known.get(one, False) for one in given)
+        known.update(dict.fromkeys(equation.outvars, depends))
+        if depends:
+            found.update(dict.fromkeys(one for one in given if not known.get(one, True)))
+    return list(found)
 
 
 def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:

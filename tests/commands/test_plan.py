@@ -287,7 +287,14 @@ def test_the_document_is_complete() -> None:
             ("fsdp", "--model", "llama3-8b", "--stacked", "blocks"),
             "expected a stack with layers, got 'blocks'",
         ),
-        (("fsdp", "--model", "llama3-8b", "--compile"), "expected a model decoder:CONFIG"),
+        (
+            ("fsdp", "--model", "tests.commands.test_plan:own_model", "--compile"),
+            "expected decoder:CONFIG, a config.json or a built-in shape",
+        ),
+        (("fsdp", "--model", "llama3-8b", "--compile", "--attention", "fused"), "run plain attention"),
+        (("fsdp", "--model", "deepseek-v3", "--compile"), "got one with latent attention"),
+        (("fsdp", "--model", "decoder:quick", "--attention", "fused"), "its own code, which runs plain"),
+        (("fsdp", "--model", "no/such/config.json"), "no/such/config.json: expected a config.json"),
         (("fsdp", "--model", "llama3-8b", "--search"), "--search: expected --memory SIZE"),
         (("fsdp", "--model", "llama3-8b", "--save", "x.toml"), "--save: expected --search"),
         (

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bridge.planning import PlanError, resolve_models
-from bridge.planning.activations import FormulaSegment, SegmentBytes
+from bridge.planning.activations import SegmentBytes
+from bridge.planning.formulas import FormulaSegment
 from bridge.planning.model import Model, Parameter
 from bridge.planning.shipped_models import SHIPPED, shipped_model
 
@@ -72,7 +73,10 @@ def test_a_decoder_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("llama4", "expected decoder:CONFIG, package.module:Factory or one of llama3-8b"),
+        (
+            "llama4",
+            "expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of llama3",
+        ),
         ("decoder:nothing.toml", "expected a TOML file or one of .*default"),
         ("no.such.module:Model", "can be imported"),
         ("os:sep", "expected a class or function, got str"),
@@ -246,5 +250,5 @@ def test_a_parameter_is_validated() -> None:
 def test_activations_by_formula() -> None:
     segment = FormulaSegment("x", input=2, saved=10, saved_bytes=3, working=1, working_bytes=5)
     # 3 x 4 tokens of 2 bytes an element.
-    expected = [12 * 23, 12 * 4, 12 * (4 + 23 + 7), 12 * (23 + 7), 12 * (4 + 4 + 23 + 7)]
+    expected = [12 * 23, 12 * 4, 12 * (4 + 23 + 7), 12 * (23 + 7), 12 * (4 + 4 + 23 + 7), 12 * (4 + 23 + 7)]
     assert segment.bytes_for(3, 4, "bfloat16") == SegmentBytes(*expected)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.activations import FormulaSegment
 from bridge.planning.changes import variants
 from bridge.planning.comparison import compare
+from bridge.planning.formulas import FormulaSegment
 from bridge.planning.model import Model, Parameter
 from bridge.planning.search import (
     FewestDevices,

@@ -1,0 +1,126 @@
+"""The language models of ``jax_impl`` by name: the decoder, and ``CausalLM`` of a configuration.
+
+``decoder:CONFIG``      a TOML file with a table ``[model]``, or a relay's name
+``llama3-8b``, ...      the built-in shapes that ``CausalLM`` can have
+``path/config.json``    a configuration as Hugging Face writes it, or the folder that contains it
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
+from bridge.planning.abstract import abstract_module
+from bridge.planning.errors import PlanError
+from bridge.planning.runtimes import part
+from bridge.planning.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
+
+
+def is_decoder(name: str) -> bool:
+    return name.startswith("decoder:")
+
+
+def is_config(name: str) -> bool:
+    """Whether ``name`` is a path of a ``config.json``, or of a folder: a path with a colon is no Python path."""
+    path = Path(name)
+    return path.suffix == ".json" or path.is_dir() or ("/" in name and ":" not in name)
+
+
+def is_language_model(name: str) -> bool:
+    """Whether ``abstract_model`` makes it, or refuses it with the reason."""
+    return is_decoder(name) or name in SHIPPED or is_config(name)
+
+
+def decoder_config(name_or_path: str) -> ModelConfig:
+    """The ``[model]`` table of a relay file, or of any TOML file. Raises ``PlanError`` where there is none."""
+    built_in = BUILT_IN / f"{name_or_path}.toml"
+    path = built_in if built_in.is_file() else Path(name_or_path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
+        raise PlanError(
+            f"decoder {path}: expected a TOML file or one of {names}: {error.strerror}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"decoder {path}: not a TOML file: {error}") from error
+    model = table.get("model")
+    if not isinstance(model, Mapping):
+        raise PlanError(f"decoder {path}: expected a table [model], got {model!r}")
+    try:
+        return ModelConfig(**model)
+    except (TypeError, ConfigError) as error:
+        raise PlanError(f"decoder {path}: {error}") from error
+
+
+def causal_lm_config(name: str) -> Any:
+    """A ``jax_impl.models.CausalLMConfig``. Raises ``PlanError`` for a file that it cannot be read from."""
+    models = part("jax", "models")
+    if name in SHIPPED:
+        keywords = SHIPPED[name]().causal_lm()
+        if keywords is None:
+            raise PlanError(
+                f"model {name}: expected a model that jax_impl.models.CausalLM can be, to compile it, got one with "
+                "latent attention and shared experts: its shapes can be planned, without --compile and --target"
+            )
+        return models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=SHIPPED[name]().rope_theta))
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    try:
+        return models.CausalLMConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise PlanError(
+            f"model {path}: expected a config.json, as Hugging Face writes it: {error.strerror}"
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"model {path}: {error}") from error
+
+
+def shape_of(config: Any) -> DecoderShape | None:
+    """Of a ``CausalLMConfig``; None where the layers are not those of Llama or Mixtral."""
+    variations = (
+        config.norm != "rms",
+        config.output_norms,
+        config.query_key_norms,
+        not config.gated,
+        config.activation != "silu",
+        config.qkv_bias,
+        config.out_bias,
+        config.mlp_bias,
+        config.rotary is None,
+        config.attention_cap,
+        config.logit_cap,
+    )
+    if any(variations):
+        return None
+    attention = GroupedQueries(config.n_heads, config.n_kv_heads, config.head_dim)
+    experts = Experts(config.n_experts, config.experts_per_token, config.d_ff)
+    mlp = experts if config.n_experts > 1 else DenseMlp(config.d_ff)
+    return DecoderShape(
+        config.vocab_size,
+        config.d_model,
+        config.n_layers,
+        attention,
+        mlp,
+        rope_theta=config.rotary.theta,
+        tied=config.tied,
+    )
+
+
+def abstract_model(name: str, stacked: bool) -> Any:
+    """The nnx module from shapes alone. Raises ``PlanError`` for a configuration that cannot be had."""
+    models = part("jax", "models")
+    make: Callable[..., Any]
+    if is_decoder(name):
+        make = models.Decoder
+        sizes = models.DecoderConfig(**asdict(decoder_config(name.partition(":")[2])))
+    else:
+        make, sizes = models.CausalLM, causal_lm_config(name)
+    try:
+        return abstract_module(lambda rngs: make(sizes, rngs=rngs, stacked=stacked))
+    except ValueError as error:
+        raise PlanError(f"model {name}: {error}") from error

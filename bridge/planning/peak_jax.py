@@ -1,0 +1,202 @@
+"""The moments of a step in JAX, and what each of them holds beside what is always there: see ``peak``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.planning.at_rest import keeps_weights
+from bridge.planning.peak_steps import Moment, Step, StepUnit, is_inside, saved_before
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one unit's buffers on a device.
+
+    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
+    raw: unreduced gradients by parameter. buffer: these in one array, to be reduced. beside: that, while the next
+    unit's backward runs. output: the step's gradients. late: a microbatch's gradients that are reduced at the end of
+    the step only. micro: those of a microbatch, beside the outputs. sums: those of earlier microbatches, beside the
+    outputs. updated: new main weights beside the old ones. freed: whole compute weights that backward frees.
+    sliced, copied: slices and copies of whole weights in a loop. whole: whether all weights are whole.
+    """
+
+    gathered: int
+    ahead: int
+    raw: int
+    buffer: int
+    beside: int
+    output: int
+    late: int
+    micro: int
+    sums: int
+    updated: int
+    freed: int
+    sliced: int
+    copied: int
+    whole: bool
+
+    @staticmethod
+    def of(unit: StepUnit, microbatches: int, prefetch: int) -> _Sizes:
+        groups = unit.groups
+        trained = [group for group in groups if group.shape.trainable]
+        late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
+        early = [g for g in trained if g not in late]
+        gathered = sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters)
+        buffer = sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
+        left = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in late)
+        reduced = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in early)
+        kept = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
+        stacked = unit.stack is not None
+        return _Sizes(
+            gathered=gathered,
+            ahead=gathered if prefetch else 0,
+            raw=sum(g.numel * g.compute_bytes for g in trained),
+            buffer=buffer,
+            beside=buffer if prefetch else 0,
+            output=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
+            late=left,
+            micro=left + (reduced if microbatches > 1 else 0),
+            sums=left if microbatches > 1 else 0,
+            updated=sum(g.size(g.strategy.optimizer) * g.main_bytes for g in trained),
+            freed=sum(g.size(0) * g.compute_bytes for g in kept) if microbatches == 1 else 0,
+            sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.strategy.parameters)
+            if stacked
+            else 0,
+            copied=sum(g.size(0) * g.main_bytes for g in groups if not g.strategy.optimizer)
+            if stacked
+            else 0,
+            whole=not any(g.strategy.parameters for g in groups),
+        )
+
+
+def moments(
+    steps: Sequence[Step],
+    units: Sequence[StepUnit],
+    microbatches: int,
+    prefetch: int,
+    kept: int,
+    staged: int = 0,
+) -> Iterator[Moment]:
+    """``kept``: bytes of compute weights that are there during the whole step. ``staged``: see ``step_peak``."""
+    sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
+    outputs = _outputs(units, sizes)
+    held = outputs + sum(one.sums for one in sizes.values())
+    yield from _forward(steps, sizes, held)
+    yield from _backward(steps, sizes, held, kept)
+    every = sizes.values()
+    if microbatches > 1:
+        # Sums are not made in place, but unit by unit.
+        summed = max((one.late or one.output for one in every), default=0)
+        yield "sum", {"gradients": held + sum(one.micro for one in every) + summed}
+    yield (
+        "reduction",
+        {"compute_weights": 0, "gradients": sum(one.late + one.output for one in every)},
+    )
+    # A program of its own, which holds no compute weights.
+    yield (
+        "update",
+        {
+            "compute_weights": 0,
+            "gradients": sum(one.output for one in every),
+            "segment": max((one.updated for one in every), default=0) + staged,
+        },
+    )
+
+
+def _outputs(units: Sequence[StepUnit], sizes: Mapping[str, _Sizes]) -> int:
+    """The program's outputs, less what holds something else before they are written.
+
+    A stack's gradients are one array. Where these are written at the end of the step, a layer's array of that size or
+    less takes their memory before.
+    """
+    found = sum(one.output for one in sizes.values())
+    for stack in {unit.stack for unit in units if unit.stack}:
+        inside = [sizes[unit.path] for unit in units if unit.stack == stack]
+        array = sum(one.output for one in inside)
+        fitting = [one.late for one in inside if one.late <= array]
+        found -= max(fitting, default=0)
+    return found
+
+
+def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int) -> Iterator[Moment]:
+    for place, step in enumerate(steps):
+        following = steps[place + 1].running if place + 1 < len(steps) else ()
+        yield (
+            f"forward of {step.title}",
+            {
+                "gathered_weights": _gathered(step, step.running, following, sizes),
+                "gradients": held,
+                "activations": saved_before(steps, place),
+                "segment": step.forward + (step.fixed if step.stack else 0),
+            },
+        )
+
+
+def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kept: int) -> Iterator[Moment]:
+    made: Counter[str] = Counter()
+    reducing = waiting = 0
+    for place in reversed(range(len(steps))):
+        step = steps[place]
+        # Of the units around, only those that backward has yet to read are gathered: none.
+        running = step.running[: step.inner] if step.reads else ()
+        after = steps[place - 1] if place else None
+        following = after.running[: after.inner] if after and after.reads else ()
+        loops = {step.stack, after.stack if after else None}
+        looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
+        done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
+        read = {one.owner for one in steps[: place + 1] if one.reads}
+        unread = [path for path in sizes if path not in read and path not in looping]
+        weights = kept - sum(sizes[path].freed for path in unread if made[path])
+        # A loop's results are allocated before its start, and its inputs until its end.
+        there = held + sum(one.micro for path, one in sizes.items() if path in done or path in looping)
+        saved = saved_before(steps, place)
+        whole = all(sizes[path].whole for path in running)
+        # Without a barrier between forward and backward XLA makes constants, and what the loss scatters, before they
+        # are read.
+        early = (step.fixed_kept if step.stack else 0) if place < len(steps) - 1 else step.largest
+        yield (
+            f"backward of {step.title}",
+            {
+                "gathered_weights": _gathered(step, running, following, sizes),
+                "gradients": there,
+                # Those of this segment take the place of what it has saved.
+                "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
+                "activations": saved + (0 if step.stack else waiting),
+                "segment": step.backward + (early if whole else 0),
+                "compute_weights": weights,
+            },
+        )
+        made.update(step.raw)
+        finished = [path for path in step.raw if path not in done and made[path] >= sizes[path].raw]
+        unfinished = [path for path in sizes if path not in done and path not in finished]
+        if place == len(steps) - 1 and not finished:
+            # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
+            # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
+            waiting = step.largest * (1 + whole)
+        if finished:
+            yield (
+                f"reduction of {step.title}",
+                {
+                    "gathered_weights": sum(sizes[path].ahead for path in following),
+                    "gradients": there + sum(sizes[path].micro for path in finished if path not in looping),
+                    "gradient_buffers": reducing
+                    + sum(made[path] for path in unfinished)
+                    + sum(sizes[path].raw + sizes[path].buffer for path in finished),
+                    "activations": saved,
+                    "segment": step.input,
+                    "compute_weights": weights
+                    - sum(sizes[path].freed for path in finished if path not in [*looping, *unread]),
+                },
+            )
+            reducing = sizes[finished[-1]].beside
+
+
+def _gathered(
+    step: Step, running: Sequence[str], following: Sequence[str], sizes: Mapping[str, _Sizes]
+) -> int:
+    own = sum(sizes[path].sliced for path in running)
+    looped = sum(one.copied for one in sizes.values()) if step.stack else 0
+    ahead = sum(sizes[path].ahead for path in {*following} - {*running})
+    return own + looped + ahead + sum(sizes[path].gathered for path in {*running})

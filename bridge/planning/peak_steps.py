@@ -1,0 +1,153 @@
+"""The segments of a forward, in order, with the units that run with each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bridge.planning.activations import Segment, SegmentBytes
+from bridge.planning.buffers import GroupBuffers
+from bridge.planning.model import Model
+from bridge.planning.units import outward
+
+# A name, and bytes by term.
+Moment = tuple[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """One unit as the walk needs it. ``stack``: the stack of scanned layers in JAX that contains the unit."""
+
+    path: str
+    groups: tuple[GroupBuffers, ...]
+    recompute: bool
+    stack: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment as the walk needs it.
+
+    running: units that run with it: those inside of it, and then its owner and the units around that.
+    inner: how many of these are not around the owner. reads: whether backward reads weights, which a table of vectors
+    does not: no gradient goes to its input. raw: unreduced gradients by unit that its backward makes.
+    kept: bytes that it leaves for backward. fixed, fixed_kept, largest, early: see
+    ``SegmentBytes``.
+    """
+
+    path: str
+    stack: str | None
+    running: tuple[str, ...]
+    inner: int
+    reads: bool
+    input: int
+    kept: int
+    forward: int
+    backward: int
+    fixed: int
+    fixed_kept: int
+    largest: int
+    early: int
+    raw: Mapping[str, int]
+
+    @property
+    def owner(self) -> str:
+        """The unit that the segment belongs to."""
+        return self.running[self.inner - 1]
+
+    @property
+    def title(self) -> str:
+        return self.path or "the root"
+
+
+def is_inside(path: str, stack: str | None) -> bool:
+    return stack is not None and path.startswith(f"{stack}.")
+
+
+def saved_before(steps: Sequence[Step], place: int) -> int:
+    """Activations of the segments before, and of all layers of the loop that runs."""
+    stack = steps[place].stack
+    return sum(
+        step.kept for other, step in enumerate(steps) if other < place or (stack and step.stack == stack)
+    )
+
+
+def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> Iterator[Step]:
+    by_path = {unit.path: unit for unit in units}
+    places = dict(_places(model, by_path)) or {path: _Place() for path in by_path}
+    raw = _raw_gradients(units, places)
+    for path, place in places.items():
+        around = [outer for outer in outward(path) if outer in by_path]
+        apart = [part.path for part in place.apart]
+        inside = [
+            inner
+            for inner in by_path
+            if path and inner != path and path in outward(inner) and not set(apart) & set(outward(inner))
+        ]
+        owner = by_path[around[0]]
+        needed = SegmentBytes()
+        if place.segment is not None:
+            dtypes = [group.shape.dtypes.compute for group in owner.groups] or ["float32"]
+            needed = place.segment.bytes_for(batch, length, dtypes[0])
+            others = sum(part.bytes_for(batch, length, dtypes[0]).saved for part in place.apart)
+            needed = replace(
+                needed,
+                saved=max(0, needed.saved - others),
+                forward=max(0, needed.forward - others),
+                backward=max(0, needed.backward - others),
+            )
+        if owner.recompute:
+            needed = replace(
+                needed, saved=needed.input, forward=needed.once, backward=needed.again, fixed_saved=0
+            )
+        stack = next((unit.stack for unit in units if is_inside(path, unit.stack)), None)
+        yield Step(
+            path,
+            stack,
+            (*inside, *around),
+            len(inside) + 1,
+            place.segment is None or needed.input > 0,
+            needed.input,
+            needed.saved,
+            needed.forward,
+            needed.backward,
+            needed.fixed,
+            needed.fixed_saved,
+            needed.largest,
+            needed.early,
+            raw[path],
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A segment, and the parts of it that are places of their own."""
+
+    segment: Segment | None = None
+    apart: tuple[Segment, ...] = ()
+
+
+def _places(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str, _Place]]:
+    """Segments in the order of forward; parts that are units follow the rest of theirs."""
+    for segment in model.activations:
+        owner = by_path[next(path for path in outward(segment.path) if path in by_path)]
+        # A segment that is recomputed as a whole saves nothing of its parts.
+        apart = () if owner.recompute else tuple(part for part in segment.parts if part.path in by_path)
+        yield segment.path, _Place(segment, apart)
+        for part in apart:
+            yield part.path, _Place(part)
+
+
+def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, _Place]) -> dict[str, Counter[str]]:
+    """For each segment, bytes of unreduced gradients by unit; parameters outside of all segments go with the last."""
+    last = list(segments)[-1]
+    found: dict[str, Counter[str]] = {path: Counter() for path in segments}
+    for unit in units:
+        for group in unit.groups:
+            if group.shape.trainable:
+                for slot in group.layout.slots:
+                    full = f"{unit.path}.{slot.name}".lstrip(".")
+                    holders = [path for path in outward(full) if path in segments and path]
+                    found[holders[0] if holders else last][unit.path] += slot.numel * group.compute_bytes
+    return found

@@ -1,0 +1,135 @@
+"""The moments of a step in PyTorch, and what each of them holds beside what is always there: see ``peak``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.planning.buffers import GroupBuffers
+from bridge.planning.peak_steps import Moment, Step, StepUnit, saved_before
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one unit's buffers on a device.
+
+    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
+    raw: unsharded gradients. half: of these with padding, above which they get a buffer. buffer: that. beside: what
+    is reduced while the next unit's backward runs. done: reduced gradients. before: sums of earlier
+    microbatches, which the reduced gradients replace.
+    """
+
+    gathered: int
+    ahead: int
+    raw: int
+    half: int
+    buffer: int
+    beside: int
+    done: int
+    before: int
+
+    @staticmethod
+    def of(unit: StepUnit, microbatches: int, prefetch: int) -> _Sizes:
+        trained = [group for group in unit.groups if group.shape.trainable]
+        gathered = sum(g.size(0) * g.compute_bytes for g in unit.groups if g.strategy.parameters)
+        buffer = sum(g.size(0) * g.reduce_bytes for g in trained)
+        return _Sizes(
+            gathered=gathered,
+            ahead=gathered if prefetch else 0,
+            raw=sum(g.numel * g.compute_bytes for g in trained),
+            half=sum(g.size(0) * g.compute_bytes for g in trained) // 2,
+            buffer=buffer,
+            beside=buffer if prefetch else 0,
+            done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
+            before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
+        )
+
+
+def _left_before(group: GroupBuffers) -> int:
+    strategy = group.strategy
+    # Without a reduction at the end of the step, each microbatch's sums are final.
+    level = strategy.optimizer if strategy.gradients == group.mesh.ndim else strategy.gradients
+    return group.size(level) * group.grad_bytes
+
+
+def moments(
+    steps: Sequence[Step], units: Sequence[StepUnit], microbatches: int, prefetch: int, staged: int = 0
+) -> Iterator[Moment]:
+    """``staged``: see ``step_peak``."""
+    sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
+    yield from _forward(steps, sizes)
+    yield from _backward(steps, sizes)
+    yield "update", {"gradients": sum(one.done for one in sizes.values()), "segment": staged}
+
+
+def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
+    before = sum(one.before for one in sizes.values())
+    for place, step in enumerate(steps):
+        following = steps[place + 1].running if place + 1 < len(steps) else ()
+        yield (
+            f"forward of {step.title}",
+            {
+                "gathered_weights": _gathered(step, following, sizes),
+                "gradients": before,
+                "activations": saved_before(steps, place),
+                "segment": step.forward,
+            },
+        )
+
+
+def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
+    made: Counter[str] = Counter()
+    reducing = 0
+    for place in reversed(range(len(steps))):
+        step = steps[place]
+        following = steps[place - 1].running if place else ()
+        done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
+        gradients = sum(one.done if path in done else one.before for path, one in sizes.items())
+        before = Counter(made)
+        if step.early:
+            # The loss comes before the products that make gradients of parameters.
+            yield (
+                f"loss of {step.title}",
+                {
+                    "gathered_weights": _gathered(step, following, sizes),
+                    "gradients": gradients,
+                    "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
+                    "activations": saved_before(steps, place),
+                    "segment": step.early,
+                },
+            )
+        made.update(step.raw)
+        open_units = [path for path in sizes if made[path] and path not in done]
+        yield (
+            f"backward of {step.title}",
+            {
+                "gathered_weights": _gathered(step, following, sizes),
+                "gradients": gradients,
+                "gradient_buffers": reducing
+                + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units),
+                "activations": saved_before(steps, place),
+                "segment": step.backward,
+            },
+        )
+        finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
+        if finished:
+            reducing = finished[-1].beside
+
+
+def _collecting(before: int, made: int, unit: _Sizes) -> int:
+    """Bytes of unreduced gradients: single tensors up to half of the unit, then the unit's buffer as well.
+
+    Where the last segment brings the rest, as the embedding does at the root, the buffer waits until the unit's weights
+    are freed.
+    """
+    if made <= unit.half:
+        return made
+    if made >= unit.raw and 0 < before <= unit.half:
+        return unit.raw + max(0, unit.buffer - unit.gathered)
+    return unit.raw // 2 + unit.buffer
+
+
+def _gathered(step: Step, following: Sequence[str], sizes: Mapping[str, _Sizes]) -> int:
+    ahead = sum(sizes[path].ahead for path in {*following} - {*step.running})
+    return ahead + sum(sizes[path].gathered for path in {*step.running})

@@ -1,0 +1,97 @@
+"""Formulas of activations, held to traces of the code that they count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from bridge.planning import torch_trace
+from bridge.planning.abstract import abstract_module
+from bridge.planning.activations import SegmentBytes
+from bridge.planning.decoder_activations import decoder_activations
+from bridge.planning.formulas import Attention
+from bridge.planning.models import nnx_shapes
+from bridge.planning.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
+from jax_impl import models
+
+SHAPES = {
+    "dense": DecoderShape(101, 48, 2, GroupedQueries(6, 2, 10), DenseMlp(96)),
+    "experts": DecoderShape(509, 64, 2, GroupedQueries(6, 2, 10), Experts(4, 2, 96)),
+    "tied": DecoderShape(101, 48, 2, GroupedQueries(6, 2, 10), DenseMlp(96), tied=True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_in_jax_are_those_of_causal_lm_and_its_residuals(name: str) -> None:
+    shape = SHAPES[name]
+    keywords = shape.causal_lm()
+    assert keywords is not None
+    config = models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=shape.rope_theta))
+    parameters, modules = nnx_shapes(
+        name, abstract_module(lambda rngs: models.CausalLM(config, rngs=rngs)), ()
+    )
+    found = shape_model(name, shape, "jax")
+    assert found.parameters == parameters
+    assert set(found.modules) == set(modules)
+    for mine, its in zip(found.activations, decoder_activations("jax", config), strict=True):
+        assert mine.path == its.path
+        for compute in ("float32", "bfloat16"):
+            a, b = (vars(one.bytes_for(2, 512, compute)) for one in (mine, its))
+            for key in a:
+                # Without the scales of norms, rotary tables, and the constants of the loss.
+                assert a[key] == pytest.approx(b[key], rel=0.01, abs=2**14), (mine.path, key)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [64, 1024])
+def test_shapes_in_torch_are_those_of_hugging_faces_layer(length: int, compute: str) -> None:
+    """With plain attention: on the meta device no fused kernel runs."""
+    dtype = getattr(torch, compute)
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=1408
+    )
+    config._attn_implementation = "eager"
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = LlamaDecoderLayer(config, 0)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            tables = [torch.empty(1, length, 64, dtype=dtype) for _ in range(2)]
+            mask = torch.empty(1, 1, length, length, dtype=dtype)
+            return self.layer(x, attention_mask=mask, position_embeddings=tables)
+
+    its = torch_trace.trace_segment(
+        lambda: Layer().to(dtype), lambda: torch.empty(1, length, 512, dtype=dtype)
+    )
+    shape = DecoderShape(101, 512, 1, GroupedQueries(8, 2, 64), DenseMlp(1408))
+    found = {one.path: one for one in shape.torch_activations(Attention.plain)}
+    mine = found["layers.0"].bytes_for(1, length, compute)
+    assert mine.saved == pytest.approx(its.saved, rel=0.02)
+    assert mine.input == its.input
+    assert mine.forward > 0.98 * its.forward
+    assert mine.backward == pytest.approx(its.backward, rel=0.15)
+
+
+def test_fused_attention_keeps_no_scores() -> None:
+    shape = SHAPES["dense"]
+    for runtime in ("torch", "jax"):
+        found: dict[Attention, list[SegmentBytes]] = {
+            kind: [
+                one.bytes_for(1, length, "bfloat16")
+                for length in (512, 1024)
+                for one in shape_model("x", shape, runtime, kind).activations
+                if one.path == "layers.0"
+            ]
+            for kind in Attention
+        }
+        short, long = found[Attention.fused]
+        assert long.saved == pytest.approx(2 * short.saved, rel=1e-3)
+        short, long = found[Attention.plain]
+        # A float32 and a bfloat16 number for each of 6 heads and pair of tokens.
+        assert long.saved - 2 * short.saved == pytest.approx(6 * 6 * (1024**2 - 2 * 512**2), rel=1e-3)
