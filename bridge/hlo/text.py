@@ -153,7 +153,8 @@ class Module:
             ):
                 counter, limit = (condition.by_name.get(name) for name in one.operands)
                 number = re.match(r"\d+", limit.given) if limit and limit.op == "constant" else None
-                if number and counter and counter.op == "get-tuple-element" and counter.result[:5] in ("s32[]", "u32[]"):
+                counts = counter is not None and counter.op == "get-tuple-element"
+                if number and counter and counts and counter.result.startswith(("s32[]", "u32[]")):
                     return int(number[0])
         return None
 
