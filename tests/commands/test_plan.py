@@ -157,12 +157,13 @@ def test_the_devices_of_a_node() -> None:
 
 def test_a_search_prints_and_saves_a_policy_that_fits(tmp_path: Path) -> None:
     path = tmp_path / "found.toml"
-    arguments = ("no_shard", "--model", "llama3-8b", "--devices", "8", "--memory", "80GB")
+    model = ("--model", "llama3-8b", "--attention", "fused", "--length", "2048")
+    arguments = ("no_shard", *model, "--devices", "8", "--memory", "80GB")
     assert call(*arguments).exit_code == 1
     printed = call(*arguments, "--search")
     assert printed.exit_code == 0, printed.stderr
     assert (
-        "no_shard.toml on 8 devices, 1 x 1 sequences of 4096 tokens: does not fit; with 1 change"
+        "no_shard.toml on 8 devices, 1 x 1 sequences of 2048 tokens: does not fit; with 1 change"
         in printed.stdout
     )
     rows = [line.split() for line in printed.stdout.splitlines()]

@@ -996,8 +996,8 @@ PLANNING = [
     M(
         "gradients of the step forgotten",
         "bridge/planning",
-        "done=collected,",
-        "done=0,",
+        "output=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),",
+        "output=0,",
         "planning/test_plan_peak.py planning/test_cost.py",
     ),
     M(
