@@ -29,6 +29,16 @@ RESERVE = Fraction(1, 10)
 """The share of a device's memory that a plan leaves free by default."""
 
 
+def fits_within(plan: Plan, usable: int) -> bool | None:
+    """Whether a plan's peak is within ``usable`` bytes; None where its bounds leave that open."""
+    activations = sum(plan.peak.terms[name] for name in ACTIVATIONS)
+    if plan.peak.total - (activations if plan.peak_is_upper_bound else 0) > usable:
+        return False
+    if plan.peak_is_upper_bound and plan.peak.total > usable:
+        return None
+    return True if plan.peak.complete else None
+
+
 @dataclass(frozen=True)
 class Choice:
     """The cheapest policy that fits on ``devices`` devices for ``workload``; None when no policy is known to.
@@ -62,15 +72,7 @@ class Comparison:
 
     def fits(self, plan: Plan) -> bool | None:
         """Whether a plan's peak is within ``usable``; None without ``memory``, or when the answer is unknown."""
-        usable = self.usable
-        if usable is None:
-            return None
-        activations = sum(plan.peak.terms[name] for name in ACTIVATIONS)
-        if plan.peak.total - (activations if plan.peak_is_upper_bound else 0) > usable:
-            return False
-        if plan.peak_is_upper_bound and plan.peak.total > usable:
-            return None
-        return True if plan.peak.complete else None
+        return None if self.usable is None else fits_within(plan, self.usable)
 
     @property
     def workloads(self) -> tuple[Workload, ...]:

@@ -36,11 +36,13 @@ compiled      of --compile, a list: policy, devices, lines (what, planned, compi
 search        of --search, or null; a list, one for each policy, number of devices and workload:
   policy, devices, workload, fits (null where unknown)
   largest_batch   by runtime: sequences a device and microbatch, 0 where one is too many, null where unknown
-  fewest_devices  by runtime: devices (null where none of those tried is known to be enough), not_below (null, or
-                  a number below which the answer is no, and from which on it is unknown)
+  more_may_fit    by runtime: whether more sequences may fit, since the peak is an upper bound
+  fewest_devices  by runtime: devices (null where none of those tried is known to be enough), not_below (null, or the
+                  fewest of which that is unknown)
   ways            policies with the fewest changes that fit in all runtimes, fewest bytes sent first: changes, peak,
-                  wire_bytes, largest_batch, policy (TOML)
-  nearest         where nothing fits: changes, peak, lower_bound, policy, fewest_devices of the lowest peak; or null
+                  wire_bytes, all_counted (whether all that is sent is in wire_bytes), largest_batch, policy (TOML)
+  nearest         where nothing is known to fit: changes, peak, lower_bound, upper_bound, policy, fewest_devices of the
+                  lowest peak; or null
   file            the policy file to use: as given where that fits, else the first of ``ways``; or null
 targets       of --target, or null:
   rows          a list, one for each policy, target and engine:

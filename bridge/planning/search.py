@@ -8,8 +8,8 @@ Nothing is compiled: a search plans. Each answer is one that trying all of its s
     fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
                                                   which something fits all are tried, and are listed by bytes sent
 
-A peak that is a lower bound never answers yes. It may answer no: such a search says from how many devices on the
-answer is unknown.
+A peak that is a lower bound never answers yes, and one that is an upper bound never no. Then an answer is open: a
+larger batch may fit than the one that is known to, and fewer devices may be enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bridge.planning.changes import variants
-from bridge.planning.comparison import Comparison
+from bridge.planning.comparison import Comparison, fits_within
 from bridge.planning.cost import Plan, Workload
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
@@ -39,17 +39,21 @@ Planner = Callable[[str, ShardingPolicy, int, Workload], Plan]
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """``batch``: sequences per device and microbatch, 0 where not even one fits; None where that is unknown."""
+    """``batch``: sequences per device and microbatch, 0 where not even one fits; None where that is unknown.
+
+    at_least: whether more may fit.
+    """
 
     runtime: str
     batch: int | None
+    at_least: bool = False
 
 
 @dataclass(frozen=True)
 class FewestDevices:
-    """``devices``: None where none of the numbers tried is known to be enough.
+    """``devices``: known to be enough; None where none of the numbers tried is.
 
-    not_below: fewer devices than these are not enough, though these may not be either; None where the answer is known.
+    not_below: the fewest of which that is open; None where the answer is known.
     """
 
     runtime: str
@@ -59,18 +63,22 @@ class FewestDevices:
 
 @dataclass(frozen=True)
 class Way:
-    """A policy that fits in every runtime. ``peak``, ``sent``: the largest of the runtimes'."""
+    """A policy that fits in every runtime. ``peak``, ``sent``: the largest of the runtimes'.
+
+    all_counted: whether all that is sent is known.
+    """
 
     changes: tuple[str, ...]
     policy: ShardingPolicy
     peak: int
     sent: int
     batches: tuple[LargestBatch, ...]
+    all_counted: bool = True
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The changes with the lowest peak, where none fits. ``complete``: whether the peak is no lower bound.
+    """The changes with the lowest peak, where none is known to fit. ``bound``: "lower", "upper" or "", none.
 
     fewest: on how many devices the changed policy fits.
     """
@@ -78,7 +86,7 @@ class Nearest:
     changes: tuple[str, ...]
     policy: ShardingPolicy
     peak: int
-    complete: bool
+    bound: str
     fewest: tuple[FewestDevices, ...] = ()
 
 
@@ -141,11 +149,10 @@ def largest_batch(plan: Plan, usable: int) -> LargestBatch:
     def peak(batch: int) -> int:
         return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total
 
-    first = peak(1)
-    if first > usable:
-        return LargestBatch(plan.runtime, 0)
-    if not plan.peak.complete:
-        return LargestBatch(plan.runtime, None)
+    one = replace(plan, workload=replace(plan.workload, batch=1))
+    answer, first = fits_within(one, usable), one.peak.total
+    if not answer:
+        return LargestBatch(plan.runtime, None if answer is None else 0)
     low, high, batch = 1, LARGEST_BATCH + 1, 2
     for turn in itertools.count():
         if high - low == 1:
@@ -156,19 +163,24 @@ def largest_batch(plan: Plan, usable: int) -> LargestBatch:
         slope = (found - first) / (batch - 1)
         ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
         batch = min(max(ahead, low + 1), high - 1)
-    return LargestBatch(plan.runtime, low)
+    return LargestBatch(plan.runtime, low, at_least=plan.peak_is_upper_bound)
 
 
 def fewest_devices(
     planner: Planner, runtime: str, policy: ShardingPolicy, work: Workload, usable: int, node: int
 ) -> FewestDevices:
     """The first of ``device_counts`` on which the policy fits."""
+    open_from = None
     for devices in device_counts(policy, node):
         plan = planner(runtime, policy, devices, work)
-        if plan.peak.total <= usable:
-            known = plan.peak.complete
-            return FewestDevices(runtime, devices if known else None, None if known else devices)
-    return FewestDevices(runtime, None)
+        fits = fits_within(plan, usable)
+        if fits:
+            return FewestDevices(runtime, devices, open_from)
+        if fits is None:
+            open_from = open_from or devices
+            if not plan.peak.complete:
+                break
+    return FewestDevices(runtime, None, open_from)
 
 
 def device_counts(policy: ShardingPolicy, node: int) -> Iterator[int]:
@@ -204,12 +216,12 @@ def _with_ways(
             # Such as layers of a stack that would be cut differently.
             continue
         peak = max(plan.peak.total for plan in plans)
-        complete = all(plan.peak.complete for plan in plans)
-        if peak <= usable and complete:
+        if _all(fits_within(plan, usable) for plan in plans):
             sent = max(plan.traffic.wire_bytes() for plan in plans)
-            ways.append(Way(variant.changes, variant.policy, peak, sent, _batches(plans, usable)))
+            counted = all(plan.exchanges is not None for plan in plans)
+            ways.append(Way(variant.changes, variant.policy, peak, sent, _batches(plans, usable), counted))
         if nearest is None or peak < nearest.peak:
-            nearest = Nearest(variant.changes, variant.policy, peak, complete)
+            nearest = Nearest(variant.changes, variant.policy, peak, _bound(plans))
     if ways:
         return replace(finding, ways=tuple(sorted(ways, key=lambda way: (way.sent, way.peak))))
     if nearest is not None:
@@ -218,6 +230,12 @@ def _with_ways(
         )
         nearest = replace(nearest, fewest=fewest)
     return replace(finding, nearest=nearest)
+
+
+def _bound(plans: Sequence[Plan]) -> str:
+    if not all(plan.peak.complete for plan in plans):
+        return "lower"
+    return "upper" if any(plan.peak_is_upper_bound for plan in plans) else ""
 
 
 def _batches(plans: Sequence[Plan], usable: int) -> tuple[LargestBatch, ...]:

@@ -29,12 +29,14 @@ def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
 
 
 def _batch(found: LargestBatch) -> str:
-    return "unknown" if found.batch is None else str(found.batch) if found.batch else "none"
+    if found.batch is None:
+        return "unknown"
+    return f"{found.batch} or more" if found.at_least else str(found.batch) if found.batch else "none"
 
 
 def _devices(found: FewestDevices) -> str:
     if found.devices is not None:
-        return str(found.devices)
+        return f"{found.devices}" + ("" if found.not_below is None else f", perhaps {found.not_below}")
     return f"> {MOST_DEVICES:,}" if found.not_below is None else f"unknown, >= {found.not_below}"
 
 
@@ -53,13 +55,14 @@ def heading(finding: Finding) -> str:
     if nearest is None:
         return f"{where}: does not fit, and there is nothing to change"
     lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
-    if not nearest.complete:
+    if nearest.bound == "lower":
         return (
             f"{where}: unknown, since peaks are lower bounds; the lowest of them is {lowest}: run a step and measure, "
             "or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
-    return f"{where}: no set of changes fits; the lowest peak is {lowest}, which needs more devices: {needed}"
+    fits = "is known to fit; the lowest upper bound of a peak" if nearest.bound else "fits; the lowest peak"
+    return f"{where}: no set of changes {fits} is {lowest}, which needs more devices: {needed}"
 
 
 def _counted(ways: Sequence[Way]) -> str:
@@ -115,12 +118,14 @@ def as_json(findings: Sequence[Finding], model: str) -> list[dict[str, Any]]:
             "workload": vars(one.workload),
             "fits": one.fits,
             "largest_batch": {batch.runtime: batch.batch for batch in one.batches},
+            "more_may_fit": {batch.runtime: batch.at_least for batch in one.batches},
             "fewest_devices": _fewest(one.fewest),
             "ways": [
                 {
                     "changes": way.changes,
                     "peak": way.peak,
                     "wire_bytes": way.sent,
+                    "all_counted": way.all_counted,
                     "largest_batch": {batch.runtime: batch.batch for batch in way.batches},
                     "policy": way.policy.to_toml(),
                 }
@@ -141,7 +146,8 @@ def _nearest(found: Nearest) -> dict[str, Any]:
     return {
         "changes": found.changes,
         "peak": found.peak,
-        "lower_bound": not found.complete,
+        "lower_bound": found.bound == "lower",
+        "upper_bound": found.bound == "upper",
         "policy": found.policy.to_toml(),
         "fewest_devices": _fewest(found.fewest),
     }

@@ -18,6 +18,7 @@ from bridge.planning.model import Model, Parameter
 from bridge.planning.search import (
     FewestDevices,
     Finding,
+    LargestBatch,
     device_counts,
     fewest_devices,
     largest_batch,
@@ -90,7 +91,8 @@ def tried(
 def searched(
     policy: ShardingPolicy, devices: int, memory: int, models: dict[str, Model] = MODELS, **options: Any
 ) -> Finding:
-    comparison = compare(models, [policy], [devices], WORK, memory, options.pop("reserve", 0))
+    work, reserve = options.pop("work", WORK), options.pop("reserve", 0)
+    comparison = compare(models, [policy], [devices], work, memory, reserve)
 
     def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
         return make_plan(models[runtime], policy, devices, runtime, work)
@@ -229,7 +231,7 @@ def test_a_lower_bound_never_answers_yes() -> None:
         assert found.fits is False
         assert found.ways == ()
         assert found.nearest is not None
-        assert not found.nearest.complete
+        assert found.nearest.bound == "lower"
         assert "unknown, since peaks are lower bounds" in heading(found)
         (batch,) = (one for one in found.batches if models[one.runtime] is unknown)
         assert batch.batch == 0
@@ -300,3 +302,27 @@ def test_model_axes_stay_as_they_are() -> None:
         assert all(one.policy.parallel == policy.parallel for one in found)
         for one in found:
             make_plan(model, one.policy, 16, "torch", Workload(1, 16))
+
+
+def test_an_upper_bound_never_answers_no() -> None:
+    model, policy = shipped_model("llama3-8b"), load_policy("fsdp_tp")
+    plan = make_plan(model, policy, 16, "torch", Workload())
+    assert plan.peak_is_upper_bound
+    # Less than the bound, and more than what is there without activations.
+    usable = plan.peak.total - plan.peak.terms["activations"] // 2
+    found = searched(policy, 16, usable, {"torch": model}, work=Workload())
+    assert found.fits is None
+    assert found.batches == (LargestBatch("torch", None),)
+    (fewest,) = found.fewest
+    assert fewest.not_below is not None
+    assert fewest.not_below <= 16
+    assert found.ways[0].peak <= usable
+    more = searched(policy, 16, 2 * plan.peak.total, {"torch": model}, work=Workload())
+    (batch,) = more.batches
+    assert batch.at_least
+    assert batch.batch is not None
+    assert batch.batch >= 1
+    nothing = searched(policy, 16, plan.at_rest.main_weights.allocated * 4, {"torch": model}, work=Workload())
+    assert nothing.nearest is not None
+    assert nothing.nearest.bound == "upper"
+    assert "no set of changes is known to fit; the lowest upper bound of a peak" in heading(nothing)

@@ -960,9 +960,9 @@ PLANNING = [
     ),
     M(
         "a lower bound answers yes",
-        "bridge/planning/search.py",
-        "if peak <= usable and complete:",
-        "if peak <= usable:",
+        "bridge/planning/comparison.py",
+        "return True if plan.peak.complete else None",
+        "return True",
         "planning/test_search.py",
     ),
     M(
