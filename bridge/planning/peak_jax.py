@@ -47,6 +47,9 @@ class _Sizes:
         buffer = sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
         left = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in late)
         reduced = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in early)
+        # What is all-reduced at the end of the step is summed where the output will be, which is as large.
+        scattered = [g for g in late if g.strategy.gradients != g.strategy.optimizer]
+        apart = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in scattered)
         kept = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
         stacked = unit.stack is not None
         return _Sizes(
@@ -58,7 +61,7 @@ class _Sizes:
             output=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
             late=left,
             micro=left + (reduced if microbatches > 1 else 0),
-            sums=left if microbatches > 1 else 0,
+            sums=apart if microbatches > 1 else 0,
             updated=sum(g.size(g.strategy.optimizer) * g.main_bytes for g in trained),
             freed=sum(g.size(0) * g.compute_bytes for g in kept) if microbatches == 1 else 0,
             sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.strategy.parameters)
