@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jax_impl.api
+import jax_impl.grouping
 import jax_impl.runtime.forward
 from bridge.sharding import Layout, Slot
 from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gradients, plan_layout, unshard
 from jax_impl.models import Decoder
 from jax_impl.modules.seal import jaxpr_of
 from jax_impl.runtime.buffer import pack, row_size, unpack
+from tests.support.jax_impl.cut_models import DECODER
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -70,7 +71,7 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards travel in rows, and units save what ``derived.py`` says."""
-    monkeypatch.setattr(jax_impl.api, "is_tpu", lambda mesh: True)
+    monkeypatch.setattr(jax_impl.grouping, "is_tpu", lambda mesh: True)
     monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
 
 
@@ -85,6 +86,13 @@ def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
                 (CONFIG, "shard_map", "hsdp", {"outer": 2, "inner": 2}, {"prefetch": 1}),
                 (CONFIG, "shard_map", "optim_grads_params", 3, {"stacked": ["layers"], "recompute": True}),
                 (WIDE, "pjit", "optim_grads_params", 4, {"stacked": ["layers"]}),
+                (
+                    WIDE,
+                    "shard_map",
+                    "hfsdp",
+                    {"outer": 2, "inner": 2, "tp": 2},
+                    {"units": ["embed", "layers/*"], "prefetch": 1, "parallel": DECODER},
+                ),
             )
         ),
     ],
