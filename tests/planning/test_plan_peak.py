@@ -253,7 +253,7 @@ def test_planned_peaks_are_within_a_tenth_of_what_xla_compiles(model: str) -> No
             for model in ("decoder", "llama", "llama-eager")
             for length in (64, 512, 2048)
             for recompute in (False, True)
-            if (model, length, recompute) != ("llama", 512, True)
+            if (model, length, recompute) != ("llama", 512, True) and (model, length) != ("decoder", 2048)
         ),
     ],
 )
