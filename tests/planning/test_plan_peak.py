@@ -201,7 +201,9 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
     from bridge.planning import compiled
 
     request = compiled.StepRequest
-    monkeypatch.setattr(compiled, "StepRequest", lambda name, *rest: request("decoder:quick", *rest))
+    monkeypatch.setattr(
+        compiled, "StepRequest", lambda name, *rest, **more: request("decoder:quick", *rest, **more)
+    )
     check = check_compiled("decoder:default", load_policy("fsdp"), 2, Workload(1, 8))
     assert not check.agrees
     assert "the plan differs from what XLA compiled" in check.summary()
