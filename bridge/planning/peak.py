@@ -49,8 +49,9 @@ JAX runs two programs, gradients and update, whose memory XLA assigns ahead. It 
 Without prefetch the peak was within -5 and +8 % of XLA's for the decoder and within -8 and +7 % for ``CausalLM`` as
 Llama, at lengths of 64 to 8192, with 1 and 4 microbatches, with and without recomputation, scanned and not, under three
 strategies (``tests/bench/bench_plan_peak.py``). For recomputed layers of Gemma 2, whose scores are capped, the peak was
-up to 17 % above XLA's. Of PyTorch's measured peaks that of the decoder was within 3 %, and those of Hugging Face's
-Llama within 3 %, but 8 % below at 64 tokens, where gloo's own buffers weigh most.
+up to 17 % above XLA's. Of PyTorch's measured peaks the planned ones of Hugging Face's Llama were within 3 %, but 8 %
+below at 64 tokens, where gloo's own buffers weigh most. Those of the decoder were within 3 % at 64 and 512 tokens, and
+8 to 21 % below at 2048, where PyTorch's products allocate arrays of scores that a trace does not show.
 
 What prefetch adds is what the runtimes permit: two units' weights and two units' gradients at once. XLA's scheduler may
 use less of that. On accelerators ``jax_impl`` makes anew in backward what elementwise operations make of the rest of
