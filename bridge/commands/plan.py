@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,47 +10,30 @@ from rich.console import Console
 
 from bridge.commands.output import print_json, print_line, print_table
 from bridge.commands.plan_options import (
+    AttentionOption,
+    BatchShapesOption,
+    EfficiencyOption,
+    EngineChoice,
+    EngineOption,
     FrozenOption,
+    LossOption,
     MomentsOption,
     OffloadOption,
     OptimizerOption,
+    PriceOption,
+    RuntimeChoice,
+    RuntimeOption,
     SaveOption,
     SearchOption,
+    TargetOption,
+    TokensOption,
+    XlaChoice,
+    XlaOption,
 )
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.planning.comparison import Comparison
-
-
-class RuntimeChoice(StrEnum):
-    """The runtimes to plan for."""
-
-    both = "both"
-    torch = "torch"
-    jax = "jax"
-
-
-class AttentionChoice(StrEnum):
-    """The kinds of attention to count."""
-
-    plain = "plain"
-    fused = "fused"
-
-
-class EngineChoice(StrEnum):
-    """The engines to compile."""
-
-    both = "both"
-    shard_map = "shard_map"
-    pjit = "pjit"
-
-
-class XlaChoice(StrEnum):
-    """How XLA's GPU compiler schedules."""
-
-    default = "default"
-    recommended = "recommended"
 
 
 def plan(
@@ -120,17 +102,8 @@ def plan(
             help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
         ),
     ] = None,
-    runtime: Annotated[
-        RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")
-    ] = RuntimeChoice.both,
-    attention: Annotated[
-        AttentionChoice | None,
-        typer.Option(
-            "--attention",
-            help="Attention to count in models planned by shape; default what runs: fused in PyTorch (Hugging Face's), "
-            "plain in JAX (CausalLM's).",
-        ),
-    ] = None,
+    runtime: RuntimeOption = RuntimeChoice.both,
+    attention: AttentionOption = None,
     compile_: Annotated[
         bool,
         typer.Option(
@@ -139,69 +112,14 @@ def plan(
             "prefetch.",
         ),
     ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            metavar="NAME,...",
-            help="Compile the whole JAX step by XLA's own compiler for GPUs a100|h100|h200|b200:N or TPUs "
-            "v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
-        ),
-    ] = None,
-    engine: Annotated[
-        EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
-    ] = EngineChoice.shard_map,
-    xla: Annotated[
-        XlaChoice,
-        typer.Option(
-            "--xla",
-            help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers beside "
-            "computation, which are off by default.",
-        ),
-    ] = XlaChoice.default,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            "--loss",
-            metavar="PATH",
-            help="For --target and a model of your own: package.module:function of the model and a batch.",
-        ),
-    ] = None,
-    batch_shapes: Annotated[
-        Path | None,
-        typer.Option(
-            "--batch-shapes",
-            metavar="FILE",
-            help='For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype = "int32" } for each '
-            "array of the batch, rows of a device and microbatch first.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            min=1,
-            metavar="N",
-            help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, MFU and cost.",
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option(
-            "--price",
-            min=0.0,
-            metavar="DOLLARS",
-            help="For --target: dollars of a device-hour; adds a cost of tokens.",
-        ),
-    ] = None,
-    efficiency: Annotated[
-        str | None,
-        typer.Option(
-            "--efficiency",
-            metavar="PARTS",
-            help="For --target: parts of the peaks that a step reaches; default products=0.75,memory=0.8,links=0.8.",
-        ),
-    ] = None,
+    target: TargetOption = None,
+    engine: EngineOption = EngineChoice.shard_map,
+    xla: XlaOption = XlaChoice.default,
+    loss: LossOption = None,
+    batch_shapes: BatchShapesOption = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
+    efficiency: EfficiencyOption = None,
     stacked: Annotated[
         list[str] | None,
         typer.Option(

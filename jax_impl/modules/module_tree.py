@@ -145,14 +145,17 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
         if not may_be_unit(module):
             continue
         path = joined(key)
-        stack = next((s for s in stacks if path == s or path.startswith(f"{s}/")), None)
-        if stack is None:
-            found[path.replace("/", ".")] = path
-            continue
-        below = path[len(stack) :].replace("/", ".")
-        for layer in range(stacks[stack]):
-            found[f"{stack.replace('/', '.')}.{layer}{below}"] = path
+        found.update(dict.fromkeys(dotted_paths(path, stacks), path))
     return found
+
+
+def dotted_paths(path: str, stacks: Mapping[str, int]) -> list[str]:
+    """The path of a module or parameter with dots, as policies match it: of a stack one for each layer."""
+    stack = next((one for one in stacks if path == one or path.startswith(f"{one}/")), None)
+    if stack is None:
+        return [path.replace("/", ".")]
+    below = path[len(stack) :].replace("/", ".")
+    return [f"{stack.replace('/', '.')}.{layer}{below}" for layer in range(stacks[stack])]
 
 
 def split_units(

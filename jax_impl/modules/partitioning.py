@@ -31,7 +31,7 @@ from bridge.sharding.mesh_axes import EXPERT_AXES, is_model_axis
 from bridge.sharding.parallel import Cut, ParallelPolicy, check_cuts, entries_of
 from bridge.sharding.patterns import matches
 from jax_impl.modules.annotations import annotations_of, warn_of_annotations
-from jax_impl.modules.module_tree import joined, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import dotted_paths, joined, module_paths, parameter_leaves
 from jax_impl.modules.tree_model import given_node
 from jax_impl.runtime.model_axes import ModelAxes
 
@@ -189,13 +189,7 @@ def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str])
     """Dotted path -> path of all modules and parameters, of a stack layer by layer."""
     found = module_paths(model, stacks)
     for path in shapes:
-        stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
-        if stack is None:
-            found[path.replace("/", ".")] = path
-            continue
-        below = path[len(stack) :].replace("/", ".")
-        for layer in range(stacks[stack]):
-            found[f"{stack.replace('/', '.')}.{layer}{below}"] = path
+        found.update(dict.fromkeys(dotted_paths(path, stacks), path))
     return found
 
 
