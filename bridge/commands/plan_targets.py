@@ -15,6 +15,7 @@ from bridge.planning import target_time
 from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
+from bridge.planning.language_models import causal_lm_config, is_decoder
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.sizes import parse_counts
@@ -119,9 +120,11 @@ class TargetOptions:
             )
         if not found.is_language_model and self.price is not None and self.tokens is None:
             raise PlanError("--price: expected --tokens N beside it, of a device and microbatch, got none")
+        # What cannot be compiled is told at once, not by each of many compilations.
         if self.loss is not None:
-            # A wrong path is told at once, not by each of many compilations.
             found.loss_function()
+        elif not is_decoder(model):
+            causal_lm_config(model)
         return found
 
 

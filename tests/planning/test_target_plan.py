@@ -353,12 +353,15 @@ def test_a_step_for_tpus(cache: None) -> None:
             "those of the targets, 8, got 4",
         ),
         (("--model", "decoder:quick", "--target", "h100:8", "--runtime", "torch"), "since XLA compiles JAX"),
-        (("--model", "llama3-8b", "--target", "h100:8"), "expected a model that can run, for --target"),
+        (
+            ("--model", "deepseek-v3", "--target", "h100:8"),
+            "expected a model that jax_impl.models.CausalLM can be",
+        ),
         (("--model", "some.module:Net", "--target", "h100:8"), "expected --loss package.module:function"),
         (("--model", "decoder:quick", "--loss", "a:b"), "expected --target NAME,..."),
         (
             ("--model", "decoder:quick", "--target", "h100:8", "--loss", "a:b"),
-            "expected none for the decoder",
+            "expected none for a language model of jax_impl",
         ),
     ],
 )
