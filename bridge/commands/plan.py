@@ -167,7 +167,7 @@ def plan(
     \b
     Example:
       twinshard plan fsdp_bf16 zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
-      twinshard plan no_shard --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
+      twinshard plan hsdp --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
       twinshard plan fsdp --model llama3-8b --optimizer adafactor --frozen 'embed.*' --devices 8
       twinshard plan fsdp --model my_llama/config.json --devices 64 --attention fused
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile

@@ -64,7 +64,7 @@ def plan(folder: Path) -> TargetPlan:
 def comparison() -> Comparison:
     models = resolve_models("llama3-8b", ("torch", "jax"), ())
     policies = [dataclasses.replace(load_policy(one), source=one) for one in ("fsdp", "zero1")]
-    return compare(models, policies, (8, 64), [Workload()], 80 * 10**9, 0.1)
+    return compare(models, policies, (8, 64), [Workload(length=1024)], 80 * 10**9, 0.1)
 
 
 def drawn(figure: Figure) -> list[Text]:

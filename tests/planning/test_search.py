@@ -304,6 +304,7 @@ def test_model_axes_stay_as_they_are() -> None:
             make_plan(model, one.policy, 16, "torch", Workload(1, 16))
 
 
+@pytest.mark.slow
 def test_an_upper_bound_never_answers_no() -> None:
     model, policy = shipped_model("llama3-8b"), load_policy("fsdp_tp")
     plan = make_plan(model, policy, 16, "torch", Workload())
