@@ -15,7 +15,7 @@ from bridge.planning import target_time
 from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
 from bridge.planning.cost import Workload
 from bridge.planning.errors import PlanError
-from bridge.planning.language_models import causal_lm_config, is_decoder
+from bridge.planning.language_models import causal_lm_config, idle_elements, is_decoder
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.sizes import parse_counts
@@ -96,7 +96,8 @@ class TargetOptions:
         work = step.workload
         rows = work.batch * work.length if step.is_language_model else self.tokens
         tokens = None if rows is None else work.microbatches * rows
-        return Roofline(model.numel, tokens, self.price, self.efficiency)
+        idle = idle_elements(step.model) if step.is_language_model else 0
+        return Roofline(model.numel - idle, tokens, self.price, self.efficiency)
 
     def step(
         self,

@@ -80,6 +80,15 @@ def causal_lm_config(name: str) -> Any:
         raise PlanError(f"model {path}: {error}") from error
 
 
+def idle_elements(name: str) -> int:
+    """Elements of the experts to which a token does not go, of all layers. Raises as ``causal_lm_config``."""
+    if is_decoder(name):
+        return 0
+    config = causal_lm_config(name)
+    of_expert = (3 if config.gated else 2) * config.d_model * config.d_ff
+    return int(config.n_layers * (config.n_experts - config.experts_per_token) * of_expert)
+
+
 def shape_of(config: Any) -> DecoderShape | None:
     """Of a ``CausalLMConfig``; None where the layers are not those of Llama or Mixtral."""
     variations = (

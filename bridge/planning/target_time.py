@@ -2,7 +2,7 @@
 
 A step runs its programs one after the other, so their times add up. Model operations are 6 for each parameter and token
 (arXiv 2001.08361), so MFU, the share of the peak that they reach, needs the number of tokens: it is known of the
-decoder.
+language models of ``jax_impl``, and told by ``--tokens``. Of a user's mixture of experts all elements count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PRICE = "$/M tokens"
 class Roofline:
     """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one data rank and step.
 
-    ``parameters``: elements of the model.
+    ``parameters``: elements of the model that a token uses: of a mixture those of its experts only.
     """
 
     parameters: int

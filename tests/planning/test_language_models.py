@@ -14,7 +14,7 @@ from flax import nnx
 from bridge.planning import PlanError, Workload, make_plan, parse_policy, resolve_models
 from bridge.planning.abstract import abstract_module
 from bridge.planning.formulas import Attention
-from bridge.planning.language_models import abstract_model
+from bridge.planning.language_models import abstract_model, idle_elements
 from bridge.planning.shipped_models import shipped_model
 from bridge.planning.target_step import StepRequest
 from jax_impl import models
@@ -112,3 +112,11 @@ def test_making_layers_from_shapes_asks_no_tracer_for_its_sharding(monkeypatch: 
     nnx.eval_shape(lambda: models.Decoder(models.DecoderConfig(n_layers=2), rngs=nnx.Rngs(0)))
     assert asked > 0
     assert abstract_model("decoder:quick", stacked=True).stacked
+
+
+def test_a_token_leaves_the_experts_idle_to_which_it_does_not_go() -> None:
+    # Mixtral 8x7B: 46.7 billion parameters, of which a token uses 12.9 (arXiv 2401.04088, section 2).
+    numel = resolve_models("mixtral-8x7b", ("torch",))["torch"].numel
+    assert round(numel / 1e9, 1) == 46.7
+    assert round((numel - idle_elements("mixtral-8x7b")) / 1e9, 1) == 12.9
+    assert idle_elements("llama3-8b") == idle_elements("decoder:default") == 0
