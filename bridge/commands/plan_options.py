@@ -128,7 +128,8 @@ TokensOption = Annotated[
         "--tokens",
         min=1,
         metavar="N",
-        help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, cost and MFU (which counts all parameters).",
+        help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, cost and MFU, "
+        "which counts all parameters.",
     ),
 ]
 PriceOption = Annotated[
