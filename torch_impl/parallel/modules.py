@@ -32,6 +32,8 @@ from torch_impl.parallel import regions
 
 # What modules beside each other have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"
+# An attribute of a whole parameter whose gradients are summed over the ranks of the axis.
+_SUMMED = "_summed_over_ranks"
 _cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -103,17 +105,15 @@ class ColwiseLinear(ComputesOnParts):
 class RowwiseLinear(ComputesOnParts):
     """This rank's ``[..., in]``, or all of it, to ``[..., out]``."""
 
-    _summed: bool = False
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cut, weight = self._cut, self._weight()
         vars(cut.around).pop(_ENTERED, None)
         ranks = cut.mesh.size()
         if x.shape[-1] == weight.shape[1] * ranks:
             x = regions.scatter(x, cut.group, cut.fused)
-        elif not self._summed and x.requires_grad:
+        elif x.requires_grad:
+            # In every forward: what is frozen, and which way a forward goes, may change.
             self._sum_gradients(x)
-            self._summed = True
         y = regions.leave(F.linear(x, weight), cut.group)
         bias = self._local("bias")
         return y if bias is None else y + bias
@@ -121,7 +121,15 @@ class RowwiseLinear(ComputesOnParts):
     def _sum_gradients(self, x: torch.Tensor) -> None:
         """Have parameters inside of the region, of which each rank's gradient is a part, get the sum."""
         group, own = self._cut.group, set(map(id, self._cut.around.parameters()))
-        for param in regions.whole_parameters_inside(x):
+        params, passed = regions.whole_values_inside(x)
+        if passed:
+            raise RuntimeError(
+                f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
+                "parameters beside them, got one that also depends on the whole output of another cut module, which "
+                "would get a part of its gradient; cut the module that the output comes through, or leave this one "
+                "whole"
+            )
+        for param in params:
             if id(param) not in own:
                 raise RuntimeError(
                     f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
@@ -129,7 +137,9 @@ class RowwiseLinear(ComputesOnParts):
                     "elsewhere, which would get a part of its gradient; cut the module that it comes through, or "
                     "leave this one whole"
                 )
-            param.register_hook(functools.partial(regions.sum_over, group=group))
+            if not hasattr(param, _SUMMED):
+                param.register_hook(functools.partial(regions.sum_over, group=group))
+                setattr(param, _SUMMED, True)
 
 
 class ColwiseEmbedding(ComputesOnParts):

@@ -18,7 +18,7 @@ other's backward. What is equal on all ranks has equal gradients on all ranks, n
     scatter  own part         all-gather
 
 Parameters that are not cut, but are used between enter and leave (a norm of queries by head), would get parts of their
-gradients. ``whole_parameters_inside`` finds them in the graph of autograd.
+gradients. ``whole_values_inside`` finds them in the graph of autograd.
 """
 
 from __future__ import annotations
@@ -105,12 +105,15 @@ def sum_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-def whole_parameters_inside(x: torch.Tensor) -> list[torch.Tensor]:
-    """Parameters that are not cut, and from which ``x`` was computed without passing ``enter``.
+def whole_values_inside(x: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+    """Whole values from which ``x`` was computed without passing ``enter``: each would get a part of its gradient.
 
     x: inside of a region, such as the input of a rowwise module.
+
+    Returns the parameters that are not cut, and whether the whole output of another cut module is among the values.
     """
     found: dict[int, torch.Tensor] = {}
+    passed = False
     seen: set[Any] = set()
     waiting = [x.grad_fn]
     while waiting:
@@ -118,14 +121,18 @@ def whole_parameters_inside(x: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in seen or node.name() == _ENTERED:
             continue
         seen.add(node)
+        if node.name() in _MADE_WHOLE:
+            passed = True
+            continue
         variable = getattr(node, "variable", None)
         if variable is not None and not isinstance(variable, DTensor):
             found[id(variable)] = variable
         waiting += [inner for inner, _ in node.next_functions]
-    return list(found.values())
+    return list(found.values()), passed
 
 
 _ENTERED = f"{_Enter.__name__}Backward"
+_MADE_WHOLE = tuple(f"{one.__name__}Backward" for one in (_Leave, _Gather))
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:

@@ -199,6 +199,58 @@ def test_a_whole_value_that_would_get_a_part_of_its_gradient_is_refused(ranks: R
         )
 
 
+class GatedInside(nn.Module):
+    """A gate beside the cut modules; what reaches the gate from outside gets a part of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 6, bias=False)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.down = nn.Linear(6, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+def gated_after_a_cut_module() -> str:
+    model = nn.Sequential(GatedInside(), GatedInside()).double()
+    # Then the first module has no trained parameter that is whole, by which the fault would show as well.
+    model[0].gate.requires_grad_(False)
+    up, down = ParallelPolicy(("*.up",), "tp", "colwise"), ParallelPolicy(("*.down",), "tp", "rowwise")
+    policy(up, down).apply(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(3, WIDTH, dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_the_output_of_a_cut_module_that_would_get_a_part_of_its_gradient_is_refused(
+    ranks: RankGroup,
+) -> None:
+    for message in ranks.run(WORLD, gated_after_a_cut_module):
+        assert message.startswith("1.down: expected an input computed from the outputs of colwise modules")
+        assert "the whole output of another cut module" in message
+
+
+def unfrozen_later() -> None:
+    model, reference = GatedInside().double(), GatedInside().double()
+    reference.load_state_dict(model.state_dict())
+    for param in (*model.parameters(), *reference.parameters()):
+        dist.broadcast(param.detach(), 0)
+    up, down = ParallelPolicy(("up",), "tp", "colwise"), ParallelPolicy(("down",), "tp", "rowwise")
+    policy(up, down).apply(model)
+    rows = torch.arange(8.0 * WIDTH, dtype=torch.float64).view(8, WIDTH).sin()
+    for trained in (False, True, True):
+        for one, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
+            one.gate.requires_grad_(trained)
+            one(x).square().mean().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), other.grad, **EXACT)
+
+
+def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient(ranks: RankGroup) -> None:
+    ranks.run(WORLD, unfrozen_later)
+
+
 def by_torch() -> None:
     """A model that torch's own tensor parallelism has cut: the policy needs no entries."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
