@@ -181,7 +181,7 @@ def plan(
     from bridge.commands.plan_targets import (
         CompiledSteps,
         TargetOptions,
-        check_options as check_target_options,
+        check_target_options,
         compile_targets,
         describe_step,
         print_targets,

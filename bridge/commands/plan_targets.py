@@ -38,7 +38,7 @@ class CompiledSteps:
     roofline: Roofline
 
 
-def check_options(target: str | None, engine: str, compiling: bool, runtime: str) -> None:
+def check_target_options(target: str | None, engine: str, compiling: bool, runtime: str) -> None:
     """Raises ``PlanError`` for options that would be left without effect."""
     if target is None and engine != ENGINES[0]:
         raise PlanError(

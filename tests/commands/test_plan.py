@@ -397,3 +397,11 @@ def test_a_policy_that_cannot_be_saved_leaves_the_old_file(
     assert call("fsdp", *arguments).exit_code == 2
     assert saved.read_text(encoding="utf-8") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_search_says_no_where_even_lower_bounds_are_above_the_memory() -> None:
+    arguments = ("fsdp", "--model", "tests.commands.test_plan:own_model", "--devices", "2", "--search")
+    small, large = (call(*arguments, "--memory", memory) for memory in ("10B", "80GB"))
+    assert (small.exit_code, large.exit_code) == (1, 1)
+    assert "no set of changes fits; the lowest lower bound of a peak is" in small.stdout
+    assert "unknown, since peaks are lower bounds" in large.stdout
