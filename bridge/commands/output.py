@@ -47,7 +47,7 @@ def print_table(
 
     In a terminal that is too narrow for the numbers of a row, each row is a block with a line for each of them.
     """
-    shown = [[printable(cell) for cell in row] for row in rows]
+    shown: list[Sequence[str]] = [[printable(cell) for cell in row] for row in rows]
     if console.is_terminal and len(columns) > left and _too_wide(console.width, columns, shown, left):
         _print_blocks(console, columns, shown, left)
         return
