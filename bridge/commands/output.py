@@ -21,6 +21,8 @@ from rich.text import Text
 
 from bridge.text import human_bytes, plain_json, printable
 
+_FOLDED_NAME = 12
+"""Characters of a name in a line, at least, where a narrow terminal folds names."""
 PLAIN_SECONDS = 10.0
 """In a pipe, progress is a line at most this often."""
 
@@ -41,13 +43,20 @@ def print_table(
     rows: Sequence[Sequence[str]],
     left: int = 1,
 ) -> None:
-    """Print rows under headings, the first ``left`` columns aligned left. No name is ever cut."""
+    """Print rows under headings, the first ``left`` columns aligned left. No name is ever cut.
+
+    In a terminal that is too narrow for the numbers of a row, each row is a block with a line for each of them.
+    """
+    shown: list[Sequence[str]] = [[printable(cell) for cell in row] for row in rows]
+    if console.is_terminal and len(columns) > left and _too_wide(console.width, columns, shown, left):
+        _print_blocks(console, columns, shown, left)
+        return
     if console.is_terminal:
         table = Table()
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number < left else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+        for row in shown:
+            table.add_row(*(Text(cell) for cell in row))
         console.print(table)
         return
     widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
@@ -60,6 +69,31 @@ def print_table(
         lines.append("  ".join(cells).rstrip())
     # One call for all lines: a call costs as much time as a hundred lines.
     print_line(console, "\n".join(lines))
+
+
+def _too_wide(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> bool:
+    """Whether numbers would fold; names may."""
+    lengths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
+    names = sum(min(length, _FOLDED_NAME) for length in lengths[:left])
+    return names + sum(lengths[left:]) + 3 * len(columns) + 1 > width
+
+
+def _print_blocks(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
+    margin = max(len(name) for name in columns[left:])
+    blocks = [
+        "\n".join(
+            [
+                "  ".join(cell for cell in row[:left] if cell),
+                *(
+                    f"  {name.ljust(margin)}  {cell}"
+                    for name, cell in zip(columns[left:], row[left:], strict=True)
+                    if cell
+                ),
+            ]
+        )
+        for row in rows
+    ]
+    print_line(console, "\n".join(blocks))
 
 
 @contextmanager

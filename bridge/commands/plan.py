@@ -175,11 +175,13 @@ def plan(
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
     from bridge.checkpoints.picture import PictureError
+    from bridge.commands.options import explained
     from bridge.commands.plan_pictures import check_paths, write_pictures
     from bridge.commands.plan_search import check_options, print_search, searched
     from bridge.commands.plan_targets import (
         CompiledSteps,
         TargetOptions,
+        check_target_options,
         compile_targets,
         describe_step,
         print_targets,
@@ -199,6 +201,7 @@ def plan(
     out = Console()
     try:
         check_options(search, save, memory, target)
+        check_target_options(target, engine.value, compile_, runtime.value)
         limit = None if memory is None else parse_bytes(memory)
         stacks = tuple(stacked or ())
         share = parse_share(reserve)
@@ -234,7 +237,7 @@ def plan(
         comparison = compare(models, loaded, counts, works, limit, share, trainer)
         findings = searched(comparison, loaded, trainer, node, save) if search else None
         checks = []
-        if compile_ and not wanted:
+        if compile_:
             if frozen:
                 raise PlanError(
                     "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
@@ -261,7 +264,7 @@ def plan(
             )
         write_pictures(chart, page, comparison, steps)
     except (PlanError, PictureError, OSError) as error:
-        print_line(Console(stderr=True), f"error: {error}")
+        print_line(Console(stderr=True), f"error: {explained(error)}")
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}

@@ -41,13 +41,16 @@ def write_pictures(
             if compiled
             else comparison_page(comparison)
         )
-        _write(text, page)
+        write_whole(text, page)
 
 
-def _write(text: str, path: Path) -> None:
-    """The file, whole or not at all."""
+def write_whole(text: str, path: Path) -> None:
+    """The file, whole or not at all. Raises ``PlanError`` for one that cannot be written."""
     working = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device must not be replaced
+            path.write_text(text, encoding="utf-8")
+            return
         working.write_text(text, encoding="utf-8")
         working.replace(path)
     except OSError as error:

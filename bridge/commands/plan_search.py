@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bridge.commands.output import print_line, print_table
+from bridge.commands.plan_pictures import write_whole
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
@@ -23,6 +24,8 @@ def check_options(searching: bool, save: Path | None, memory: str | None, target
     """Raises ``PlanError`` for options that contradict each other."""
     if save is not None and not searching:
         raise PlanError("--save: expected --search, which finds the policy to save")
+    if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
+        raise PlanError(f"--save: expected a file in a folder that exists, got {str(save)!r}")
     if searching and memory is None:
         raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
     if searching and target is not None:
@@ -50,7 +53,7 @@ def searched(
 
     findings = search(comparison, policies, planned, node)
     if save is not None:
-        save.write_text(only_file(findings, comparison.plans[0].model.name), encoding="utf-8")
+        write_whole(only_file(findings, comparison.plans[0].model.name), save)
     return findings
 
 
@@ -74,11 +77,8 @@ def print_search(out: Console, findings: Sequence[Finding], model: str, saved: P
 
 
 def _how_to_check(finding: Finding, model: str, saved: Path | None) -> str:
-    if model in SHIPPED:
-        return (
-            "the search is by planning; a decoder or a model of your own can also be compiled: --target h100:"
-            f"{finding.devices}"
-        )
+    if model in SHIPPED and SHIPPED[model]().causal_lm() is None:
+        return f"the search is by planning; {model} cannot be compiled: run one step and measure"
     work = finding.workload
     policy = "FILE" if saved is None else shlex.quote(str(saved))
     return (

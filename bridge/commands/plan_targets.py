@@ -38,6 +38,20 @@ class CompiledSteps:
     roofline: Roofline
 
 
+def check_target_options(target: str | None, engine: str, compiling: bool, runtime: str) -> None:
+    """Raises ``PlanError`` for options that would be left without effect."""
+    if target is None and engine != ENGINES[0]:
+        raise PlanError(
+            f"--engine: expected --target NAME,..., whose step an engine runs, got {engine} alone"
+        )
+    if target is not None and compiling:
+        raise PlanError(
+            "--compile: expected no --target, which compiles for other machines; run the command once for each"
+        )
+    if compiling and runtime == "torch":
+        raise PlanError("--compile: expected --runtime jax or none, since XLA compiles JAX, got torch")
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """What the command was told of targets."""

@@ -71,11 +71,19 @@ def causal_lm_config(name: str) -> Any:
         return models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=SHIPPED[name]().rope_theta))
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
-        return models.CausalLMConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            f"model {path}: expected JSON, as Hugging Face writes a config.json: {error}"
+        ) from error
     except OSError as error:
         raise PlanError(
             f"model {path}: expected a config.json, as Hugging Face writes it: {error.strerror}"
         ) from error
+    if not isinstance(found, Mapping):
+        raise PlanError(f"model {path}: expected a table of names and values, got a {type(found).__name__}")
+    try:
+        return models.CausalLMConfig.from_hf(found)
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"model {path}: {error}") from error
 

@@ -88,6 +88,8 @@ class Nearest:
     peak: int
     bound: str
     fewest: tuple[FewestDevices, ...] = ()
+    above: bool = True
+    """Whether the peak is above what is usable: of a lower bound, that nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _with_ways(
         fewest = tuple(
             fewest_devices(planner, runtime, nearest.policy, work, usable, node) for runtime in models
         )
-        nearest = replace(nearest, fewest=fewest)
+        nearest = replace(nearest, fewest=fewest, above=nearest.peak > usable)
     return replace(finding, nearest=nearest)
 
 

@@ -55,13 +55,16 @@ def heading(finding: Finding) -> str:
     if nearest is None:
         return f"{where}: does not fit, and there is nothing to change"
     lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
-    if nearest.bound == "lower":
+    if nearest.bound == "lower" and not nearest.above:
         return (
             f"{where}: unknown, since peaks are lower bounds; the lowest of them is {lowest}: run a step and measure, "
             "or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
-    fits = "is known to fit; the lowest upper bound of a peak" if nearest.bound else "fits; the lowest peak"
+    fits = {
+        "lower": "fits; the lowest lower bound of a peak",
+        "upper": "is known to fit; the lowest upper bound of a peak",
+    }.get(nearest.bound, "fits; the lowest peak")
     return f"{where}: no set of changes {fits} is {lowest}, which needs more devices: {needed}"
 
 

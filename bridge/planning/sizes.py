@@ -23,7 +23,10 @@ def parse_bytes(text: str) -> int:
         )
     if match is None or match[2].lower() not in _UNITS:
         raise PlanError(f"memory: expected an amount such as 80GB or 79.5GiB, got {text!r}")
-    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    found = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if not found:
+        raise PlanError(f"memory: expected at least one byte, such as 80GB, got {text!r}")
+    return found
 
 
 def parse_share(text: str) -> Fraction:
@@ -43,5 +46,5 @@ def parse_counts(text: str, name: str = "devices") -> tuple[int, ...]:
     """``"8,64,512"``: numbers, each once. Raises ``PlanError`` that begins with ``name`` otherwise."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", word) for word in words):
-        raise PlanError(f"{name}: expected numbers such as 8,64,512, got {text!r}")
+        raise PlanError(f"{name}: expected numbers such as 8,64,512, each from 1 to 999999999, got {text!r}")
     return tuple(dict.fromkeys(map(int, words)))

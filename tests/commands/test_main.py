@@ -458,3 +458,13 @@ def test_a_noise_checkpoint_that_lacks_tensors_is_one_message(tmp_path: Path, dc
     done = call("diff", dcp, dcp, "--noise", tmp_path / "b")
     assert done.exit_code == 2
     assert "missing: model.embed.weight, " in " ".join(done.stderr.split())
+
+
+def test_a_narrow_terminal_gets_a_block_for_each_row_instead_of_folded_numbers() -> None:
+    columns, row = ("policy", "weights", "moments", "peak"), ("fsdp.toml", "4.02 GB", "8.03 GB", "")
+    for width, blocks in ((60, False), (30, True)):
+        terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
+        print_table(terminal, columns, [row])
+        shown = terminal.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+        assert "4.02 GB" in shown
+        assert (shown == "fsdp.toml\n  weights  4.02 GB\n  moments  8.03 GB\n") is blocks

@@ -338,3 +338,70 @@ def test_an_escape_sequence_in_a_policys_name_does_not_reach_the_terminal(tmp_pa
     result = call(path, "--model", "llama3-8b", "--runtime", "torch")
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--engine", "both"),
+            "--engine: expected --target NAME,..., whose step an engine runs, got both alone",
+        ),
+        (("--compile", "--target", "h100:8"), "--compile: expected no --target"),
+        (("--compile", "--runtime", "torch"), "--compile: expected --runtime jax or none"),
+        (("--length", "9999999999"), "each from 1 to 999999999"),
+        (("--memory", "0GB"), "memory: expected at least one byte"),
+        (
+            ("--memory", "80GB", "--search", "--save", "none/x.toml"),
+            "--save: expected a file in a folder that",
+        ),
+    ],
+)
+def test_options_without_effect_and_numbers_without_sense_are_refused(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = call("fsdp", "--model", "llama3-8b", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "expected JSON"), ('{"a": ', "expected JSON"), ("[1]", "expected a table of names and values")],
+)
+def test_a_broken_configuration_is_told_as_such(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    result = call("fsdp", "--model", tmp_path)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_search_names_the_command_that_compiles_a_built_in_model() -> None:
+    arguments = ("--devices", "64", "--memory", "800GB", "--search")
+    assert "--model llama3-8b --batch 1 " in call("fsdp", "--model", "llama3-8b", *arguments).stdout
+    assert "deepseek-v3 cannot be compiled" in call("fsdp", "--model", "deepseek-v3", *arguments).stdout
+
+
+def test_a_policy_that_cannot_be_saved_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "mine.toml"
+    saved.write_text("old", encoding="utf-8")
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    arguments = ("--model", "llama3-8b", "--memory", "800GB", "--search", "--save", saved)
+    assert call("fsdp", *arguments).exit_code == 2
+    assert saved.read_text(encoding="utf-8") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_search_says_no_where_even_lower_bounds_are_above_the_memory() -> None:
+    arguments = ("fsdp", "--model", "tests.commands.test_plan:own_model", "--devices", "2", "--search")
+    small, large = (call(*arguments, "--memory", memory) for memory in ("10B", "80GB"))
+    assert (small.exit_code, large.exit_code) == (1, 1)
+    assert "no set of changes fits; the lowest lower bound of a peak is" in small.stdout
+    assert "unknown, since peaks are lower bounds" in large.stdout
