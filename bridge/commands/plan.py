@@ -262,7 +262,7 @@ def plan(
                 compiled,
                 wanted.roofline(models["jax"], step),
             )
-        write_pictures(chart, page, comparison, steps)
+        write_pictures(chart, page, comparison, steps, findings or ())
     except (PlanError, PictureError, OSError) as error:
         print_line(Console(stderr=True), f"error: {explained(error)}")
         raise typer.Exit(2) from None
@@ -280,7 +280,10 @@ def plan(
     else:
         _print(out, comparison)
         if findings is not None:
-            print_search(out, findings, model, save)
+            told = [("optimizer", optimizer if optimizer != "adamw" else None), ("moments", moments)]
+            told += [("memory", memory), ("reserve", reserve if reserve != "10%" else None)]
+            told += [("frozen", one) for one in frozen or ()] + [("stacked", one) for one in stacked or ()]
+            print_search(out, findings, model, save, [(name, one) for name, one in told if one is not None])
         for check in checks:
             print_line(out)
             print_table(out, *check.table(), left=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.checkpoints.picture import check_picture_path, save_picture
 from bridge.commands.plan_targets import CompiledSteps
 from bridge.planning.comparison import Comparison
 from bridge.planning.errors import PlanError
+from bridge.planning.search import Finding
 
 
 def check_paths(chart: Path | None, page: Path | None) -> None:
@@ -24,9 +26,13 @@ def check_paths(chart: Path | None, page: Path | None) -> None:
 
 
 def write_pictures(
-    chart: Path | None, page: Path | None, comparison: Comparison, compiled: CompiledSteps | None
+    chart: Path | None,
+    page: Path | None,
+    comparison: Comparison,
+    compiled: CompiledSteps | None,
+    findings: Sequence[Finding] = (),
 ) -> None:
-    """Of the compiled steps where there are some, else of the comparison."""
+    """Of the compiled steps where there are some, else of the comparison and what a search has found."""
     # Drawing libraries take longer to import than many plans to compute.
     if chart is not None:
         from bridge.planning.chart import chart as compared
@@ -39,7 +45,7 @@ def write_pictures(
         text = (
             targets_page(compiled.model, compiled.described, compiled.plan, compiled.roofline)
             if compiled
-            else comparison_page(comparison)
+            else comparison_page(comparison, findings)
         )
         write_whole(text, page)
 

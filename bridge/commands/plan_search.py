@@ -57,8 +57,17 @@ def searched(
     return findings
 
 
-def print_search(out: Console, findings: Sequence[Finding], model: str, saved: Path | None) -> None:
-    """The answers, and for each policy that does not fit what does; the policy file unless it was ``saved``."""
+def print_search(
+    out: Console,
+    findings: Sequence[Finding],
+    model: str,
+    saved: Path | None,
+    told: Sequence[tuple[str, str]] = (),
+) -> None:
+    """The answers, and for each policy that does not fit what does; the policy file unless it was ``saved``.
+
+    told: further options of the command by name, which the command that compiles has to repeat.
+    """
     print_line(out)
     print_table(out, *answers(findings), left=1)
     for finding in findings:
@@ -73,16 +82,17 @@ def print_search(out: Console, findings: Sequence[Finding], model: str, saved: P
     if saved is not None:
         print_line(out, f"saved {saved}")
     if any(finding.fits or finding.ways for finding in findings):
-        print_line(out, _how_to_check(findings[0], model, saved))
+        print_line(out, _how_to_check(findings[0], model, saved, told))
 
 
-def _how_to_check(finding: Finding, model: str, saved: Path | None) -> str:
+def _how_to_check(finding: Finding, model: str, saved: Path | None, told: Sequence[tuple[str, str]]) -> str:
     if model in SHIPPED and SHIPPED[model]().causal_lm() is None:
         return f"the search is by planning; {model} cannot be compiled: run one step and measure"
     work = finding.workload
+    options = "".join(f"--{name} {shlex.quote(one)} " for name, one in told)
     policy = "FILE" if saved is None else shlex.quote(str(saved))
     return (
         f"the search is by planning; to compile the JAX step: twinshard plan {policy} --model {shlex.quote(model)} "
-        f"--batch {work.batch} --length {work.length} --microbatches {work.microbatches} --target "
+        f"--batch {work.batch} --length {work.length} --microbatches {work.microbatches} {options}--target "
         f"h100:{finding.devices} (or another machine)"
     )

@@ -88,6 +88,12 @@ class Comparison:
         return tuple(self._choice(devices, workload) for devices, workload in asked)
 
     @property
+    def in_runtimes(self) -> str:
+        """Words after "no policy fits": a policy must fit in all runtimes that are planned."""
+        names = sorted({plan.runtime for plan in self.plans})
+        return f" in both runtimes; --runtime {' or '.join(names)} asks for one" if len(names) > 1 else ""
+
+    @property
     def anything_fits(self) -> bool:
         """Whether any plan is known to fit; True without ``memory``."""
         return self.memory is None or any(choice.policy is not None for choice in self.choices)

@@ -77,6 +77,9 @@ class Factory:
             raise PlanError(
                 f"model {self.name}: expected a factory of an nnx.Module or a pytree of parameters: {error}"
             ) from error
+        except Exception as error:
+            # A user's code may raise anything.
+            raise PlanError(f"model {self.name}: {type(error).__name__}: {error}") from error
 
     def torch_module(self) -> Any:
         """A ``torch.nn.Module`` on the meta device. Raises ``PlanError`` for others."""
@@ -85,8 +88,11 @@ class Factory:
                 f"model {self.name}: expected a factory of a JAX model that takes rngs or key, or torch to be installed"
             )
         torch = framework("torch")
-        with torch.device("meta"):
-            model = self.make()
+        try:
+            with torch.device("meta"):
+                model = self.make()
+        except Exception as error:
+            raise PlanError(f"model {self.name}: {type(error).__name__}: {error}") from error
         if not isinstance(model, torch.nn.Module):
             raise PlanError(
                 f"model {self.name}: expected a torch.nn.Module, or a factory that takes rngs (an nnx.Module) or key "

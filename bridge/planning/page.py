@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
-from bridge.planning import report, target_chart, target_report, target_time
+from bridge.planning import report, search_report, target_chart, target_report, target_time
 from bridge.planning.chart import chart
 from bridge.planning.comparison import Comparison
+from bridge.planning.search import Finding
 from bridge.planning.target_plan import TargetPlan, TargetRow
 from bridge.planning.target_time import Estimate, Roofline
 from bridge.text import human_bytes, printable
@@ -42,6 +43,7 @@ h1,p,li{overflow-wrap:anywhere}
 .soft,figcaption{color:var(--soft)}
 .answer{font-size:1.15rem;border-left:6px solid #0072B2;background:var(--card);padding:.6em .9em;margin:.5em 0}
 .answer.none{border-color:#D55E00}
+pre{overflow-x:auto;background:var(--card);padding:.6em .9em}
 .scroll{overflow-x:auto;max-width:100%;margin:.8em 0}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{border:1px solid var(--rule);padding:.15em .5em;text-align:right;white-space:nowrap}
@@ -59,8 +61,8 @@ class Answer:
     good: bool | None = None
 
 
-def comparison_page(comparison: Comparison) -> str:
-    """The page of policies that are planned without compiling."""
+def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) -> str:
+    """The page of policies that are planned without compiling. ``findings``: of a search among changes of them."""
     first = comparison.plans[0]
     lead = f"{first.model.numel:,} parameters; {_workloads(comparison)} a device and step. Planned from shapes alone."
     figure = _figure(chart(comparison), "bytes at the peak of a step, and bytes that a device sends")
@@ -75,7 +77,11 @@ def comparison_page(comparison: Comparison) -> str:
                 _table(report.by_axis(plan), 2),
                 _table(report.by_term(plan), 1),
             ]
-    sections = [("Memory and traffic", figure), ("Numbers", "".join(tables))]
+    sections = [
+        ("Memory and traffic", figure),
+        ("Search", _search(findings, first.model.name)),
+        ("Numbers", "".join(tables)),
+    ]
     return _page(
         f"Plan: {first.model.name}",
         lead,
@@ -126,7 +132,19 @@ def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
         elif choice.unknown:
             yield Answer(f"{where}: unknown whether {', '.join(choice.unknown)} fit.", False)
         else:
-            yield Answer(f"{where}: no policy fits.", False)
+            yield Answer(f"{where}: no policy fits{comparison.in_runtimes}.", False)
+
+
+def _search(findings: Sequence[Finding], model: str) -> str:
+    if not findings:
+        return ""
+    parts = [_table(search_report.answers(findings), 1)]
+    for finding in findings:
+        parts.append(f"<p>{_text(search_report.heading(finding))}</p>")
+        if finding.ways:
+            parts.append(_table(search_report.ways_table(finding), 1))
+            parts.append(f"<pre>{_text(search_report.policy_file(finding, model) or '')}</pre>")
+    return "".join(parts)
 
 
 def _workloads(comparison: Comparison) -> str:

@@ -187,7 +187,7 @@ def notes(comparison: Comparison) -> Sequence[str]:
                 f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
             )
         elif not choice.unknown:
-            lines.append(f"{where}: no policy fits")
+            lines.append(f"{where}: no policy fits{comparison.in_runtimes}")
         if choice.unknown:
             lines.append(
                 f"{where}: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "

@@ -174,7 +174,14 @@ def _of_entries(
     for dotted, path in names.items():
         for entry in matched.get(dotted, ()):
             for below in _parameters(dotted, path, names, shapes):
-                dimension = _dimension(entry, kinds[names[below]], len(shapes[names[below]]))
+                kind, shape = kinds[names[below]], shapes[names[below]]
+                if kind == "kernel" and len(shape) > 3 and entry.style in ("colwise", "rowwise"):
+                    # Of linen and other pytrees a convolution's kernel is an array like any other.
+                    raise ValueError(
+                        f"{source}: [[parallel]]: {below}: expected dimension = N for a kernel of shape "
+                        f"{tuple(shape)}, whose input and output dimensions are not known, got style {entry.style!r}"
+                    )
+                dimension = _dimension(entry, kind, len(shape))
                 if dimension is not None:
                     own = by_name.setdefault(names[below], {}).setdefault(below, {})
                     own[Cut(entry.axis, dimension, entry.fused)] = None

@@ -192,7 +192,7 @@ def test_a_search_tells_how_to_compile_what_it_found() -> None:
     result = call(*arguments, "--runtime", "jax", "--search")
     assert result.exit_code == 0, result.stderr
     assert (
-        "twinshard plan FILE --model decoder:quick --batch 1 --length 32 --microbatches 1 --target h100:8"
+        "twinshard plan FILE --model decoder:quick --batch 1 --length 32 --microbatches 1 --memory 5MB --target h100:8"
         in result.stdout
     )
     result = call("fsdp", "--model", "llama3-405b", "--memory", "80GB", "--runtime", "jax", "--search")

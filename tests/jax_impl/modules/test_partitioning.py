@@ -424,3 +424,12 @@ def test_annotations_without_a_model_axis_stay_without_effect() -> None:
         plan = plan_sharding(model, data_parallel_mesh(2), units=[])
     assert sum("no effect" in str(one.message) for one in caught) == 1
     assert list(plan.arrays) == [""]
+
+
+def test_a_convolution_in_a_pytree_is_asked_for_its_dimension() -> None:
+    tree = {"conv": {"kernel": jnp.zeros((3, 3, 2, 4)), "bias": jnp.zeros(4)}}
+    with pytest.raises(
+        ValueError, match=r"conv.kernel: expected dimension = N for a kernel of shape \(3, 3, 2, 4\)"
+    ):
+        cuts(tree, {"conv": "colwise"})
+    assert cuts(tree, {"conv/kernel": PartitionSpec(None, None, None, "tp")})["conv/kernel"] == (("tp", 3),)
