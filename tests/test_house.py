@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = {
@@ -94,3 +97,22 @@ def test_formats_do_not_import_each_other() -> None:
 
 def test_no_imports_form_a_circle() -> None:
     graphlib.TopologicalSorter(imports()).prepare()
+
+
+def test_the_top_level_holds_what_the_layout_names() -> None:
+    # A test that writes into the current folder leaves a checkpoint here, which is soon committed.
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git, which tells what is committed")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
+    folders = {"torch_impl", "jax_impl", "bridge", "tests", "notebooks", ".ci"}
+    files = {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        ".gitignore",
+    }
+    assert found <= folders | files | {"constraints.txt", "constraints-lowest.txt"}

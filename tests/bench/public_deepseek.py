@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.bench.public_llama import rotated
+from tests.bench.public_llama import rotated, scanned
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,9 @@ class DeepSeek(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def run(block: Block, x: jax.Array) -> jax.Array:
-            return block(x)
-
         # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
         x = spread(self.embed(tokens).astype(self.head.kernel[...].dtype))
-        return self.head(self.norm(run(self.sparse, run(self.dense, x))))
+        return self.head(self.norm(scanned(self.sparse, scanned(self.dense, x))))
 
 
 def deepseek_v3(rngs: nnx.Rngs) -> DeepSeek:

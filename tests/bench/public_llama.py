@@ -63,6 +63,12 @@ class Block(nnx.Module):
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
 
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def scanned(block: Any, x: jax.Array) -> jax.Array:
+    """Each layer of a stack in turn."""
+    return block(x)
+
+
 class Llama(nnx.Module):
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(sizes.vocabulary, sizes.width, rngs=rngs)
@@ -77,13 +83,9 @@ class Llama(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def run(block: Block, x: jax.Array) -> jax.Array:
-            return block(x)
-
         # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
         x = self.embed(tokens).astype(self.head.kernel[...].dtype)
-        return self.head(self.norm(run(self.layers, x)))
+        return self.head(self.norm(scanned(self.layers, x)))
 
 
 def llama3_8b(rngs: nnx.Rngs) -> Llama:
