@@ -74,7 +74,7 @@ def save_checkpoint(
         ValueError: state that cannot be saved, by name; nothing was written.
         CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
     """
-    PlannedSave(path, lambda: state_tree(model, optimizer, train), files={}, copy=False).write()
+    PlannedSave(path, lambda: state_tree(model, optimizer, train)).write()
 
 
 def save_checkpoint_async(
@@ -113,12 +113,17 @@ def start_save(
     train: Mapping[str, Any] | None,
     *,
     files: Mapping[str, bytes] | None = None,
+    before: Callable[[], None] | None = None,
     committed: Callable[[], None] | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
-    """Save, in the background or at once. files, committed: see ``PlannedSave``."""
+    """Save, in the background or at once. files, before, committed: see ``PlannedSave``."""
     planned = PlannedSave(
-        path, lambda: state_tree(model, optimizer, train), files=files or {}, copy=asynchronous
+        path,
+        lambda: state_tree(model, optimizer, train),
+        files=files,
+        before=before,
+        copy=asynchronous,
     )
     if not asynchronous:
         planned.write(committed=committed)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bridge.formats import Box, CheckpointError
@@ -53,7 +53,8 @@ class PlannedSave:
     """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
 
     tree: makes the state tree of this rank. files: further files of the checkpoint, by name; rank 0's are written.
-    copy: whether the state may change before ``write`` is through. Raises what ``save_checkpoint`` raises.
+    before: called on rank 0 before the directory is made, when no save is pending. copy: whether the state may change
+    before ``write`` is through. Raises what ``save_checkpoint`` raises.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class PlannedSave:
         path: str | os.PathLike[str],
         tree: Callable[[], Tree],
         *,
-        files: Mapping[str, bytes],
-        copy: bool,
+        files: Mapping[str, bytes] | None = None,
+        before: Callable[[], None] | None = None,
+        copy: bool = False,
     ) -> None:
         self.path = Path(os.path.abspath(path))
-        self._files = files
+        self._files = files or {}
+        self._before = before
         self._directory: AtomicDirectory | None = None
         self._planner = ChunkPlanner()
         self._metadata: Metadata | None = None
@@ -88,6 +91,8 @@ class PlannedSave:
             # Before the directory: state that cannot be saved leaves nothing on disk.
             made = tree()
             if rank() == 0:
+                if self._before is not None:
+                    self._before()
                 self._directory = AtomicDirectory(self.path)
             return made
 
@@ -199,7 +204,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
     def copy(self, plan: SavePlan) -> None:
         for item in plan.items:
             value = super().resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(value, torch.Tensor):
                 self._crcs[item.index] = object_checksum(self.lookup_object(item.index))
             else:
                 value = _own_host_copy(value)
@@ -233,15 +238,16 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
                 objects[item.index.fqn] = self._crcs[item.index]
                 continue
             box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-            entry = (_dtype_of(item), tuple(item.tensor_data.size), {})
-            tensors.setdefault(item.index.fqn, entry)[2][box] = self._crcs[item.index]
+            shape = tuple(item.tensor_data.size)
+            chunks = tensors.setdefault(item.index.fqn, (_dtype_of(item), shape, {}))[2]
+            chunks[box] = self._crcs[item.index]
             nbytes = box.numel * item.tensor_data.properties.dtype.itemsize
             held.append(StoredChunk(place.offset, place.length, nbytes))
         return Part(
             written,
             {name: ManifestTensor(*entry) for name, entry in tensors.items()},
             objects,
-            {name: data_file_entry(directory / name, chunks) for name, chunks in extents.items()},
+            {name: data_file_entry(directory / name, held) for name, held in extents.items()},
         )
 
 

@@ -80,7 +80,8 @@ class StepManager:
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a complete step was saved with. ``CheckpointError`` if there is no such step."""
         self.wait()
-        return read_metrics(self._directory_of(step))
+        self._require_step()
+        return read_metrics(choose_step(self.directory, step))
 
     def wait(self) -> None:
         """Return when no save is pending; ``CheckpointError`` if the last one failed and nobody was told."""
@@ -106,14 +107,12 @@ class StepManager:
             # The block's own error is the one that is raised.
             error.add_note(str(failure))
 
-    def _directory_of(self, step: int | None) -> Path:
-        """The directory of a complete step, by default the latest."""
+    def _require_step(self) -> None:
         if not complete_steps(self.directory):
             raise CheckpointError(
                 f"{self.directory}: expected a complete step, got none: ask latest_step() first, and begin a new run "
                 "where that is None"
             )
-        return choose_step(self.directory, step)
 
     def _path_of(self, step: int) -> Path:
         if self._closed:
