@@ -14,7 +14,7 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
 from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
 from bridge.formats.saving.steps import choose_step
 from torch_impl.checkpoint.contents import (
@@ -74,7 +75,7 @@ def save_checkpoint(
         ValueError: state that cannot be saved, by name; nothing was written.
         CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
     """
-    PlannedSave(path, lambda: state_tree(model, optimizer, train)).write()
+    start_save(path, model, optimizer, train, asynchronous=False)
 
 
 def save_checkpoint_async(
@@ -112,28 +113,22 @@ def start_save(
     optimizer: Optimizer | None,
     train: Mapping[str, Any] | None,
     *,
-    files: Mapping[str, bytes] | None = None,
-    before: Callable[[], None] | None = None,
-    committed: Callable[[], None] | None = None,
+    extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
-    """Save, in the background or at once. files, before, committed: see ``PlannedSave``."""
+    """Save, in the background or at once."""
     planned = PlannedSave(
-        path,
-        lambda: state_tree(model, optimizer, train),
-        files=files,
-        before=before,
-        copy=asynchronous,
+        path, lambda: state_tree(model, optimizer, train), extras or SaveExtras(), copy=asynchronous
     )
     if not asynchronous:
-        planned.write(committed=committed)
+        planned.write()
         return pending.finished(planned.path)
     try:
         group = background_group()
     except BaseException:
         planned.abort()
         raise
-    return pending.start(planned.path, lambda: planned.write(group, committed))
+    return pending.start(planned.path, lambda: planned.write(group))
 
 
 def load_checkpoint(
