@@ -42,12 +42,18 @@ def _next(model: Any, state: Arrays) -> dict[str, np.ndarray]:
     fused = [state[f"model.layers.0.linear_attn.in_proj_{part}.weight"].T[None] for part in ("qkvz", "ba")]
     parts = layer.fix_query_key_value_ordering(*map(torch.from_numpy, fused))
     names = ("query", "key", "value", "gate", "beta", "decay")
-    found = {f"layers/0/delta_net/{n}/kernel": p[0].numpy() for n, p in zip(names, parts, strict=True)}
-    conv = state["model.layers.0.linear_attn.conv1d.weight"]
-    cuts = np.split(conv, [layer.key_dim, 2 * layer.key_dim])
+    width, groups = model.config.hidden_size, layer.num_k_heads
+    # Of values and all that goes by value heads: those of a key head side by side.
+    shapes = [(width, groups, -1)] * 2 + [(width, groups, 3, 10)] * 2 + [(width, groups, 3)] * 2
+    found = {
+        f"layers/0/delta_net/{name}/kernel": part[0].numpy().reshape(shape)
+        for name, part, shape in zip(names, parts, shapes, strict=True)
+    }
+    conv = state["model.layers.0.linear_attn.conv1d.weight"].transpose(2, 1, 0)
+    cuts = np.split(conv, [layer.key_dim, 2 * layer.key_dim], axis=2)
     found |= {
-        f"layers/0/delta_net/{n}_conv/kernel": part.transpose(2, 1, 0)
-        for n, part in zip(names, cuts, strict=False)
+        f"layers/0/delta_net/{name}_conv/kernel": part.reshape(4, 1, *shape[1:])
+        for name, part, shape in zip(names, cuts, shapes, strict=False)
     }
     # Attention's queries and gates, as its forward takes them apart.
     config = model.config
