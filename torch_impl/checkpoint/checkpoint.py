@@ -14,27 +14,21 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
-from bridge.formats.files.atomic import AtomicDirectory
+from bridge.formats.saving import pending
+from bridge.formats.saving.pending import PendingSave
+from bridge.formats.saving.steps import choose_step
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -47,7 +41,8 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
-from torch_impl.comm.agreement import agree, rank
+from torch_impl.checkpoint.saving import PlannedSave
+from torch_impl.comm.agreement import agree, background_group, rank
 from torch_impl.dtensor.local import local_boxes, local_pieces
 from torch_impl.dtensor.tensor import count_write
 
@@ -79,43 +74,74 @@ def save_checkpoint(
         ValueError: state that cannot be saved, by name; nothing was written.
         CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
     """
-    directory: AtomicDirectory | None = None
+    PlannedSave(path, lambda: state_tree(model, optimizer, train)).write()
 
-    def prepare() -> dict[str, Any]:
-        nonlocal directory
-        # Before the directory: state that cannot be saved leaves nothing on disk.
-        tree = state_tree(model, optimizer, train)
-        if rank() == 0:
-            directory = AtomicDirectory(path)
-        return tree
 
+def save_checkpoint_async(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    train: Mapping[str, Any] | None = None,
+) -> PendingSave:
+    """Save as ``save_checkpoint`` does, the same files, while training goes on; all ranks call it.
+
+    When this returns, the rows that this rank will write have been copied to host memory, so the state may change. A
+    thread writes them, and agrees with the other ranks over a process group of its own (gloo), so training's
+    collectives are not met. Host memory: the bytes of this rank's own rows, of replicated tensors this rank's share,
+    until they are written. One save is pending at a time; the next one waits for it first.
+
+    Example::
+
+        pending = save_checkpoint_async("runs/10", model, optimizer, {"step": 10})
+        train_some_more(model, optimizer)
+        pending.wait()  # complete on disk, or raises
+
+    An error in the thread is raised on all ranks by ``wait``; where nobody called that, by the next save; and at the
+    end of the program it goes to stderr. The program ends when the save has ended. Wait before
+    ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
+
+    Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
+    asynchronous save that failed.
+    """
+    return start_save(path, model, optimizer, train)
+
+
+def start_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train: Mapping[str, Any] | None,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    before: Callable[[], None] | None = None,
+    committed: Callable[[], None] | None = None,
+    asynchronous: bool = True,
+) -> PendingSave:
+    """Save, in the background or at once. files, before, committed: see ``PlannedSave``."""
+    planned = PlannedSave(
+        path,
+        lambda: state_tree(model, optimizer, train),
+        files=files,
+        before=before,
+        copy=asynchronous,
+    )
+    if not asynchronous:
+        planned.write(committed=committed)
+        return pending.finished(planned.path)
     try:
-        tree, temporary = agree(prepare, lambda _: str(directory and directory.temporary))
-        agree(lambda: _write(tree, str(temporary), Path(path).name))
-        # A rank that returned before the commit could start a run from a path that is not there yet.
-        agree(lambda: directory.commit() if directory else None)
+        group = background_group()
     except BaseException:
-        # BaseException, so that a KeyboardInterrupt leaves no half-written directory either.
-        if directory is not None:
-            directory.abort()
+        planned.abort()
         raise
-
-
-def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
-    planner = dcp.DefaultSavePlanner()
-    try:
-        with warnings.catch_warnings():
-            # One process without a process group is a supported way to save.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(dict(tree), storage_writer=SharedDirectoryWriter(directory, name), planner=planner)
-    except CheckpointException as error:
-        # Its own text is a traceback for each rank.
-        causes = [f"rank {k}: {type(e).__name__}: {e}" for k, (e, _) in sorted(error.failures.items())]
-        raise CheckpointError(f"saving {name} failed: {'; '.join(causes)}") from error
+    return pending.start(planned.path, lambda: planned.write(group, committed))
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
@@ -124,23 +150,31 @@ def load_checkpoint(
     the saved ones; those that were not saved stay. The next forward uses the new weights.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or a directory of steps, of which the latest that is complete is taken.
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
+        step: the number of another step to take.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
-            lists the names or tensors that differ).
+            lists the names or tensors that differ); or it is without the step, or any complete one.
         ValueError: the optimizer's initial state is not known.
     """
     added: list[torch.Tensor] = []
+    directory = Path(path)
+
+    def choose() -> str | None:
+        # Saves may end meanwhile: the others take what rank 0 saw.
+        return os.path.relpath(choose_step(directory, step), directory) if rank() == 0 else None
+
+    _, chosen = agree(choose, lambda found: found)
 
     def stage() -> _Staged:
         if optimizer is not None:
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
-        with open_checkpoint(path) as reader:
+        with open_checkpoint(directory / str(chosen)) as reader:
             return _stage(reader, model, optimizer)
 
     try:
@@ -248,31 +282,3 @@ def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> 
     # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
     return flat.view(like.dtype).view(box.sizes)
-
-
-class SharedDirectoryWriter(FileSystemWriter):
-    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
-
-    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
-        super().__init__(directory, sync_files=True)
-        self._directory = Path(directory)
-        self._name = name
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
-        if not self._directory.is_dir():
-            raise FileNotFoundError(
-                f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
-            )
-        return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            # torch pickles the error for the other ranks, which an exception with arguments of its own may not survive.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    def storage_meta(self) -> StorageMeta:
-        # torch would record the temporary directory's path.
-        return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)
