@@ -14,7 +14,7 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
+from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
 from torch_impl.checkpoint.saving import PlannedSave
 from torch_impl.comm.agreement import agree, background_group, rank
-from torch_impl.dtensor.local import local_boxes, local_pieces
 from torch_impl.dtensor.tensor import count_write
 
 # Names in an error, of which a model may have thousands.
@@ -137,6 +137,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
+    moments: str = "same",
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
@@ -149,13 +150,17 @@ def load_checkpoint(
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
         step: the number of another step to take.
+        moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
+            for float8 with scales, become this optimizer's, rounded as an update rounds them.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
             lists the names or tensors that differ); or it is without the step, or any complete one.
-        ValueError: the optimizer's initial state is not known.
+        ValueError: the optimizer's initial state is not known; ``moments`` is another word.
     """
+    if moments not in MODES:
+        raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
     added: list[torch.Tensor] = []
     directory = Path(path)
 
@@ -170,7 +175,7 @@ def load_checkpoint(
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(directory / str(chosen)) as reader:
-            return _stage(reader, model, optimizer)
+            return _stage(reader, model, optimizer, convert=moments == "convert")
 
     try:
         staged, _ = agree(stage)
@@ -204,7 +209,9 @@ class _Staged:
             group.apply()
 
 
-def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None) -> _Staged:
+def _stage(
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None, *, convert: bool
+) -> _Staged:
     if reader.format != "dcp":
         raise CheckpointError(
             f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
@@ -219,23 +226,46 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
             raise CheckpointError(
                 f"{reader.path}: expected optimizer state, found none: load the weights alone with optimizer=None"
             )
-    _check_names(reader, live, optimizer is not None)
-    _check_tensors(reader, live)
+    others = [] if optimizer is None else other_formats(reader, model, optimizer)
+    if others and not convert:
+        raise CheckpointError(_refused(reader, others))
+    renewed = {name for one in others for name in one.names}
+    _check_names(reader, live, optimizer is not None, renewed)
+    kept = {name: tensor for name, tensor in live.items() if name not in renewed}
+    _check_tensors(reader, kept)
     copies = [
         (view, _read(reader, name, box, view))
-        for name, tensor in live.items()
-        for box, view in _held_boxes(tensor)
+        for name, tensor in kept.items()
+        for box, view in held_boxes(tensor)
     ]
+    copies += [copy for one in others for copy in one.copies(reader)]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
     return _Staged(tuple(live.values()), tuple(copies), tuple(groups), train_values(train))
 
 
-def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
+    lines = [one.described(reader) for one in others[:_SHOWN]]
+    more = [f"... and {len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
+    return "\n".join(
+        [
+            f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
+            'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them',
+            *lines,
+            *more,
+        ]
+    )
+
+
+def _check_names(
+    reader: CheckpointReader, live: Iterable[str], with_optimizer: bool, renewed: Collection[str]
+) -> None:
     # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
     ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
-    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
-    expected = set(live)
+    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)} - {
+        *renewed
+    }
+    expected = set(live) - {*renewed}
     problems = [
         f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", expected - stored), ("unexpected", stored - expected))
@@ -262,14 +292,6 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
         raise CheckpointError(
             f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n" + "\n".join(wrong[:_SHOWN]) + more
         )
-
-
-def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
-    if isinstance(tensor, DTensor):
-        return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
-    # A plain tensor is whole on every rank, and each rank reads all of it.
-    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
 def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:

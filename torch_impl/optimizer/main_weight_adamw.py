@@ -68,6 +68,11 @@ class MainWeightAdamW(torch.optim.Optimizer):
         _check_hyperparameters({**numbers, "amsgrad": amsgrad})
         super().__init__(params, defaults)
 
+    @property
+    def moment_formats(self) -> tuple[MomentFormat, ...]:
+        """How the moments are stored."""
+        return self._formats
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises the errors of the constructor; the group is then not added."""
         super().add_param_group(param_group)
