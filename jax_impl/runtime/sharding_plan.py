@@ -186,7 +186,9 @@ class ShardingPlan:
         """The key under which ``buffers`` have the parameter: its array's, or its own path; None if they lack it."""
         own = self.parameters[path].key
         keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES)
-        return next((key for key in keys if key in buffers and self.tensor_shape(key, path) is not None), None)
+        return next(
+            (key for key in keys if key in buffers and self.tensor_shape(key, path) is not None), None
+        )
 
     def tensor_shape(self, key: str, path: str) -> tuple[int, ...] | None:
         """The shape of what the array ``key`` has of a parameter, None where it has nothing."""
@@ -202,7 +204,9 @@ class ShardingPlan:
         # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
         for i in reversed(places):
             key = path[i].key
-            if any(key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)):
+            if any(
+                key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
+            ):
                 return key, (*path[:i], *path[i + 1 :])
         names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
         # The longest name that is known, and of equally long ones the innermost.
