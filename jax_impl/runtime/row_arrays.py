@@ -163,9 +163,9 @@ class RowArray:
 
     def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
         for path, offsets, sizes, where in self._boxes(index):
-            # Of rows that are cut over a model axis, the first part has the scales.
-            if not self.scaled or offsets[-1] == 0:
-                yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes))
+            # Each part of rows that are cut over a model axis has their scales.
+            repeated = self.scaled and offsets[-1] > 0
+            yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes), repeated)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         values = np.zeros((*self.group.shape[:-1], self.rows), dtype)
