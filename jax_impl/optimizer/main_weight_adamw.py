@@ -32,8 +32,8 @@ contracts fewer products, and its bits are others. No equality is promised where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,11 +73,15 @@ class MainWeightTransformation(optax.GradientTransformation):
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
     more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
     over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
+    ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
+    ``with_formats``: the same with others.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
     learning_rate: float | optax.Schedule
     on_plan: Callable[[ShardingPlan], MainWeightTransformation]
+    formats: Mapping[str, MomentFormat]
+    with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation]
 
     def __new__(
         cls,
@@ -85,6 +89,8 @@ class MainWeightTransformation(optax.GradientTransformation):
         apply: Callable[[Any, Any, Any], tuple[Any, Any]],
         learning_rate: float | optax.Schedule,
         on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
+        formats: Mapping[str, MomentFormat] | None = None,
+        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
@@ -98,6 +104,8 @@ class MainWeightTransformation(optax.GradientTransformation):
         self.apply = apply
         self.learning_rate = learning_rate
         self.on_plan = on_plan or (lambda _: self)
+        self.formats = formats or {}
+        self.with_formats = with_formats or (lambda _: self)
         return self
 
 
@@ -131,7 +139,7 @@ def main_weight_adamw(
     constants = Constants(b1, b2, eps, weight_decay)
     _check(learning_rate, constants, torch_vector_bytes)
     formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
-    return _transformation(_AdamW(learning_rate, constants, formats, torch_vector_bytes), TreeMoments())
+    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), TreeMoments())
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,13 @@ class _AdamW:
 
     learning_rate: float | optax.Schedule
     constants: Constants
-    formats: tuple[MomentFormat, MomentFormat]
+    mu: MomentFormat
+    nu: MomentFormat
     vector_bytes: int | None
+
+    @property
+    def formats(self) -> tuple[MomentFormat, MomentFormat]:
+        return self.mu, self.nu
 
 
 def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
@@ -158,7 +171,11 @@ def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransforma
         scaled = any(kind.scaled for kind in given.formats)
         return _transformation(given, PlanMoments(plan)) if scaled else own
 
-    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan)
+    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        return _transformation(replace(given, **formats), arrays)
+
+    formats = {"mu": given.mu, "nu": given.nu}
+    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats)
     return own
 
 
@@ -188,9 +205,9 @@ def _applied(
     for number, (path, weight) in enumerate(paths):
         _check_gradient(path, weight, slopes[number])
         compute = partial(_one, given, (rows[0][number], rows[1][number]))
+        held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[weight.dtype])
-        arguments = (weight, slopes[number], firsts[number], seconds[number])
-        done.append(arrays.computed(number, weights, compute, *arguments, numbers))
+        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
     return new, _state(given, arrays, count, weights, parts)
@@ -199,14 +216,12 @@ def _applied(
 def _one(
     given: _AdamW,
     rows: tuple[MomentRows, MomentRows],
-    weight: jax.Array,
+    held: tuple[jax.Array, Parts, Parts],
     gradient: jax.Array,
-    first: Parts,
-    second: Parts,
     numbers: tuple[jax.Array, StepScalars],
 ) -> tuple[jax.Array, Parts, Parts]:
-    """The update of one array, or of the shard that a device has of it."""
-    count, scalars = numbers
+    """Weights and moments of one array, or of the shard that a device has of it, after the step."""
+    (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     weight, m, v = updated(weight, *moments, gradient, scalars, given.constants, given.vector_bytes)
     new = rows[0].encode(given.formats[0], m, count)

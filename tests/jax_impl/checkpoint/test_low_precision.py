@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from bridge.formats import open_checkpoint
+from bridge.formats import CheckpointError, open_checkpoint
 from jax_impl import abstract_state, load_checkpoint, main_weight_adamw, memory_report, save_checkpoint
 from tests.support.jax_impl import checkpoint_runs as runs
 
@@ -134,3 +135,73 @@ def test_bytes_at_rest(engine: str, kind: str | None, size: int) -> None:
             2 if whole else 1
         )
     assert held == expected
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((None, None), ("float8_e4m3fn", "float8_e5m2")),
+        (("float8_e5m2", "float16"), (None, None)),
+        (("bfloat16", "float8_e4m3fn"), ("float16", "bfloat16")),
+        (("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float16")),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_moments_of_another_format_are_refused_or_converted(
+    tmp_path: Path, before: Any, after: Any, engine: str, strict: bool
+) -> None:
+    here, there = (3,), (2, runs.DEFAULT, engine)
+    plan, target = runs.plan_of(*here), runs.plan_of(*there)
+    save_checkpoint(tmp_path / "a", plan, trained(here, *before))
+    with pytest.raises(CheckpointError, match='moments="convert"'):
+        load_checkpoint(tmp_path / "a", target, optimizer(*after))
+    loaded = load_checkpoint(tmp_path / "a", target, optimizer(*after), moments="convert", strict=strict)
+    assert not loaded.fresh
+    save_checkpoint(tmp_path / "b", target, loaded.state)
+    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
+    assert found["opt_state/count"] == 2
+    for name, (old, new) in {"mu": (before[0], after[0]), "nu": (before[1], after[1])}.items():
+        for path in plan.parameters:
+            key = f"opt_state/{name}/{path}"
+            if old == new:
+                assert found[key].tobytes() == saved[key].tobytes()
+            # Rows of a float8 moment are within a spacing of their largest element's.
+            exact, stored = (decoded(arrays, name, path) for arrays in (saved, found))
+            spacing = {"float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2, "bfloat16": 2**-8}.get(new, 2**-10)
+            least = np.abs(exact).max(-1, keepdims=True) * 2.0**-14
+            assert np.all(np.abs(stored - exact) <= spacing * np.maximum(np.abs(exact), least)), key
+    runs.train(loaded.state, *there, first=2, count=1, optimizer=optimizer(*after))
+
+
+def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
+    values = np.asarray(arrays[f"opt_state/{name}/{path}"], np.float64)
+    return values * arrays.get(f"opt_state/{name}_scale/{path}", 1.0)
+
+
+def test_without_strictness_moments_of_another_format_are_fresh(tmp_path: Path) -> None:
+    case = (2,)
+    plan = runs.plan_of(*case)
+    save_checkpoint(tmp_path / "a", plan, trained(case, "float16"))
+    # The same dtype without scales would be other numbers.
+    plain = optax.adamw(1e-2, mu_dtype=np.float16)
+    loaded = load_checkpoint(tmp_path / "a", plan, plain, strict=False)
+    matrices = {path for path, info in plan.parameters.items() if len(info.shape) > 1}
+    assert {name for name in loaded.fresh if "/mu/" in name} >= {
+        f"opt_state/0/mu/{path}" for path in matrices
+    }
+    loaded = load_checkpoint(tmp_path / "a", plan, optimizer("float8_e4m3fn"), strict=False)
+    assert {name for name in loaded.fresh if "/mu/" in name} == {f"opt_state/mu/{path}" for path in matrices}
+    # Where there is another chain of moments, too, they are found and converted.
+    loaded = load_checkpoint(tmp_path / "a", plan, optax.adamw(1e-2), strict=False, moments="convert")
+    save_checkpoint(tmp_path / "b", plan, loaded.state)
+    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
+    for path in plan.parameters:
+        np.testing.assert_allclose(found[f"opt_state/0/nu/{path}"], decoded(saved, "nu", path), rtol=1e-6)
+    assert not {name for name in loaded.fresh if "/mu/" in name or "/nu/" in name}
+
+
+def test_another_word_for_moments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='moments: expected "same" or "convert"'):
+        load_checkpoint(tmp_path / "a", runs.plan_of(2), optimizer(None), moments="float32")
