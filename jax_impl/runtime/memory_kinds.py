@@ -12,20 +12,37 @@ import jax
 from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
-_DEVICE = jax.memory.Space.Device
+_DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 # Before, the CPU compiler refuses transfers in a program of several devices.
 _MOVES_ON_CPU = (0, 10, 2)
 
 
 def on_device(tree: Tree) -> Tree:
     """Inside of a program: the same arrays, all of them in the device's memory."""
-    return jax.tree.map(lambda x: x if _space(x) == _DEVICE else _put(x, _DEVICE), tree)
+    return jax.tree.map(lambda x: x if is_on_device(x) else _put(x, _DEVICE), tree)
+
+
+def in_host(tree: Tree) -> Tree:
+    """Inside of a program: arrays that lie on the device, in the host's memory."""
+    return jax.tree.map(lambda x: _put(x, _HOST), tree)
+
+
+def is_on_device(x: jax.Array) -> bool:
+    """Inside of a program."""
+    return bool(_space(x) == _DEVICE)
 
 
 def as_before(tree: Tree, before: Tree) -> Tree:
     """Inside of a program: each array of ``tree`` in the kind of memory in which its counterpart in ``before`` is."""
     return jax.tree.map(
         lambda x, given: x if _space(x) == _space(given) else _put(x, _space(given)), tree, before
+    )
+
+
+def constrained(tree: Tree, shardings: Any) -> Tree:
+    """Inside of a program: arrays on the device lie so; others are as they are."""
+    return jax.tree.map(
+        lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x, tree, shardings
     )
 
 
