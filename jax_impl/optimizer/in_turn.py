@@ -62,7 +62,10 @@ def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
     if located is None:
         return None
     key, _ = located
-    return key if key in plan.arrays else plan.parameters[key].key
+    if key in plan.parameters and key not in plan.arrays:
+        return plan.parameters[key].key
+    # Scales, and parts of an array, have names of their own behind its key.
+    return key if key in plan.arrays else key.rpartition(" (")[0]
 
 
 def _traced(

@@ -12,6 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
+HOST = "pinned_host"
+"""The kind of the host's memory from which devices copy by themselves."""
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 # Before, the CPU compiler refuses transfers in a program of several devices.
 _MOVES_ON_CPU = (0, 10, 2)
@@ -51,9 +53,14 @@ def memory_kinds(tree: object) -> tuple[str | None, ...]:
     return tuple(leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree))
 
 
-def in_memory(sharding: NamedSharding, kind: str | None) -> NamedSharding:
+def in_memory(sharding: Any, kind: str | None) -> Any:
     """``sharding`` in memory of this kind; "" or None: the default."""
     return sharding.with_memory_kind(kind) if kind else sharding
+
+
+def moved(array: jax.Array, kind: str) -> jax.Array:
+    """Outside of programs: the array in memory of this kind, "" for the device's own."""
+    return jax.device_put(array, in_memory(array.sharding, kind)) if kind else array
 
 
 def kinds_like(example: object, expected: Tree) -> Tree:
