@@ -144,7 +144,8 @@ class _Turns:
             found.update(last)
             inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
             evaluate(jaxpr, self.own[key], inner, [outputs[n] for n in own])
-            results = dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True))
+            # All of them: what is sent says by one element that the key is done.
+            results = fence(dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True)))
             found.update(stream.sent({n: results[n] for n in fetched}))
             last = {n: array for n, array in results.items() if n not in fetched}
         return [{**found, **last}[n] for n in range(len(leaves))]
