@@ -24,7 +24,7 @@ class MixedPrecisionPolicy:
         weights, and forward and backward compute with the quantized values in ``param_dtype``; gradients are applied to
         the main weights as they are. See ``bridge.sharding.float8``.
 
-    Raises ValueError for a dtype that is not floating-point, and for another format.
+    Raises ValueError for a dtype that is not floating-point or has one byte, and for another format.
     """
 
     param_dtype: torch.dtype | None = None
@@ -42,6 +42,12 @@ class MixedPrecisionPolicy:
             if not _is_floating(value):
                 raise ValueError(
                     f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype, got {value}"
+                )
+            # Neither operators nor gloo know them.
+            if value.itemsize == 1:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field.name}: expected a dtype of two or more bytes, got {value}; "
+                    "gather_dtype has weights in float8 on the network"
                 )
         if self.gather_dtype is not None and self.gather not in float8.FORMATS:
             raise ValueError(
