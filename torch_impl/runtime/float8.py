@@ -139,7 +139,7 @@ class QuantizedGather:
         for chunk in self._chunks(main, piece):
             scaled = _flushed(chunk.rows, _magnitudes(chunk.rows))
             scaled.mul_(_inverse(self._tensor_scales[chunk.number]))
-            chunk.payload.copy_(scaled.clamp_(-_LARGEST, _LARGEST))
+            _to_payload(chunk, scaled)
 
     def _dequantize(self, pieces: torch.Tensor, target: torch.Tensor, async_op: bool) -> None:
         layout, shards = self._layout, self._layout.num_shards
@@ -211,6 +211,11 @@ def _maximum(amax: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Wo
     return collectives.all_reduce(amax, group, dist.ReduceOp.MAX, async_op)
 
 
+def _to_payload(chunk: _Chunk, scaled: torch.Tensor) -> None:
+    # The cast of some devices and versions of torch makes NaN of what is too large.
+    chunk.payload.copy_(scaled.clamp_(-_LARGEST, _LARGEST))
+
+
 def _quantize_rows(chunk: _Chunk) -> None:
     magnitudes = _magnitudes(chunk.rows)
     whole, rest = _in_blocks(magnitudes)
@@ -218,7 +223,7 @@ def _quantize_rows(chunk: _Chunk) -> None:
     chunk.scales.copy_(_scales_of(torch.cat(amax, 1)))
     scaled = _flushed(chunk.rows, magnitudes)
     _multiply_blocks(scaled, _inverse(chunk.scales))
-    chunk.payload.copy_(scaled.clamp_(-_LARGEST, _LARGEST))
+    _to_payload(chunk, scaled)
 
 
 def _magnitudes(rows: torch.Tensor) -> torch.Tensor:

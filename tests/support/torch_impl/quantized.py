@@ -31,7 +31,7 @@ class Wide(nn.Module):
         super().__init__()
         random = torch.Generator().manual_seed(2)
         for name, shape in {**SHAPES, "vector": (5,)}.items():
-            powers = torch.randint(-12, 6, (*shape[:-1], 1), generator=random)
+            powers = torch.randint(-22, 6, (*shape[:-1], 1), generator=random)
             values = torch.randn(shape, generator=random) * 2.0**powers
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
         self.seen: dict[str, torch.Tensor] = {}

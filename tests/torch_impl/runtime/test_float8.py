@@ -28,6 +28,7 @@ from tests.support.torch_impl.quantized import (
     quantized,
 )
 from tests.support.torch_impl.toy import sharded_toy, whole
+from torch_impl.runtime import float8 as runtime_float8
 from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.float8 import QuantizedGather
 
@@ -121,7 +122,11 @@ class _Rank:
 
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shards", [5, 8])
-def test_more_shards_than_processes(shards: int, granularity: str) -> None:
+def test_more_shards_than_processes(
+    shards: int, granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A few rows at a time.
+    monkeypatch.setattr(runtime_float8, "_CHUNK", 70)
     layout = plan_layout(SHAPES, shards, granularity=granularity, align=1)
     values = {name: param.detach() for name, param in Wide().named_parameters() if name in SHAPES}
     whole_pieces = expected_pieces(layout, values, "mxfp8")
