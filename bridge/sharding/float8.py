@@ -26,8 +26,10 @@ What a rank sends for a group, ``num_shards`` such pieces make the whole, in the
     | payload: the shard, an element a byte, padding is 0 | scales of slot a's rows here | of slot b's | ... | zeros |
 
 Scales of the parts of a shard follow each other in the order of the parts (buffer by buffer, by offset), row by row,
-block by block. Zeros fill up to the shard with the most blocks, and to a multiple of the layout's ``align``. Shards of
-a coarser level (HFSDP's inner axis) are pieces of the finest level, one after the other.
+block by block. Zeros fill up to the shard with the most blocks, and to a multiple of the layout's ``align``. Where all
+rows, offsets and shards are multiples of 32 elements (``in_blocks``), every rank's blocks are the same places of its
+shard, and each 32 elements have their scale at the same place, padding too: 0. Shards of a coarser level (HFSDP's inner
+axis) are pieces of the finest level, one after the other.
 """
 
 from __future__ import annotations
@@ -79,12 +81,19 @@ def blocks_of(row_size: int) -> int:
     return -(-row_size // BLOCK)
 
 
+def in_blocks(layout: Layout) -> bool:
+    """Whether the blocks are every 32 elements of a shard, whichever it is."""
+    sizes = (*layout.shard_sizes, *(size for slot in layout.slots for size in (slot.offset, slot.row_size)))
+    return not any(size % BLOCK for size in sizes)
+
+
 def scale_parts(layout: Layout, rank: int) -> Iterator[ScalePart]:
     """Where the scales of mxfp8 lie in the shard of ``rank``, after the payload, in order."""
-    start = 0
-    for buffer in range(len(layout.shard_sizes)):
+    start, alike = 0, in_blocks(layout)
+    for buffer, held in enumerate(layout.shard_slices):
         for part in layout.parts(rank, buffer):
             row_size = layout.slots[part.number].row_size
+            start = (held.start + part.start) // BLOCK if alike else start
             one = ScalePart(part.number, start, (part.stop - part.start) // row_size, blocks_of(row_size))
             start += one.rows * one.blocks
             yield one
@@ -94,9 +103,11 @@ def scale_bytes(layout: Layout, gather: str) -> int:
     """Bytes of scales that each shard sends, zeros at the end included; 0 unless the format is "mxfp8"."""
     if gather != "mxfp8":
         return 0
-    most = 0
-    for rank in range(layout.num_shards):
-        most = max(most, sum(part.rows * part.blocks for part in scale_parts(layout, rank)))
+    if in_blocks(layout):
+        most = layout.shard_size // BLOCK
+    else:
+        ranks = (scale_parts(layout, rank) for rank in range(layout.num_shards))
+        most = max(sum(part.rows * part.blocks for part in parts) for parts in ranks)
     return -(-most // layout.align) * layout.align
 
 

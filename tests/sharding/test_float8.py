@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.sharding import Layout, PolicyError, PrecisionPolicy, ShardingPolicy, float8, plan_layout
+from bridge.sharding.slot import Slot
 
 Array = Any
 
@@ -180,6 +181,30 @@ def test_pieces_of_all_shards_hold_the_bytes_of_whole_tensors(
         if values[name].size:
             np.testing.assert_array_equal(np.concatenate(payload[name]), whole[name][0], name)
             np.testing.assert_array_equal(np.concatenate(scales[name]), whole[name][1], name)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_blocks_of_whole_tiles_have_their_scales_where_they_are_in_the_shard(shards: int) -> None:
+    shapes = {"a": (5, 64), "b": (3, 5, 128), "c": (9, 64)}
+    layout = plan_layout(shapes, shards)
+    assert float8.in_blocks(layout)
+    gaps = 0
+    for rank in range(shards):
+        parts = list(float8.scale_parts(layout, rank))
+        found = [(part.start, part.start + part.rows * part.blocks) for part in parts]
+        held = [(s, part) for b, s in enumerate(layout.shard_slices) for part in layout.parts(rank, b)]
+        assert found == [((s.start + p.start) // 32, (s.start + p.stop) // 32) for s, p in held]
+        gaps += layout.shard_size // 32 - sum(stop - start for start, stop in found)
+    assert gaps > 0 or shards == 1, "without padding this proves nothing"
+    assert float8.scale_bytes(layout, "mxfp8") == -(-layout.shard_size // 32 // 128) * 128
+
+
+def test_one_odd_row_shard_or_offset_is_enough_for_blocks_to_differ() -> None:
+    a = Slot("a", (4, 32), 1, 0, 0)
+    assert float8.in_blocks(Layout(1, (256,), (a, Slot("b", (4, 32), 1, 0, 128))))
+    assert not float8.in_blocks(Layout(1, (288,), (a, Slot("b", (4, 32), 1, 0, 144))))
+    assert not float8.in_blocks(Layout(1, (320,), (a, Slot("b", (4, 33), 1, 0, 128))))
+    assert not float8.in_blocks(Layout(1, (272,), (a, Slot("b", (4, 32), 1, 0, 128))))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
