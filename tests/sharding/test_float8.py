@@ -196,7 +196,7 @@ def test_blocks_of_whole_tiles_have_their_scales_where_they_are_in_the_shard(sha
         assert found == [((s.start + p.start) // 32, (s.start + p.stop) // 32) for s, p in held]
         gaps += layout.shard_size // 32 - sum(stop - start for start, stop in found)
     assert gaps == (layout.padded_size - layout.numel) // 32 and (gaps or shards < 3)
-    assert float8.scale_bytes(layout, "mxfp8") == -(-layout.shard_size // 32 // 128) * 128
+    assert float8.scale_bytes(layout, "mxfp8") == -(-layout.shard_size // 32 // layout.align) * layout.align
 
 
 def test_one_odd_row_shard_or_offset_is_enough_for_blocks_to_differ() -> None:
