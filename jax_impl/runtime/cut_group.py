@@ -59,7 +59,7 @@ class CutGroup(FlatGroup):
         return self.cuts[self.paths.index(path)]
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        if 0 < self.strategy.parameters == self.strategy.optimizer:
+        if self.holds_at_rest:
             return super().hold(arrays)
         whole = self.model.on_each(super().hold, (self._flat(),), self._flat())
         return tuple(whole(tuple(arrays)))

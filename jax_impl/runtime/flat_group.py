@@ -65,11 +65,21 @@ class FlatGroup:
         """How a parameter is cut over model axes, by dimensions of a layer."""
         return ()
 
+    @property
+    def sends_once(self) -> bool:
+        """Whether ``hold`` has collectives."""
+        return self.strategy.parameters != self.strategy.optimizer
+
+    @property
+    def holds_at_rest(self) -> bool:
+        """Whether sources are the arrays at rest."""
+        return 0 < self.strategy.parameters == self.strategy.optimizer
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
         (array,) = arrays
         levels = self.strategy
-        if 0 < levels.parameters == levels.optimizer:
+        if self.holds_at_rest:
             return (array,)
         return (
             self._each_layer(lambda x: self.wire.all_gather(x, levels.optimizer, levels.parameters), array),

@@ -135,6 +135,10 @@ class LogicalGroup:
         stack = 0 if self.layers is None else 1
         return tuple(Cut(cut.axis, cut.dimension - stack) for cut in self.stored[path].cuts)
 
+    @property
+    def sends_once(self) -> bool:
+        return self.strategy.parameters != self.strategy.optimizer
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.parameters == self.strategy.optimizer:
             return tuple(arrays)
