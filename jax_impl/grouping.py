@@ -1,4 +1,5 @@
-"""A unit's parameters into groups: by trainability and dtype, and by the model axes that cut them."""
+"""A unit's parameters into groups: by trainability and dtype, by how they are gathered, and by the model axes that cut
+them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bridge.sharding import plan_layout
+from bridge.sharding.float8 import is_quantized
 from bridge.sharding.parallel import local_shape
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, is_tpu
@@ -18,6 +20,8 @@ from jax_impl.modules.partitioning import Cuts
 from jax_impl.options import Resolved, UnitOptions, within
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.float8_group import CutFloat8Group, Float8Group
+from jax_impl.runtime.float8_logical import Float8LogicalGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.model_axes import ModelAxes
 from jax_impl.runtime.precision import Precision, main_dtype
@@ -79,10 +83,14 @@ def _flat_group(
         align=chosen.align,
     )
     kept = [] if wire.main == np.float32 else [wire.main.name]
-    words = [*([] if kind.trainable else ["frozen", *kept]), *kind.over]
+    narrow = [] if wire.float8 is None else [wire.float8]
+    words = [*([] if kind.trainable else ["frozen", *kept]), *narrow, *kind.over]
     key = f"{module.path} ({', '.join(words)})" if words else module.path
     common = key, module.path, paths, layout, wire, options.strategy, kind.trainable, module.layers
-    return CutGroup(*common, model, of_each) if model.names else FlatGroup(*common)
+    if model.names:
+        cut = CutGroup if wire.float8 is None else CutFloat8Group
+        return cut(*common, model, of_each)
+    return FlatGroup(*common) if wire.float8 is None else Float8Group(*common)
 
 
 def _logical_group(
@@ -102,14 +110,18 @@ def _logical_group(
         )
         for i, path in ((i, module.parameters[i]) for i in own)
     )
-    return LogicalGroup(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
+    kind = LogicalGroup if wire.float8 is None else Float8LogicalGroup
+    return kind(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
 
 
 def _wired(
     mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
 ) -> dict[tuple[bool, Wire], list[int]]:
-    """The numbers of a unit's parameters by group: the trainable one, then a frozen one of each dtype."""
-    mains: dict[tuple[bool, np.dtype], list[int]] = {}
+    """The numbers of a unit's parameters by group: trainable ones, then frozen ones of each dtype.
+
+    Of both, what is gathered as float8 comes first.
+    """
+    mains: dict[tuple[bool, np.dtype, str | None], list[int]] = {}
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
             raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
@@ -119,17 +131,25 @@ def _wired(
                 f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
                 f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
             )
-        mains.setdefault((trainable, main_dtype(dtype) if trainable else dtype), []).append(i)
-    trained = {dtype: module.parameters[own[0]] for (trainable, dtype), own in mains.items() if trainable}
+        main = main_dtype(dtype) if trainable else dtype
+        float8 = precision.float8(main) if is_quantized(module.shapes[i]) else None
+        mains.setdefault((trainable, main, float8), []).append(i)
+    trained = {main: module.parameters[own[0]] for (trainable, main, _), own in mains.items() if trainable}
     if len(trained) > 1:
         found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
         raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
+    dtypes = list(dict.fromkeys(main for _, main, _ in mains))
+
+    def order(kind: tuple[bool, np.dtype, str | None]) -> tuple[bool, int, bool]:
+        trainable, main, float8 = kind
+        return not trainable, dtypes.index(main), float8 is None
+
     return {
-        (trainable, _wire(mesh, precision, main)): mains[trainable, main]
-        for trainable, main in sorted(mains, key=lambda kind: not kind[0])
+        (trainable, _wire(mesh, precision, main, float8)): mains[trainable, main, float8]
+        for trainable, main, float8 in sorted(mains, key=order)
     }
 
 
-def _wire(mesh: Mesh, precision: Precision, main: np.dtype) -> Wire:
+def _wire(mesh: Mesh, precision: Precision, main: np.dtype, float8: str | None) -> Wire:
     dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
-    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh))
+    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=float8)

@@ -44,6 +44,8 @@ class ShardingOptions(TypedDict, total=False):
         what is left. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``, ``Block_*``, ...;
         the rule is in ``modules/repeated_blocks.py``). ``[]`` makes the root the only unit.
     param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
+    gather_dtype: "mxfp8" or "float8_e4m3fn": matrices and stacks of them are quantized to be gathered; see
+        ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
         where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
     align: elements of which every shard of the shard_map engine is a multiple, or "auto"; see ``plan_layout``.
@@ -75,6 +77,7 @@ class ShardingOptions(TypedDict, total=False):
     param_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
     grad_dtype: DTypeLike | None
+    gather_dtype: DTypeLike | None
     granularity: Granularity
     rows: int
     align: Align
@@ -165,7 +168,10 @@ def _by_keywords(
         options.get("align", DEFAULT_ALIGN),
     )
     precision = Precision.of(
-        options.get("param_dtype"), options.get("reduce_dtype"), options.get("grad_dtype")
+        options.get("param_dtype"),
+        options.get("reduce_dtype"),
+        options.get("grad_dtype"),
+        options.get("gather_dtype"),
     )
     patterns = options.get("units")
     found = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
@@ -229,7 +235,8 @@ def _by_policy(
                 f"{policy.source}: [precision] main: expected parameters for {policy.precision.main} main weights, got "
                 f"{value.dtype} for {path!r}"
             )
-    precision = Precision(policy.precision.compute, policy.precision.reduce, policy.precision.grad)
+    asked = policy.precision
+    precision = Precision(asked.compute, asked.reduce, asked.grad, asked.gather)
     if patterns is None:
         policies = _of_policy(policy, paths)
     else:

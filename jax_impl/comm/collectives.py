@@ -71,9 +71,10 @@ def divide_exactly(x: jax.Array, divisor: float | jax.Array) -> jax.Array:
 class Wire:
     """Mesh axes, and the dtypes of a group's array.
 
-    ``main``: at rest; ``compute``: as gathered; ``reduce``: while gradients are summed; ``grad``: as accumulated over
-    microbatches and given to the optimizer. An axis of one device takes no collective. ``in_rows``: shards travel as
-    rows of ``LANES`` elements.
+    ``main``: at rest; ``compute``: in forward and backward, and as gathered; ``reduce``: while gradients are summed;
+    ``grad``: as accumulated over microbatches and given to the optimizer. An axis of one device takes no collective.
+    ``in_rows``: shards travel as rows of ``LANES`` elements. ``float8``: the format in which the group is gathered
+    instead (``bridge.sharding.float8``).
 
     Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
     over many devices overflow: there each axis takes the mean (``averages``), as in PyTorch.
@@ -85,6 +86,7 @@ class Wire:
     reduce: np.dtype
     grad: np.dtype
     in_rows: bool = False
+    float8: str | None = None
 
     @property
     def averages(self) -> bool:
@@ -101,16 +103,26 @@ class Wire:
         ``row``: in rows of so many elements, ``[devices of the axes between, S / row, row]``. The cast comes first, so
         fewer bytes travel.
         """
-        gathered = self.cast(shard if row is None else shard.reshape(-1, row))
+        cast = self.cast(shard)
         # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN.
         narrow = self.compute.itemsize == 1
         if narrow:
-            gathered = lax.bitcast_convert_type(gathered, np.uint8)
+            cast = lax.bitcast_convert_type(cast, np.uint8)
+        gathered = self.gather_as_it_is(cast, level, to, row)
+        return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
+
+    def gather_as_it_is(self, shard: jax.Array, level: int, to: int, row: int | None = None) -> jax.Array:
+        """``all_gather`` in the shard's own dtype."""
+        gathered = shard if row is None else shard.reshape(-1, row)
         for axis in reversed(range(to, level)):
             gathered = self._over(axis, self._gather, gathered)
-        if row is not None:
-            gathered = gathered.reshape(-1, shard.size // row, row)
-        return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
+        return gathered if row is None else gathered.reshape(-1, shard.size // row, row)
+
+    def largest(self, values: jax.Array, level: int) -> jax.Array:
+        """The largest of ``values`` over all shards of ``level``, element by element."""
+        for axis in range(level):
+            values = self._over(axis, lax.pmax, values)
+        return values
 
     def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
         """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``.

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -57,6 +58,10 @@ class DataParallelMesh:
     def shards(self, level: int) -> int:
         """Into how many shards ``level`` cuts an array."""
         return math.prod(self.sizes[:level])
+
+    def shard_index(self, level: int) -> jax.Array | int:
+        """The number of this device's shard, inside of a step that is manual on these axes."""
+        return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else 0
 
     def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
         """An array of ``level`` that is cut along ``dimension``; each shard is cut further over the axes ``inner``."""

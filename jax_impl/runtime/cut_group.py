@@ -65,7 +65,7 @@ class CutGroup(FlatGroup):
         return tuple(shape)
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        if 0 < self.strategy.parameters == self.strategy.optimizer:
+        if self.holds_at_rest:
             return super().hold(arrays)
         whole = self.model.on_each(super().hold, (self._flat(),), self._flat())
         return tuple(whole(tuple(arrays)))

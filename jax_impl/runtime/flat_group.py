@@ -73,11 +73,21 @@ class FlatGroup:
     def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return shape if path in self._numbers else None
 
+    @property
+    def sends_once(self) -> bool:
+        """Whether ``hold`` has collectives."""
+        return self.strategy.parameters != self.strategy.optimizer
+
+    @property
+    def holds_at_rest(self) -> bool:
+        """Whether sources are the arrays at rest."""
+        return 0 < self.strategy.parameters == self.strategy.optimizer
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
         (array,) = arrays
         levels = self.strategy
-        if 0 < levels.parameters == levels.optimizer:
+        if self.holds_at_rest:
             return (array,)
         return (
             self._each_layer(lambda x: self.wire.all_gather(x, levels.optimizer, levels.parameters), array),

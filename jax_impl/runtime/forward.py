@@ -48,7 +48,7 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
         held = []
         for group in unit.groups:
             arrays = tuple(weights[key] for key in group.stored)
-            if unit.strategy.parameters == unit.strategy.optimizer:
+            if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
             arrays, last = fence((arrays, last))

@@ -146,6 +146,10 @@ class LogicalGroup:
     def layer_shape(self, path: str) -> tuple[int, ...]:
         return self.stored[path].shape[0 if self.layers is None else 1 :]
 
+    @property
+    def sends_once(self) -> bool:
+        return self.strategy.parameters != self.strategy.optimizer
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.parameters == self.strategy.optimizer:
             return tuple(arrays)

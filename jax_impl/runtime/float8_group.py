@@ -1,0 +1,100 @@
+"""A flat group whose weights travel as float8 payload: ``bridge.sharding.float8`` has the bits and where they lie.
+
+::
+
+    hold      main weights [S]  ->  payload [S], scales        once a step, each device its own rows
+    gather    payload and scales of all shards, uint8
+    leaves    payload and scales of a parameter  ->  the compute dtype, exactly
+
+So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of the leaves, and go to
+the main weights as they are (straight-through).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bridge.sharding.float8 import piece_bytes
+from jax_impl.comm.collectives import LANES
+from jax_impl.runtime.buffer import unpack
+from jax_impl.runtime.cut_group import CutGroup
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.float8 import decode, each_in_row, scales_of
+from jax_impl.runtime.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors, scales_of_leaves
+
+
+@dataclass(frozen=True)
+class Float8Group(FlatGroup):
+    """Sources are pieces of uint8 ``[piece_bytes * shards]``, and of float8_e4m3fn the scales of parameters."""
+
+    @property
+    def sends_once(self) -> bool:
+        return super().sends_once or self._by_tensor
+
+    @property
+    def holds_at_rest(self) -> bool:
+        return False
+
+    def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        levels, layout = self.strategy, self.layout
+        values = arrays[0].astype(jnp.float32)
+        rank = self.wire.axes.shard_index(levels.optimizer) if layout.num_shards > 1 else None
+        scales: tuple[jax.Array, ...] = ()
+        if self._by_tensor:
+            found = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
+            amax = self.wire.largest(lax.bitcast_convert_type(found, jnp.float32), levels.optimizer)
+            scales = (scales_of(lax.bitcast_convert_type(amax, jnp.int32)),)
+            pieces = self._on_layers(lambda x, s: quantize_tensors(layout, x, s, rank), values, *scales)
+        else:
+            pieces = self._on_layers(lambda x: quantize_blocks(layout, x, rank), values)
+        if levels.parameters < levels.optimizer:
+            gather = partial(self.wire.gather_as_it_is, level=levels.optimizer, to=levels.parameters)
+            pieces = self._each_layer(gather, pieces)
+        return (pieces, *scales)
+
+    def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        pieces, *scales = sources
+        self._check_layer(pieces)
+        return (self.wire.gather_as_it_is(pieces, self.strategy.parameters, 0, self._piece_row), *scales)
+
+    def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        pieces, *scales = whole
+        if not self.strategy.shard_parameters:
+            self._check_layer(pieces)
+        layout, row = self.layout, 1 if pieces.ndim == 1 else pieces.shape[-1]
+        pieces = pieces.reshape(layout.num_shards, -1, *pieces.shape[2:])
+        size = layout.shard_size // row
+        payload = pieces[:, :size]
+        values = unpack(layout, payload.reshape(-1) if row == 1 else payload)
+        if self._by_tensor:
+            found = [decode(leaf, scale) for leaf, scale in zip(values, *scales, strict=True)]
+        else:
+            of_rows = scales_of_leaves(layout, pieces[:, size:].reshape(layout.num_shards, -1))
+            found = [
+                decode(leaf, each_in_row(own, leaf.shape[-1]))
+                for leaf, own in zip(values, of_rows, strict=True)
+            ]
+        return tuple(leaf.astype(self.wire.compute) for leaf in found)
+
+    @property
+    def _by_tensor(self) -> bool:
+        return self.wire.float8 == "float8_e4m3fn"
+
+    @property
+    def _piece_row(self) -> int | None:
+        sizes = self.layout.shard_size, piece_bytes(self.layout, self.wire.float8 or "")
+        return LANES if self.wire.in_rows and not any(size % LANES for size in sizes) else None
+
+    def _on_layers(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        return function(*arrays) if self.layers is None else jax.vmap(function)(*arrays)
+
+
+@dataclass(frozen=True)
+class CutFloat8Group(CutGroup, Float8Group):
+    """On a mesh with model axes, where each part of a parameter is quantized by itself."""

@@ -1,0 +1,185 @@
+"""Quantize one shard of a flat group, and find the scales of a parameter in all of them.
+
+All devices run one program, but hold different rows of different parameters: *parts* of a shard. Three ways::
+
+    one shard                      all parts are known: each parameter by itself
+    blocks of whole tiles          mxfp8: every 32 elements, whatever they are of (``float8.in_blocks``)
+    else                           a device takes its row of tables that say what each shard holds
+
+The last one computes what it needs to know of each element, or of each block, from where it is. Padding is zero and has
+payload 0; which part it counts as makes no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.sharding import Layout
+from bridge.sharding.float8 import BLOCK, blocks_of, in_blocks, scale_bytes, scale_parts
+from bridge.sharding.slot import Slot
+from jax_impl.runtime.buffer import pack, unpack
+from jax_impl.runtime.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
+
+# The number of a device's shard; None where there is one.
+Rank = jax.Array | None
+
+
+def quantize_blocks(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
+    """mxfp8: float32 ``[S]`` -> what the shard sends, payload and scales, as uint8 ``[piece_bytes]``."""
+    if in_blocks(layout):
+        blocks = values.reshape(-1, BLOCK)
+        scales = scales_of(magnitudes(blocks).max(axis=-1))
+        payload = encode(blocks, scales[:, None]).reshape(-1)
+    elif rank is None:
+        leaves = unpack(layout, values)
+        of_leaves = [scales_of(_largest(in_rows(leaf))) for leaf in leaves]
+        found = [
+            encode(leaf, each_in_row(own, leaf.shape[-1]))
+            for leaf, own in zip(leaves, of_leaves, strict=True)
+        ]
+        payload = pack(layout, found)
+        by_name = dict(zip((slot.name for slot in layout.slots), of_leaves, strict=True))
+        held = (slot.name for buffer in range(len(layout.shard_sizes)) for slot in layout.occupied(buffer))
+        scales = jnp.concatenate([by_name[name].reshape(-1) for name in held])
+    else:
+        payload, scales = _quantize_odd_blocks(layout, values, rank)
+    padding = scale_bytes(layout, "mxfp8") - scales.size
+    return jnp.concatenate([payload, scales, jnp.zeros(padding, jnp.uint8)])
+
+
+def amax_of_tensors(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
+    """float32 ``[S]`` -> bits of the largest magnitude of each parameter here, int32 ``[slots]``."""
+    if rank is None:
+        whole = unpack(layout, values)
+        return jnp.stack([_largest(leaf.reshape(-1)) for leaf in whole])
+    parts = _Parts.of(layout, rank)
+    cells = magnitudes(values).reshape(-1, parts.cell).max(axis=-1)
+    at = parts.cells()[:, None]
+    mine = (at >= parts.starts) & (at < parts.stops)
+    by_part = jnp.where(mine, cells[:, None], 0).max(axis=0, initial=0)
+    numbers = jnp.arange(len(layout.slots), dtype=jnp.int32)
+    return jnp.where(parts.numbers[:, None] == numbers, by_part[:, None], 0).max(axis=0)
+
+
+def quantize_tensors(layout: Layout, values: jax.Array, scales: jax.Array, rank: Rank) -> jax.Array:
+    """float8_e4m3fn: float32 ``[S]`` and the scale of each parameter, ``[slots]`` -> payload, uint8 ``[S]``."""
+    if rank is None:
+        leaves = unpack(layout, values)
+        return pack(layout, [encode(leaf, scale) for leaf, scale in zip(leaves, scales, strict=True)])
+    parts = _Parts.of(layout, rank)
+    of_cells = parts.look_up(scales.astype(jnp.int32)[parts.numbers])
+    return encode(values.reshape(-1, parts.cell), of_cells[:, None]).reshape(-1)
+
+
+def scales_of_leaves(layout: Layout, scales: jax.Array) -> Sequence[jax.Array]:
+    """mxfp8: scales of all shards, ``[num_shards, scale_bytes]`` -> of each parameter, ``[..., blocks of a row]``."""
+    if in_blocks(layout):
+        tiles = _tiles(layout)
+        return unpack(tiles, scales[:, : tiles.shard_size].reshape(-1))
+    return [
+        scales[ranks[:, None], starts[:, None] + np.arange(blocks_of(slot.row_size), dtype=np.int32)].reshape(
+            *slot.shape[:-1], -1
+        )
+        for slot, (ranks, starts) in zip(layout.slots, _places(layout), strict=True)
+    ]
+
+
+def _quantize_odd_blocks(layout: Layout, values: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    parts, size = _Parts.of(layout, rank), scale_bytes(layout, "mxfp8")
+    starts, row_sizes, blocks, scale_starts = map(
+        parts.look_up, (parts.starts, parts.row_sizes, parts.blocks, parts.scale_starts)
+    )
+    rows, columns = jnp.divmod(parts.cells() - starts, row_sizes)
+    # Padding after a part would be in blocks of the next one.
+    inside = parts.cells() < parts.look_up(parts.stops)
+    numbers = jnp.where(inside, scale_starts + rows * blocks + columns // BLOCK, size)
+    amax = jax.ops.segment_max(magnitudes(values), numbers, size + 1)
+    # Segments without elements have the smallest integer.
+    scales = scales_of(jnp.maximum(amax, 0))
+    return encode(values, scales[numbers]), scales[:size]
+
+
+def _largest(values: jax.Array) -> jax.Array:
+    """Bits of the largest magnitude along the last axis."""
+    return magnitudes(values).max(axis=-1, initial=0)
+
+
+@functools.cache
+def _tiles(layout: Layout) -> Layout:
+    """Where the scales are: as the layout, a block for 32 elements."""
+    slots = tuple(
+        Slot(slot.name, (*slot.shape[:-1], slot.shape[-1] // BLOCK), slot.block, slot.buffer, slot.offset // BLOCK)
+        for slot in layout.slots
+    )
+    return Layout(layout.num_shards, tuple(size // BLOCK for size in layout.shard_sizes), slots)
+
+
+@functools.cache
+def _places(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each row of each parameter: its shard, and where its scales start there."""
+    found = [(np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots]
+    for rank in range(layout.num_shards):
+        for part in scale_parts(layout, rank):
+            slot = layout.slots[part.number]
+            r0, r1 = layout.row_range(slot.name, rank)
+            ranks, starts = found[part.number]
+            ranks[r0:r1] = rank
+            starts[r0:r1] = part.start + part.blocks * np.arange(r1 - r0)
+    return found
+
+
+@functools.cache
+def _tables(layout: Layout) -> np.ndarray:
+    """int32 ``[6, num_shards, parts]``: the fields of ``_Parts``. Parts that a shard does not have start at its end."""
+    rows = []
+    for rank in range(layout.num_shards):
+        held = [
+            (whole.start + part.start, whole.start + part.stop)
+            for buffer, whole in enumerate(layout.shard_slices)
+            for part in layout.parts(rank, buffer)
+        ]
+        rows.append(
+            [
+                (start, stop, layout.slots[part.number].row_size, part.blocks, part.start, part.number)
+                for (start, stop), part in zip(held, scale_parts(layout, rank), strict=True)
+            ]
+        )
+    nothing = (layout.shard_size, layout.shard_size, 1, 1, 0, 0)
+    most = max(1, *map(len, rows))
+    return np.array([row + [nothing] * (most - len(row)) for row in rows], np.int32).transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of this device's shard, int32 ``[parts]`` each. ``cell``: elements that are in one part together."""
+
+    layout: Layout
+    cell: int
+    starts: jax.Array
+    stops: jax.Array
+    row_sizes: jax.Array
+    blocks: jax.Array
+    scale_starts: jax.Array
+    numbers: jax.Array
+
+    @staticmethod
+    def of(layout: Layout, rank: jax.Array) -> _Parts:
+        own = jnp.asarray(_tables(layout))[:, rank]
+        return _Parts(layout, BLOCK if in_blocks(layout) else 1, *own)
+
+    def cells(self) -> jax.Array:
+        """Where each cell starts in the shard."""
+        return jnp.arange(0, self.layout.shard_size, self.cell, dtype=jnp.int32)
+
+    def look_up(self, values: jax.Array) -> jax.Array:
+        """Of ``values [parts]``, that of the part that a cell is in, or of the one before."""
+        steps = values - jnp.concatenate([jnp.zeros(1, values.dtype), values[:-1]])
+        # What is before the first part is padding.
+        starts = self.starts.at[0].set(0)
+        return jnp.where(self.cells()[:, None] >= starts, steps, 0).sum(axis=1, dtype=values.dtype)
