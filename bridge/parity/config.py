@@ -19,6 +19,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
 # The short form of a policy.
 SHORT = ("strategy", "precision", "granularity")
+MOMENTS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
@@ -163,9 +164,17 @@ class LegPolicy:
     @property
     def compute(self) -> str:
         """The dtype of forward and backward; the default where the text is no policy, as the rehearsal will report."""
+        return self._dtype("compute") or self._dtype("main") or "float32"
+
+    @property
+    def gather(self) -> str | None:
+        """The format in which weights are gathered where that is not the dtype of forward and backward."""
+        return self._dtype("gather")
+
+    def _dtype(self, key: str) -> str | None:
         precision = tomllib.loads(self.text).get("precision")
-        found = precision.get("compute", precision.get("main")) if isinstance(precision, dict) else None
-        return found if isinstance(found, str) else "float32"
+        found = precision.get(key) if isinstance(precision, dict) else None
+        return found if isinstance(found, str) else None
 
     def data_ranks(self, ranks: int) -> int:
         """Among how many of ``ranks`` a global batch is divided; all where the policy does not fit, see ``compute``."""
@@ -180,7 +189,8 @@ class Leg:
     """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices.
 
     ``policy`` gives the sharding. The short form is ``strategy`` with the optional keys ``precision`` (default
-    "float32") and ``granularity`` (default "row").
+    "float32") and ``granularity`` (default "row"). moments: in which both Adam moments are stored; those of a checkpoint
+    in another format are converted when the leg begins. offload: the part of the moments that lies in CPU memory, 0 to 1.
     """
 
     framework: str
@@ -191,6 +201,8 @@ class Leg:
     microbatches: int = 1
     granularity: str | None = None
     policy: LegPolicy | None = None
+    moments: str = "float32"
+    offload: float = 0.0
 
     def __post_init__(self) -> None:
         _require(
@@ -201,6 +213,10 @@ class Leg:
         )
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
+        _require(self.moments in MOMENTS, "[[leg]] moments", f"one of {', '.join(MOMENTS)}", self.moments)
+        share = self.offload
+        part = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
+        _require(part, "[[leg]] offload", "a part of the moments, 0 to 1", share)
         if self.policy is not None:
             beside = [name for name in SHORT if getattr(self, name) is not None]
             expected = f"policy alone, which says all that {', '.join(SHORT)} say"
@@ -233,6 +249,17 @@ class Leg:
     @property
     def title(self) -> str:
         return f"{self.framework} x{self.ranks} {self.sharding.name}"
+
+    @property
+    def precision_words(self) -> tuple[str, ...]:
+        """What of the leg is coarser than float32, a word for each: compute, gathered weights, moments."""
+        weights = self.sharding
+        found = [weights.compute] if weights.compute != "float32" else []
+        if weights.gather is not None and weights.gather != weights.compute:
+            found.append(f"{weights.gather} weights")
+        if self.moments != "float32":
+            found.append(f"{self.moments} moments")
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -269,7 +296,7 @@ class RelayConfig:
 
     @staticmethod
     def load(name_or_path: str | Path) -> RelayConfig:
-        """Read a TOML file, or a built-in relay by name (``default``, ``bfloat16``, ``quick``)."""
+        """Read a TOML file, or a built-in relay by name (``default``, ``bfloat16``, ``float8``, ``quick``)."""
         built_in = BUILT_IN / f"{name_or_path}.toml"
         path = built_in if built_in.is_file() else Path(name_or_path)
         if not path.is_file():

@@ -17,6 +17,7 @@ from bridge.parity.corpus import Corpus
 from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
 from bridge.parity.norms import KINDS, Norms, in_torch_names
 from jax_impl import (
+    Offload,
     ShardingPlan,
     ShardingPolicy,
     TrainState,
@@ -39,10 +40,17 @@ def run(job: Job) -> None:
     corpus = Corpus.of_standard_library()
     options = job.optimizer
     optimizer = main_weight_adamw(
-        options.lr, *options.betas, eps=options.eps, weight_decay=options.weight_decay
+        options.lr,
+        *options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        mu_dtype=leg.moments,
+        nu_dtype=leg.moments,
     )
     assert job.source is not None
-    loaded = load_checkpoint(job.source, plan, optimizer)
+    loaded = load_checkpoint(
+        job.source, plan, optimizer, moments="convert", offload=Offload(moments=leg.offload)
+    )
     start = resume_position(job, corpus, loaded.train)
     state = loaded.state
     step_fn = make_train_step(plan, _loss, optimizer, microbatches=leg.microbatches)
@@ -52,7 +60,8 @@ def run(job: Job) -> None:
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
         state, measured = step_fn(state, jnp.asarray(batch))
-        metrics.add(step, float(measured["loss"]), _norms(plan, state, mapping))
+        norms = _norms(plan, state, mapping, with_moments=leg.moments == "float32")
+        metrics.add(step, float(measured["loss"]), norms)
     write_memory(job, memory_report(plan, state))
     if job.destination is not None:
         save_checkpoint(
@@ -78,9 +87,13 @@ def _plan(job: Job) -> ShardingPlan:
     return plan_sharding(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), mesh, policy)
 
 
-def _norms(plan: ShardingPlan, state: TrainState, mapping: MappingTable) -> Norms:
-    kinds = zip(KINDS, (state.weights, state.opt_state.mu, state.opt_state.nu), strict=True)
-    return {kind: in_torch_names(parameter_norms(plan, buffers), mapping) for kind, buffers in kinds}
+def _norms(plan: ShardingPlan, state: TrainState, mapping: MappingTable, *, with_moments: bool) -> Norms:
+    kinds = [state.weights]
+    # Moments in low precision are too coarse to be compared.
+    if with_moments:
+        kinds += [state.opt_state.mu, state.opt_state.nu]
+    named = zip(KINDS, kinds, strict=False)
+    return {kind: in_torch_names(parameter_norms(plan, buffers), mapping) for kind, buffers in named}
 
 
 def _loss(model: Any, tokens: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 Seeds, data and initial weights are one, so runs may differ by rounding only. What rounding does to the losses is
 estimated from repeats of the fp32 reference that differ in nothing else. Without repeats each step is held against a
-tolerance, as are steps from the first bfloat16 leg on, which no repeat in fp32 speaks for.
+tolerance, as are steps from the first leg on that is coarser than fp32, which no repeat in fp32 speaks for.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from bridge.parity.curves.series import Series
 FP32_TOLERANCE = 1e-5
 # Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
 BF16_TOLERANCE = 1e-2
+# Of weights that are gathered in float8, and of moments that are stored in it: five times what `twinshard relay float8`
+# measured.
+FLOAT8_TOLERANCE = 5e-2
 # A loss is one fp32 number: distances below one rounding of it say nothing.
 ROUNDING = 2.0**-23
 ALPHA = 0.01
 """Probability that the band of repeats calls a right relay wrong, over all its steps."""
 
 
+def tolerance_of(precision: str) -> float:
+    """Of the losses of a leg with this word of ``Leg.precision_words``."""
+    return FLOAT8_TOLERANCE if precision.startswith(("float8", "mxfp8")) else BF16_TOLERANCE
+
+
 @dataclass(frozen=True)
 class LossCurves:
     """Reports of ``compare_series``, the reference as A and the relay as B; None for a part without steps.
 
-    fp32: the steps before the first bfloat16 leg. low: those from there on. repeats: of the reference, beside itself.
+    fp32: the steps before the first leg that is coarser than fp32. low: those from there on. repeats: of the reference, beside itself.
     """
 
     fp32: CurvesReport | None
@@ -73,14 +81,21 @@ class LossCurves:
         else:
             grounds = [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, as nothing was repeated"]
         if self.low is not None:
-            grounds.append(f"tolerance {self.low.rtol:g} from the first bfloat16 leg on")
+            grounds.append(f"tolerance {self.low.rtol:g} from the first leg on that is coarser than fp32")
         return "; ".join(grounds)
 
 
 def compare_losses(
-    relay: Sequence[float], reference: Sequence[float], repeats: Sequence[Sequence[float]], split: int
+    relay: Sequence[float],
+    reference: Sequence[float],
+    repeats: Sequence[Sequence[float]],
+    split: int,
+    low_tolerance: float = BF16_TOLERANCE,
 ) -> LossCurves:
-    """Compare the losses of the steps 0, 1, ... of a relay whose legs compute in fp32 before the step ``split``."""
+    """Compare the losses of the steps 0, 1, ... of a relay whose legs are in fp32 before the step ``split``.
+
+    low_tolerance: of the steps from there on.
+    """
     runs = [
         ("reference", reference),
         *((f"repeat {number}", losses) for number, losses in enumerate(repeats, 1)),
@@ -97,6 +112,6 @@ def compare_losses(
 
     return LossCurves(
         part(0, split, runs, ROUNDING if repeats else FP32_TOLERANCE) if split else None,
-        part(split, end, runs[:1], BF16_TOLERANCE) if split < end else None,
+        part(split, end, runs[:1], low_tolerance) if split < end else None,
         len(repeats),
     )

@@ -193,8 +193,9 @@ class _Runner:
             seconds = self._run(f"leg {number} {leg.title}", job)
             size = folder_bytes(destination)
             losses, norms = self._measured(job)
-            precision = leg.sharding.compute
-            results.append(LegResult(leg.title, precision, first, losses, seconds, size, hop, norms))
+            results.append(
+                LegResult(leg.title, leg.precision_words, first, losses, seconds, size, hop, norms)
+            )
             checkpoint, held, first = destination, wanted, first + leg.steps
         return results
 

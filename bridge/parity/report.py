@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.parity.config import RelayConfig
-from bridge.parity.losses import BF16_TOLERANCE, FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses
+from bridge.parity.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses, tolerance_of
 from bridge.parity.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 from bridge.text import plain_json
 
@@ -41,11 +41,11 @@ class Hop:
 class LegResult:
     """One leg's losses, one per step, and its results. ``hop``: the conversion that made its start state.
 
-    norms: of the state after each step.
+    precision: what is coarser than float32, see ``Leg.precision_words``. norms: of the state after each step.
     """
 
     title: str
-    precision: str
+    precision: tuple[str, ...]
     first_step: int
     losses: tuple[float, ...]
     seconds: float
@@ -93,17 +93,26 @@ class RelayReport:
 
     @property
     def all_fp32(self) -> bool:
-        return all(leg.precision == "float32" for leg in self.legs)
+        return not any(leg.precision for leg in self.legs)
 
     @property
     def low_from(self) -> int:
-        """The first step of the first bfloat16 leg; the number of steps where there is none."""
-        low = [leg.first_step for leg in self.legs if leg.precision != "float32"]
+        """The first step of the first leg that is coarser than fp32; the number of steps where there is none."""
+        low = [leg.first_step for leg in self.legs if leg.precision]
         return min(low, default=len(self.losses))
+
+    @property
+    def low_tolerance(self) -> float:
+        """Of the losses from there on: the largest that one of the legs needs."""
+        return max(
+            (tolerance_of(word) for leg in self.legs for word in leg.precision), default=FP32_TOLERANCE
+        )
 
     def curves(self) -> LossCurves:
         """Are the losses of the relay and of the fp32 reference the same experiment?"""
-        return compare_losses(self.losses, self.reference_fp32, self.repeats, self.low_from)
+        return compare_losses(
+            self.losses, self.reference_fp32, self.repeats, self.low_from, self.low_tolerance
+        )
 
     def failures(self) -> list[str]:
         """The promises of the relay that this run broke; empty when all held.
@@ -111,10 +120,10 @@ class RelayReport:
         State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
         reference at every step, and its largest distance from float64 over that reference's must lie between
         ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
-        fp32 reference did not compute in fp32. From the first bfloat16 leg on the relay must stay within
-        ``BF16_TOLERANCE`` of the fp32 reference. Where the reference was repeated, the losses must stay in the band of
-        the repeats before the first bfloat16 leg. The references must differ from each other, or one of them was not
-        computed in its precision. Before the first bfloat16 leg, the norm of each parameter and of each of its moments
+        fp32 reference did not compute in fp32. From the first leg on that is coarser than fp32 the relay must
+        stay within ``low_tolerance`` of the fp32 reference. Where the reference was repeated, the losses must stay in the band of
+        the repeats before that leg. The references must differ from each other, or one of them was not
+        computed in its precision. Before the first coarser leg, the norm of each parameter and of each of its moments
         must stay as close to the fp32 reference's as ``norms.tolerances`` says.
         """
         found = [
@@ -129,7 +138,7 @@ class RelayReport:
         split = self.low_from
         for start, part, tolerance in (
             (0, differences[:split], FP32_TOLERANCE),
-            (split, differences[split:], BF16_TOLERANCE),
+            (split, differences[split:], self.low_tolerance),
         ):
             worst = max(part, default=0.0)
             if worst > tolerance:
@@ -156,10 +165,10 @@ class RelayReport:
 
     @property
     def departure(self) -> Departure | None:
-        """The first step before any bfloat16 leg whose norms are too far from the fp32 reference's."""
+        """The first step before any coarser leg whose norms are too far from the fp32 reference's."""
         norms: list[Norms] = []
         for leg in self.legs:
-            if leg.precision != "float32":
+            if leg.precision:
                 break
             norms += leg.norms
         steps = slice(len(norms))
@@ -171,13 +180,17 @@ class RelayReport:
         return tolerances(self.norms_fp32, self.norms_fp64)
 
     def largest_norm_differences(self) -> list[dict[str, float]]:
-        """For each leg and kind, the largest relative distance of a norm from the fp32 reference's."""
+        """For each leg and kind that it tells of, the largest relative distance of a norm from the fp32 reference's."""
         found = []
         for leg in self.legs:
             reference = self.norms_fp32[leg.first_step : leg.first_step + len(leg.norms)]
             steps = [distances(a, b) for a, b in zip(leg.norms, reference, strict=True)]
             found.append(
-                {kind: max([0.0, *(d for step in steps for d in step[kind].values())]) for kind in KINDS}
+                {
+                    kind: max([0.0, *(d for step in steps for d in step[kind].values())])
+                    for kind in KINDS
+                    if all(kind in norms for norms in leg.norms)
+                }
             )
         return found
 
@@ -250,7 +263,7 @@ class RelayReport:
         rows: list[tuple[str, ...]] = [heading]
         for leg in self.legs:
             own = slice(leg.first_step, leg.first_step + len(leg.losses))
-            title = leg.title if leg.precision == "float32" else f"{leg.title} {leg.precision}"
+            title = ", ".join([leg.title, *leg.precision])
             steps = f"{own.start}-{own.stop - 1}"
             losses = (f"{leg.losses[0]:.5f}", f"{leg.losses[-1]:.5f}")
             differences = (f"{max(to_fp32[own]):.1e}", f"{max(to_fp64[own]):.1e}")

@@ -50,10 +50,17 @@ def _train(job: Job, device: torch.device) -> None:
     # Ranks of model axes, which are innermost, have the same rows.
     alike = world // given.data_ranks(world)
     sharded = cast(FSDPModule, ShardingPolicy.parse(given.text, given.source).apply(model))
-    optimizer = MainWeightAdamW(model.parameters(), **vars(job.optimizer))
+    moments = getattr(torch, leg.moments)
+    optimizer = MainWeightAdamW(
+        model.parameters(),
+        **vars(job.optimizer),
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+        offload_fraction=leg.offload,
+    )
 
     assert job.source is not None
-    start = resume_position(job, corpus, load_checkpoint(job.source, model, optimizer))
+    start = resume_position(job, corpus, load_checkpoint(job.source, model, optimizer, moments="convert"))
     metrics = Metrics(job) if rank == 0 else None
     for step in range(start, start + leg.steps):
         batch = corpus.global_batch(
@@ -69,7 +76,7 @@ def _train(job: Job, device: torch.device) -> None:
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(mean)
-        norms = state_norms(model, optimizer)
+        norms = state_norms(model, optimizer, with_moments=leg.moments == "float32")
         if metrics is not None:
             metrics.add(step, mean.item() / world, norms)
     if rank == 0:

@@ -10,13 +10,20 @@ from bridge.parity.norms import KINDS
 STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
 
 
-def state_norms(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
-    """The norms of whole parameters and of their moments after a step, in float64. Collective."""
+def state_norms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool = True
+) -> dict[str, dict[str, float]]:
+    """The norms of whole parameters and of their moments after a step, in float64. Collective.
+
+    ``with_moments``: not of those that are stored in low precision, which are too coarse to be compared.
+    """
     named = dict(model.named_parameters())
-    kinds = {KINDS[0]: named} | {
-        kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
-        for kind, key in STATE.items()
-    }
+    kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}
+    if with_moments:
+        kinds |= {
+            kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
+            for kind, key in STATE.items()
+        }
     return {
         kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
         for kind, tensors in kinds.items()

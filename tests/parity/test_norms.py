@@ -119,7 +119,7 @@ def test_the_first_step_that_departs_is_found_with_the_farthest_first() -> None:
     ]
 
 
-def with_norms(bad_step: int | None, precision: str = "float32") -> RelayReport:
+def with_norms(bad_step: int | None, *precision: str) -> RelayReport:
     """A right relay whose norms depart from a step on, if any is given; leg 3 and those after it in ``precision``."""
     measured = report()
     right = [norms(**{"layers.0.attention.wk.weight": 1.0, "norm.weight": 1.0})] * CONFIG.steps
@@ -133,7 +133,7 @@ def with_norms(bad_step: int | None, precision: str = "float32") -> RelayReport:
         replace(
             leg,
             norms=tuple(run[leg.first_step : leg.first_step + len(leg.losses)]),
-            precision=precision if number >= 2 else "float32",
+            precision=precision if number >= 2 else (),
         )
         for number, leg in enumerate(measured.legs)
     ]

@@ -18,7 +18,7 @@ def report(
     *,
     worst: float = 1e-7,
     ulp: int = 0,
-    precision: str = "float32",
+    precision: tuple[str, ...] = (),
     fp32_error: float = 2e-7,
     same: bool = True,
 ) -> RelayReport:
@@ -58,7 +58,7 @@ def test_a_relay_nearly_three_times_as_far_or_as_close_is_within_its_promises(
 
 def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
     mixed = report(worst=1e-3)
-    legs = (*mixed.legs[:3], replace(mixed.legs[3], precision="bfloat16"))
+    legs = (*mixed.legs[:3], replace(mixed.legs[3], precision=("bfloat16",)))
     assert replace(mixed, legs=legs).failures() == [
         "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03, first beyond at step 0 "
         "(leg 1 (torch x3 fsdp))"
@@ -77,7 +77,7 @@ def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
         (report(worst=9e-7, fp32_error=2e-7), "distance to float64: expected within a factor of 3"),
         (report(worst=-9e-7, fp32_error=9e-7), "distance to float64: expected within a factor of 3, got 0.1"),
         (report(fp32_error=0.0), "references: expected float64 losses that differ from the fp32 ones"),
-        (report(fp32_error=0.0, precision="bfloat16"), "references: expected float64 losses that differ"),
+        (report(fp32_error=0.0, precision=("bfloat16",)), "references: expected float64 losses that differ"),
     ],
 )
 def test_each_broken_promise_is_named(broken: RelayReport, message: str) -> None:
@@ -85,9 +85,9 @@ def test_each_broken_promise_is_named(broken: RelayReport, message: str) -> None
 
 
 def test_low_precision_losses_may_differ_more_but_not_without_bound_nor_may_the_state() -> None:
-    assert report(worst=5e-3, precision="bfloat16").failures() == []
-    assert "within 0.01 of the fp32" in report(worst=2e-2, precision="bfloat16").failures()[0]
-    assert len(report(worst=1e-3, precision="bfloat16", ulp=4).failures()) == 1
+    assert report(worst=5e-3, precision=("bfloat16",)).failures() == []
+    assert "within 0.01 of the fp32" in report(worst=2e-2, precision=("bfloat16",)).failures()[0]
+    assert len(report(worst=1e-3, precision=("bfloat16",), ulp=4).failures()) == 1
 
 
 def with_repeats(measured: RelayReport, number: int = 4) -> RelayReport:
@@ -127,11 +127,11 @@ def test_losses_beyond_the_band_of_repeats_fail_by_step_and_leg() -> None:
 
 def test_repeats_of_the_fp32_reference_say_nothing_of_bfloat16_legs() -> None:
     measured = departing_in_leg_3(5e-3)
-    legs = (*measured.legs[:2], replace(measured.legs[2], precision="bfloat16"), measured.legs[3])
+    legs = (*measured.legs[:2], replace(measured.legs[2], precision=("bfloat16",)), measured.legs[3])
     mixed = with_repeats(replace(measured, legs=legs))
     assert mixed.failures() == []
     assert mixed.curves().verdict == "same experiment"
-    low = tuple(replace(leg, precision="bfloat16") for leg in measured.legs)
+    low = tuple(replace(leg, precision=("bfloat16",)) for leg in measured.legs)
     assert with_repeats(replace(measured, legs=low)).curves().fp32 is None
 
 
@@ -164,3 +164,13 @@ def test_json_table_and_picture_show_what_was_measured(tmp_path: Path) -> None:
     assert measured.losses[0] in drawn
     save_picture(measured, tmp_path / "relay.png")
     assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [(("bfloat16",), 1e-2), (("mxfp8 weights",), 5e-2), (("bfloat16", "float8_e4m3fn moments"), 5e-2)],
+)
+def test_the_coarsest_leg_says_how_far_losses_may_be(words: tuple[str, ...], tolerance: float) -> None:
+    assert report(worst=0.9 * tolerance, precision=words).failures() == []
+    (failure,) = report(worst=1.1 * tolerance, precision=words).failures()
+    assert f"within {tolerance:g} of the fp32" in failure

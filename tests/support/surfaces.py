@@ -1,0 +1,123 @@
+"""What a user can reach in each half, and which parts of one half answer which of the other.
+
+An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or field
+of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every other
+one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
+
+``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` puts it there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- features -->", "<!-- end of features -->"
+READMES = (ROOT / "torch_impl" / "README.md", ROOT / "jax_impl" / "README.md")
+
+
+@dataclass(frozen=True)
+class Row:
+    """``torch``, ``jax``: atoms, or other code that is shown as it is (after "~"). ``why``: of an empty side.
+
+    feature: as the READMEs show it; "" for what only this file tells.
+    """
+
+    feature: str
+    torch: tuple[str, ...] = ()
+    jax: tuple[str, ...] = ()
+    why: str = ""
+
+
+def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
+    """All atoms of a half; ``extra``: keywords that a signature hides in ``**options``, by callable.
+
+    Of callables those keywords that may be left out: what must be given is the half's own way to name a model.
+    """
+    found: set[str] = set()
+    for name in module.__all__:
+        value = getattr(module, name)
+        found.add(name)
+        found.update(f"{name}({keyword}=)" for keyword in extra.get(name, []))
+        if inspect.isclass(value):
+            if _has_members(name, value):
+                found.update(f"{name}.{member}" for member in _members(value, module))
+            if not _is_shared(value):
+                found.update(f"{name}({keyword}=)" for keyword in _keywords(value) - _fields(value))
+        elif callable(value):
+            found.update(f"{name}({keyword}=)" for keyword in _keywords(value))
+    return found
+
+
+def _has_members(name: str, kind: type) -> bool:
+    """Whether a user calls or sets the parts of a class; those of results are read, as the half's own words say it."""
+    return not _is_shared(kind) and (
+        name.endswith(("Module", "Manager", "Policy", "Save")) or "Report" in name
+    )
+
+
+def _members(kind: type, module: ModuleType) -> set[str]:
+    """Public methods and fields that the half itself defines."""
+    own = [base for base in kind.__mro__ if base.__module__.startswith(module.__name__)]
+    defined = {name for base in own for name in vars(base) if not name.startswith("_")}
+    return defined | _fields(kind)
+
+
+def _fields(kind: type) -> set[str]:
+    return set(getattr(kind, "__dataclass_fields__", {}))
+
+
+def _is_shared(kind: type) -> bool:
+    """Whether both halves have the very same class."""
+    return kind.__module__.startswith("bridge")
+
+
+def _keywords(value: Any) -> set[str]:
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError:
+        return set()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name for one in parameters if one.kind not in variadic and one.default is not one.empty}
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The features as Markdown."""
+
+    def cell(codes: tuple[str, ...], why: str) -> str:
+        return ", ".join(f"`{code.lstrip('~')}`" for code in codes) or f"none: {why}"
+
+    lines = ["| feature | torch_impl | jax_impl |", "|---|---|---|"]
+    for row in rows:
+        if row.feature:
+            lines.append(f"| {row.feature} | {cell(row.torch, row.why)} | {cell(row.jax, row.why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_readme(path: Path) -> str:
+    """The table that a README has now; "" without one."""
+    match = re.search(f"{BEGIN}\n(.*?){END}", path.read_text(encoding="utf-8"), re.DOTALL)
+    return match[1] if match else ""
+
+
+def main() -> None:
+    from tests.support.surface_rows import ROWS
+
+    print(table(ROWS), end="")
+    if "--write" in sys.argv:
+        for path in READMES:
+            text = path.read_text(encoding="utf-8")
+            block = f"{BEGIN}\n{table(ROWS)}{END}"
+            path.write_text(
+                re.sub(f"{BEGIN}\n.*?{END}", lambda _: block, text, flags=re.DOTALL), encoding="utf-8"
+            )
+
+
+if __name__ == "__main__":
+    main()
