@@ -21,6 +21,7 @@ from jax_impl import (
     ShardingPlan,
     ShardingPolicy,
     TrainState,
+    abstract_state,
     data_parallel_mesh,
     load_checkpoint,
     main_weight_adamw,
@@ -48,9 +49,8 @@ def run(job: Job) -> None:
         nu_dtype=leg.moments,
     )
     assert job.source is not None
-    loaded = load_checkpoint(
-        job.source, plan, optimizer, moments="convert", offload=Offload(moments=leg.offload)
-    )
+    placed = abstract_state(plan, optimizer, offload=Offload(moments=leg.offload))
+    loaded = load_checkpoint(job.source, plan, optimizer, like=placed, moments="convert")
     start = resume_position(job, corpus, loaded.train)
     state = loaded.state
     step_fn = make_train_step(plan, _loss, optimizer, microbatches=leg.microbatches)
