@@ -189,8 +189,10 @@ class Leg:
     """One stretch of training by one framework; ``ranks`` counts torch processes or JAX devices.
 
     ``policy`` gives the sharding. The short form is ``strategy`` with the optional keys ``precision`` (default
-    "float32") and ``granularity`` (default "row"). moments: in which both Adam moments are stored; those of a checkpoint
-    in another format are converted when the leg begins. offload: the part of the moments that lies in CPU memory, 0 to 1.
+    "float32") and ``granularity`` (default "row").
+
+    moments: the dtype in which both Adam moments are stored; a leg converts those that it finds in another one.
+    offload: the part of the moments that lies in CPU memory, 0 to 1.
     """
 
     framework: str

@@ -38,7 +38,8 @@ def tolerance_of(precision: str) -> float:
 class LossCurves:
     """Reports of ``compare_series``, the reference as A and the relay as B; None for a part without steps.
 
-    fp32: the steps before the first leg that is coarser than fp32. low: those from there on. repeats: of the reference, beside itself.
+    fp32: the steps before the first leg that is coarser than fp32. low: those from there on. repeats: of the reference,
+    beside itself.
     """
 
     fp32: CurvesReport | None

@@ -120,10 +120,10 @@ class RelayReport:
         State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
         reference at every step, and its largest distance from float64 over that reference's must lie between
         ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
-        fp32 reference did not compute in fp32. From the first leg on that is coarser than fp32 the relay must
-        stay within ``low_tolerance`` of the fp32 reference. Where the reference was repeated, the losses must stay in the band of
-        the repeats before that leg. The references must differ from each other, or one of them was not
-        computed in its precision. Before the first coarser leg, the norm of each parameter and of each of its moments
+        fp32 reference did not compute in fp32. From the first leg on that is coarser than fp32 the relay must stay
+        within ``low_tolerance`` of the fp32 reference. Where the reference was repeated, the losses must stay in the
+        band of the repeats before that leg. The references must differ from each other, or one of them was not computed
+        in its precision. Before the first coarser leg, the norm of each parameter and of each of its moments
         must stay as close to the fp32 reference's as ``norms.tolerances`` says.
         """
         found = [
