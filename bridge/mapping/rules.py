@@ -118,6 +118,22 @@ class MappingTable:
         """The table for a target that stores tied weights once or under both names; None: as the table says."""
         return replace(self, tied=tied or self.tied)
 
+    def between(self, *conventions: str) -> MappingTable:
+        """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
+        unknown = [name for name in conventions if name not in self.conventions]
+        if unknown or len(set(conventions)) < 2:
+            raise MappingError(
+                f"expected two conventions or more of mapping {self.name} ({', '.join(self.conventions)}), got "
+                f"{', '.join(conventions) or 'none'}"
+            )
+        kept = {name: self.conventions[name] for name in conventions}
+        rules = (
+            replace(rule, sides={name: side for name, side in rule.sides.items() if name in kept})
+            for rule in self.rules
+            if len(kept.keys() & rule.sides.keys()) > 1
+        )
+        return replace(self, rules=tuple(rules), conventions=kept)
+
     def part(self) -> MappingTable:
         """The table for a part of a model: no rule requires its tensors."""
         return replace(self, rules=tuple(replace(rule, optional=True) for rule in self.rules))

@@ -29,6 +29,7 @@ from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoi
 from bridge.formats.saving import pending
 from bridge.formats.saving.pending import PendingSave
 from bridge.formats.saving.steps import choose_step
+from bridge.mapping.running import AnyMapping
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -41,9 +42,9 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
+from torch_impl.checkpoint.mapped import held_boxes, mapped_reader, mapped_tree
 from torch_impl.checkpoint.saving import PlannedSave
 from torch_impl.comm.agreement import agree, background_group, rank
-from torch_impl.dtensor.local import local_boxes, local_pieces
 from torch_impl.dtensor.tensor import count_write
 
 # Names in an error, of which a model may have thousands.
@@ -57,6 +58,8 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     train: Mapping[str, Any] | None = None,
+    *,
+    mapping: AnyMapping | None = None,
 ) -> None:
     """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks call it.
 
@@ -68,13 +71,29 @@ def save_checkpoint(
         model: sharded by ``fully_shard``, or a plain module whose tensors are equal on all ranks.
         optimizer: over the model's parameters.
         train: nested mapping of str to int or numpy array, equal on all ranks; ints become 0-d int64 tensors.
+        mapping: a family's name, a file or a table (``bridge.mapping``), of which the model has one side. The
+            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
+            the plain checkpoint. Each rank translates its own rows. Of a mapping with more than two conventions
+            ``load_mapping(name).between("hf", "torchtitan")`` leaves two.
 
     Raises:
         FileExistsError: something is at ``path``; nothing was written.
         ValueError: state that cannot be saved, by name; nothing was written.
-        CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
+        CheckpointError: mapping and model do not fit; or writing failed, on the rank and for the reason in the text;
+            nothing is left behind.
     """
-    PlannedSave(path, lambda: state_tree(model, optimizer, train)).write()
+    PlannedSave(path, _tree(model, optimizer, train, mapping)).write()
+
+
+def _tree(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train: Mapping[str, Any] | None,
+    mapping: AnyMapping | None,
+) -> Callable[[], dict[str, Any]]:
+    if mapping is None:
+        return lambda: state_tree(model, optimizer, train)
+    return lambda: mapped_tree(mapping, model, optimizer, train)
 
 
 def save_checkpoint_async(
@@ -82,6 +101,8 @@ def save_checkpoint_async(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     train: Mapping[str, Any] | None = None,
+    *,
+    mapping: AnyMapping | None = None,
 ) -> PendingSave:
     """Save as ``save_checkpoint`` does, the same files, while training goes on; all ranks call it.
 
@@ -103,7 +124,7 @@ def save_checkpoint_async(
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
     """
-    return start_save(path, model, optimizer, train)
+    return start_save(path, model, optimizer, train, mapping=mapping)
 
 
 def start_save(
@@ -112,6 +133,7 @@ def start_save(
     optimizer: Optimizer | None,
     train: Mapping[str, Any] | None,
     *,
+    mapping: AnyMapping | None = None,
     files: Mapping[str, bytes] | None = None,
     before: Callable[[], None] | None = None,
     committed: Callable[[], None] | None = None,
@@ -120,7 +142,7 @@ def start_save(
     """Save, in the background or at once. files, before, committed: see ``PlannedSave``."""
     planned = PlannedSave(
         path,
-        lambda: state_tree(model, optimizer, train),
+        _tree(model, optimizer, train, mapping),
         files=files,
         before=before,
         copy=asynchronous,
@@ -142,6 +164,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
+    mapping: AnyMapping | None = None,
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
@@ -154,6 +177,9 @@ def load_checkpoint(
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
         step: the number of another step to take.
+        mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the checkpoint
+            and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
+            what its rows are made of.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
@@ -175,6 +201,8 @@ def load_checkpoint(
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(directory / str(chosen)) as reader:
+            if mapping is not None:
+                return _stage(mapped_reader(reader, mapping, model, optimizer), model, optimizer)
             return _stage(reader, model, optimizer)
 
     try:
@@ -213,7 +241,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     if reader.format != "dcp":
         raise CheckpointError(
             f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
-            f"`twinshard convert {reader.path} NEW --to dcp`"
+            f"`twinshard convert {reader.path} NEW --to dcp`, or load it with a mapping"
         )
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:
@@ -229,7 +257,7 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
     copies = [
         (view, _read(reader, name, box, view))
         for name, tensor in live.items()
-        for box, view in _held_boxes(tensor)
+        for box, view in held_boxes(tensor)
     ]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
@@ -267,14 +295,6 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
         raise CheckpointError(
             f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n" + "\n".join(wrong[:_SHOWN]) + more
         )
-
-
-def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
-    if isinstance(tensor, DTensor):
-        return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
-    # A plain tensor is whole on every rank, and each rank reads all of it.
-    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
 def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:
