@@ -60,9 +60,8 @@ class RunState:
         value = self.whole(name)
         if value is None:
             raise CheckpointError(
-                f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights that "
-                "are to be there once, or scales of rows that it joins): save without the mapping, and convert the "
-                "checkpoint"
+                f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights to "
+                "be stored once, or scales of rows that it joins): save without the mapping, and convert the checkpoint"
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ import numpy as np
 from bridge.formats import CheckpointError, TreePath
 from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
@@ -128,23 +129,16 @@ def start_save(
     objects: Mapping[TreePath, object] | None = None,
     item: str | None = None,
     timeout: float = TIMEOUT,
-    files: Mapping[str, bytes] | None = None,
-    before: Callable[[], None] | None = None,
-    committed: Callable[[], None] | None = None,
+    extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
-    """Save, in the background or at once.
-
-    files: further files of the checkpoint, by name. before: called before the directory is made, when no save is
-    pending. committed: called when the checkpoint is complete. All three are the first process's.
-    """
-    opened = _OpenedSave(
-        path, plan, state, train, objects, item, timeout, files or {}, before, copy=asynchronous
-    )
+    """Save, in the background or at once."""
+    extras = extras or SaveExtras()
+    opened = _OpenedSave(path, plan, state, train, objects, item, timeout, extras, copy=asynchronous)
     if not asynchronous:
-        opened.write(committed)
+        opened.write()
         return pending.finished(opened.target)
-    return pending.start(opened.target, lambda: opened.write(committed))
+    return pending.start(opened.target, opened.write)
 
 
 class _OpenedSave:
@@ -162,15 +156,14 @@ class _OpenedSave:
         objects: Mapping[TreePath, object] | None,
         item: str | None,
         timeout: float,
-        files: Mapping[str, bytes],
-        before: Callable[[], None] | None,
+        extras: SaveExtras,
         *,
         copy: bool,
     ) -> None:
         self.target = Path(os.path.abspath(path))
         self._processes = processes = Processes(plan.mesh, "save", timeout, background=copy)
         self._item = item
-        self._files = files
+        self._extras = extras
         self._writer: OrbaxWriter | None = None
         try:
             with processes.step("open") as opened:
@@ -179,8 +172,7 @@ class _OpenedSave:
                 self._contents = Contents.of(plan, state)
                 if processes.first:
                     values = dict(train_tensors(train or {}))
-                    if before is not None:
-                        before()
+                    extras.before()
                     self._writer = OrbaxWriter(
                         self.target, item=item, process=processes.index if processes.several else None
                     )
@@ -197,7 +189,7 @@ class _OpenedSave:
             raise
         self._shared = opened.shared
 
-    def write(self, committed: Callable[[], None] | None) -> None:
+    def write(self) -> None:
         processes, writer = self._processes, self._writer
         part: OrbaxPart | None = writer
         name, working, fingerprint = json.loads(self._shared)
@@ -217,11 +209,10 @@ class _OpenedSave:
             with processes.step("commit"):
                 if writer is not None:
                     shutil.rmtree(temporary / _SPILLED, ignore_errors=True)
-                    for file, content in self._files.items():
+                    for file, content in self._extras.files.items():
                         (temporary / file).write_bytes(content)
                     writer.commit(processes.members if processes.several else ())
-                    if committed is not None:
-                        committed()
+                    self._extras.committed()
         except BaseException:
             # All processes have stopped writing: a step fails when it has ended on all of them.
             if part is not None:

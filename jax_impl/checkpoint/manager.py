@@ -50,19 +50,16 @@ class CheckpointManager(StepManager):
         Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
         ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
         """
-        path, files = self._path_of(step), self._files_of(metrics)
         return start_save(
-            path,
+            self.path_of(step),
             plan,
             state,
             train,
             objects=objects,
             item=item,
             timeout=timeout,
-            files=files,
-            before=self._clean,
-            committed=lambda: self._remove_superseded(int(path.name)),
-            asynchronous=self._asynchronous,
+            extras=self.extras(step, metrics),
+            asynchronous=self.asynchronous,
         )
 
     def load(
@@ -77,6 +74,5 @@ class CheckpointManager(StepManager):
 
         ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
         """
-        self.wait()
-        self._require_step()
+        self.require_step()
         return load_checkpoint(self.directory, plan, optimizer, step=step, **options)

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
 from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
 from bridge.formats.saving.steps import choose_step
 from bridge.mapping.running import AnyMapping
@@ -82,18 +83,7 @@ def save_checkpoint(
         CheckpointError: mapping and model do not fit; or writing failed, on the rank and for the reason in the text;
             nothing is left behind.
     """
-    PlannedSave(path, _tree(model, optimizer, train, mapping)).write()
-
-
-def _tree(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    train: Mapping[str, Any] | None,
-    mapping: AnyMapping | None,
-) -> Callable[[], dict[str, Any]]:
-    if mapping is None:
-        return lambda: state_tree(model, optimizer, train)
-    return lambda: mapped_tree(mapping, model, optimizer, train)
+    start_save(path, model, optimizer, train, mapping=mapping, asynchronous=False)
 
 
 def save_checkpoint_async(
@@ -134,28 +124,33 @@ def start_save(
     train: Mapping[str, Any] | None,
     *,
     mapping: AnyMapping | None = None,
-    files: Mapping[str, bytes] | None = None,
-    before: Callable[[], None] | None = None,
-    committed: Callable[[], None] | None = None,
+    extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
-    """Save, in the background or at once. files, before, committed: see ``PlannedSave``."""
+    """Save, in the background or at once."""
     planned = PlannedSave(
-        path,
-        _tree(model, optimizer, train, mapping),
-        files=files,
-        before=before,
-        copy=asynchronous,
+        path, _tree(model, optimizer, train, mapping), extras or SaveExtras(), copy=asynchronous
     )
     if not asynchronous:
-        planned.write(committed=committed)
+        planned.write()
         return pending.finished(planned.path)
     try:
         group = background_group()
     except BaseException:
         planned.abort()
         raise
-    return pending.start(planned.path, lambda: planned.write(group, committed))
+    return pending.start(planned.path, lambda: planned.write(group))
+
+
+def _tree(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train: Mapping[str, Any] | None,
+    mapping: AnyMapping | None,
+) -> Callable[[], dict[str, Any]]:
+    if mapping is None:
+        return lambda: state_tree(model, optimizer, train)
+    return lambda: mapped_tree(mapping, model, optimizer, train)
 
 
 def load_checkpoint(

@@ -76,14 +76,10 @@ class MappedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[_Part]) -> MappedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[_Part]) -> None:
         self._parts = {move.box.offsets: (move, piece) for move, piece in parts}
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func}: expected a tensor with elements, got one that is only planned to be saved")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from torch.distributed.checkpoint import planner

@@ -44,6 +44,7 @@ from bridge.formats.files.manifest import (
     render_manifest,
 )
 from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
 from torch_impl.comm.agreement import agree, gather, rank, scatter
 
 Tree = Mapping[str, Any]
@@ -52,23 +53,20 @@ Tree = Mapping[str, Any]
 class PlannedSave:
     """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
 
-    tree: makes the state tree of this rank. files: further files of the checkpoint, by name; rank 0's are written.
-    before: called on rank 0 before the directory is made, when no save is pending. copy: whether the state may change
-    before ``write`` is through. Raises what ``save_checkpoint`` raises.
+    tree: makes the state tree of this rank. extras: rank 0's count. copy: whether the state may change before ``write``
+    is through. Raises what ``save_checkpoint`` raises.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         tree: Callable[[], Tree],
+        extras: SaveExtras,
         *,
-        files: Mapping[str, bytes] | None = None,
-        before: Callable[[], None] | None = None,
-        copy: bool = False,
+        copy: bool,
     ) -> None:
         self.path = Path(os.path.abspath(path))
-        self._files = files or {}
-        self._before = before
+        self._extras = extras
         self._directory: AtomicDirectory | None = None
         self._planner = ChunkPlanner()
         self._metadata: Metadata | None = None
@@ -91,8 +89,7 @@ class PlannedSave:
             # Before the directory: state that cannot be saved leaves nothing on disk.
             made = tree()
             if rank() == 0:
-                if self._before is not None:
-                    self._before()
+                self._extras.before()
                 self._directory = AtomicDirectory(self.path)
             return made
 
@@ -126,17 +123,15 @@ class PlannedSave:
 
         agree(finish)
 
-    def write(
-        self, group: dist.ProcessGroup | None = None, committed: Callable[[], None] | None = None
-    ) -> None:
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's chunks, then let the checkpoint appear; all ranks call it.
 
-        group: to agree over, by default the default one. committed: called on rank 0 when the checkpoint is complete.
+        group: to agree over, by default the default one.
         """
         try:
             parts = gather(agree(self._write, group=group).value, group)
             # A rank that returned before the commit could start a run from a path that is not there yet.
-            agree(lambda: self._commit(parts, committed), group=group)
+            agree(lambda: self._commit(parts), group=group)
         except BaseException:
             self.abort()
             raise
@@ -149,15 +144,15 @@ class PlannedSave:
         written = self._writer.write_data(self._final, self._planner).wait()
         return self._planner.part(written, self._temporary, self._final)
 
-    def _commit(self, parts: list[Part], committed: Callable[[], None] | None) -> None:
+    def _commit(self, parts: list[Part]) -> None:
         if self._directory is None:
             return
         assert self._metadata is not None
         self._writer.finish(self._metadata, [list(part.written) for part in parts])
         files = {name: file for part in parts for name, file in part.files.items()}
-        for name, content in self._files.items():
+        for name, content in self._extras.files.items():
             (self._temporary / name).write_bytes(content)
-        for name in (".metadata", *self._files):
+        for name in (".metadata", *self._extras.files):
             path = self._temporary / name
             files[name] = ManifestFile(path.stat().st_size, file_checksum(path))
         tensors: dict[str, ManifestTensor] = {}
@@ -169,8 +164,7 @@ class PlannedSave:
         manifest = Manifest("dcp", tensors, objects, files)
         (self._temporary / MANIFEST_FILE).write_bytes(render_manifest(manifest))
         self._directory.commit()
-        if committed is not None:
-            committed()
+        self._extras.committed()
 
 
 @dataclass(frozen=True)

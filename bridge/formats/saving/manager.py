@@ -25,6 +25,7 @@ from bridge.formats.files.atomic import fsync_directory, is_temporary
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
 from bridge.formats.saving.steps import choose_step, complete_steps
 
@@ -59,7 +60,7 @@ class StepManager:
     ) -> None:
         self.directory = Path(os.path.abspath(directory))
         self._retention = Retention(max_to_keep, keep_period, best_metric, best_mode)
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._cleaned = False
         self._closed = False
 
@@ -79,8 +80,7 @@ class StepManager:
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a complete step was saved with. ``CheckpointError`` if there is no such step."""
-        self.wait()
-        self._require_step()
+        self.require_step()
         return read_metrics(choose_step(self.directory, step))
 
     def wait(self) -> None:
@@ -107,22 +107,27 @@ class StepManager:
             # The block's own error is the one that is raised.
             error.add_note(str(failure))
 
-    def _require_step(self) -> None:
+    def require_step(self) -> None:
+        """Wait, like every method; ``CheckpointError`` where no step is complete."""
+        self.wait()
         if not complete_steps(self.directory):
             raise CheckpointError(
                 f"{self.directory}: expected a complete step, got none: ask latest_step() first, and begin a new run "
                 "where that is None"
             )
 
-    def _path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """Where a save of this step goes. ``ValueError`` for a step below 0, and after ``close``."""
         if self._closed:
             raise ValueError(f"expected an open manager of {self.directory}, got one that was closed")
         if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
             raise ValueError(f"step: expected an int of at least 0, got {step!r}")
         return self.directory / str(step.__index__())
 
-    def _files_of(self, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, bytes]:
-        return {} if metrics is None else {METRICS_FILE: render_metrics(metrics)}
+    def extras(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveExtras:
+        """What a save of this step does beside saving. ``ValueError`` for metrics that are no numbers."""
+        files = {} if metrics is None else {METRICS_FILE: render_metrics(metrics)}
+        return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))
 
     def _best(self) -> int | None:
         return self._retention.best(

@@ -54,7 +54,8 @@ class PendingSave:
             self._told = True
             raise self._error
 
-    def _untold(self) -> str | None:
+    def untold(self) -> str | None:
+        """How the save failed, if it did and nobody was told yet."""
         if self._error is None or self._told:
             return None
         return f"the asynchronous save of {self.path} failed: {type(self._error).__name__}: {self._error}"
@@ -63,7 +64,7 @@ class PendingSave:
         """Wait, and raise ``CheckpointError`` for a failure of which nobody was told yet."""
         if self._thread is not None:
             self._thread.join()
-        text = self._untold()
+        text = self.untold()
         if text is not None:
             self._told = True
             raise CheckpointError(text) from self._error
@@ -98,6 +99,6 @@ def settle() -> None:
 
 def _report() -> None:
     # Threads have ended when exit functions run.
-    text = None if _latest is None else _latest._untold()
+    text = None if _latest is None else _latest.untold()
     if text is not None:
         print(f"twinshard: {text}", file=sys.stderr, flush=True)
