@@ -66,7 +66,8 @@ class TrainStep:
         self._plan = plan
         self._microbatches = microbatches
         self._options = options
-        self._optimizer = optimizer
+        own = isinstance(optimizer, MainWeightTransformation)
+        self._optimizer = optimizer.on_plan(plan) if own else optimizer
         self._fitted = fitted(plan, optimizer)
         self._gradients = jax.jit(
             unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor)

@@ -19,7 +19,6 @@ from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.names import as_stored, kinds, optimizer_tensors
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.runtime.buffer import Piece
-from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalArray
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.train_state import TrainState
@@ -116,7 +115,8 @@ class Contents:
             self._declare(writer, chunks, name, by_key)
             for key, array in by_key.items():
                 for piece in _pieces(self.plan, key, array):
-                    chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
+                    if not piece.repeated:
+                        chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
         for name, value in self.whole.items():
             info = writer.add_tensor(tuple(name.split("/")), value.shape, np.dtype(value.dtype))
             if first:
@@ -127,13 +127,13 @@ class Contents:
     def _declare(
         self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Mapping[str, jax.Array | HostCopy]
     ) -> None:
-        for path, param in self.plan.parameters.items():
+        for path in self.plan.parameters:
             key = self.plan.holding(by_key, path)
             if key is not None:
-                dtype = np.dtype(by_key[key].dtype)
-                blocks = _blocks(self.plan, key, param.shape, dtype.itemsize)
+                dtype, shape = np.dtype(by_key[key].dtype), self.plan.tensor_shape(key, path) or ()
+                blocks = _blocks(self.plan, key, shape, dtype.itemsize)
                 chunks.add_tensor(
-                    writer.add_tensor((*name.split("/"), *path.split("/")), param.shape, dtype, blocks)
+                    writer.add_tensor((*name.split("/"), *path.split("/")), shape, dtype, blocks)
                 )
 
 
@@ -147,24 +147,21 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
     if isinstance(stored, LogicalArray):
         large = math.prod(shape) * itemsize > _SLABS
         return tuple(plan.sharding(key).shard_shape(shape)) if any(stored.spec[1:]) and large else None
-    if (
-        not isinstance(stored, FlatGroup)
-        or stored.layers is None
-        or math.prod(shape[1:]) * itemsize <= _SLABS
-    ):
+    if stored.layers is None or math.prod(shape[1:]) * itemsize <= _SLABS:
         return None
     slabs = -(-math.prod(shape[1:]) * itemsize // _SLABS)
     return (1, -(-shape[1] // slabs), *shape[2:])
 
 
 def _pieces(plan: ShardingPlan, key: str, array: jax.Array | HostCopy) -> Iterator[Piece]:
-    """The pieces of parameters that this process holds; over all processes every element comes exactly once.
+    """The pieces of parameters that this process holds; over all processes every element comes exactly once, but for
+    repeated pieces.
 
     Of a stack, layer by layer: all of it may be as large as the model.
     """
     stored = plan.stored(key)
     shards = _held(array)
-    if isinstance(stored, FlatGroup) and stored.layers is not None:
+    if stored.layers is not None:
         # On the CPU a layer is on the host already.
         on_host = isinstance(array, HostCopy) or is_simulated(plan.mesh)
         layered: list[Any] = [np.asarray(shard.data) if on_host else _Layers(shard.data) for shard in shards]
