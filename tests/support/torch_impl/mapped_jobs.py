@@ -119,7 +119,7 @@ def _local_bytes(model: nn.Module, optimizer: MainWeightAdamW) -> dict[str, np.n
 def go_on(
     kind: str, strategy: str, dtype: str, mapping: str | None, path: str
 ) -> tuple[dict[str, np.ndarray], Any, list[float]]:
-    """Load into a run with other weights that made another step; this rank's state, train values, and losses of two steps."""
+    """Load into another run that made a step; this rank's state, the train values, and losses of two steps."""
     if kind == "decoder":
         model, optimizer = decoder_run(strategy, 5, **_dtypes(dtype))
         take = step
