@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,13 +37,12 @@ from jax_impl.runtime.sharding_plan import ShardingPlan
 _VALUE = "/value"
 
 
-class DecodedMoments:
+class DecodedMoments(TreeReader):
     """A checkpoint as if its moments had been saved in float32; ``kept``: names of those that stay as they are."""
 
     def __init__(self, reader: TreeReader, tree: str, kept: Collection[str] = ()) -> None:
-        self._reader = reader
-        self.path: Path = reader.path
-        self.format, self.key_types = reader.format, reader.key_types
+        self._stored = reader
+        self.path, self.format = reader.path, reader.format
         self._scales = scales_of(reader.tensors, tree)
         hidden = {scale for name, scale in self._scales.items() if not _is_of(name, kept)}
         self._decoded = {
@@ -52,7 +50,7 @@ class DecodedMoments:
             for name, info in reader.tensors.items()
             if is_of_optimizer(name, tree) and _is_low(info.dtype) and not _is_of(name, kept)
         }
-        self.tensors: dict[str, TensorInfo] = {
+        self.tensors = {
             name: replace(info, dtype=np.dtype(np.float32)) if name in self._decoded else info
             for name, info in reader.tensors.items()
             if name not in hidden
@@ -60,20 +58,24 @@ class DecodedMoments:
 
     @property
     def objects(self) -> dict[TreePath, Any]:
-        return self._reader.objects
+        return self._stored.objects
+
+    @property
+    def key_types(self) -> Mapping[str, str]:
+        return self._stored.key_types
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        values = self._reader.read(name, box)
+        values = self._stored.read(name, box)
         if name not in self._decoded:
             return values
         if name not in self._scales:
             return values.astype(np.float32)
         scales = self._scales[name]
-        shape = self._reader.tensors[name].shape
-        runs = run_lengths(shape, self._reader.tensors[scales].shape)
+        shape = self._stored.tensors[name].shape
+        runs = run_lengths(shape, self._stored.tensors[scales].shape)
         assert runs is not None
         box = Box.whole(shape) if box is None else box
-        return decode(values, box, self._reader.read(scales, scale_box(box, runs)), runs)
+        return decode(values, box, self._stored.read(scales, scale_box(box, runs)), runs)
 
 
 def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
@@ -102,7 +104,7 @@ def _is_of(name: str, moments: Collection[str]) -> bool:
 class Conversion:
     """``reader`` and ``optimizer``: what is read, and for which optimizer. ``converted``: its state as ``wanted``'s."""
 
-    reader: Any
+    reader: TreeReader
     optimizer: optax.GradientTransformation
     converted: Callable[[Any], Any]
 
@@ -111,7 +113,7 @@ def conversion(
     reader: TreeReader,
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation,
-    weights: Mapping[str, Any],
+    weights: dict[str, Any],
     opt_state: Any,
     tree: str,
 ) -> Conversion:

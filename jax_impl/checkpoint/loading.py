@@ -19,7 +19,7 @@ from bridge.formats import CheckpointError, CheckpointReader, TreePath
 from bridge.formats.saving.steps import choose_step
 from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
-from jax_impl.checkpoint.conversion import Conversion, DecodedMoments, conversion
+from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.mapped import mapped_reader
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
@@ -178,7 +178,7 @@ def _given(
 
 
 def _load(
-    source: TreeReader,
+    reader: TreeReader,
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation | None,
     given: _Given,
@@ -187,10 +187,9 @@ def _load(
 ) -> LoadedCheckpoint:
     weights, opt_state = _abstract(plan, optimizer)
     places = _places(plan, TrainState(weights, opt_state), like)
-    reader: TreeReader | DecodedMoments = source
     changes: Conversion | None = None
     if asked.convert and optimizer is not None:
-        changes = conversion(source, plan, optimizer, weights, opt_state, asked.tree)
+        changes = conversion(reader, plan, optimizer, weights, opt_state, asked.tree)
         reader, optimizer = changes.reader, changes.optimizer
         opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
     wanted = Wanted(

@@ -172,7 +172,8 @@ def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransforma
         return _transformation(given, PlanMoments(plan)) if scaled else own
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        return _transformation(replace(given, **formats), arrays)
+        kinds: dict[str, Any] = dict(formats)
+        return _transformation(replace(given, **kinds), arrays)
 
     formats = {"mu": given.mu, "nu": given.nu}
     own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats)
@@ -194,6 +195,7 @@ def _applied(
     rate: Any = given.learning_rate
     if callable(rate):
         rate = _scheduled(rate, state.count)
+    structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {leaf.dtype for _, leaf in paths}
     scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}

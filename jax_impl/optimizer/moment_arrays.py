@@ -132,7 +132,7 @@ class TreeMoments(MomentArrays):
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
-        structure = jax.tree.structure(weights)
+        structure: Any = jax.tree.structure(weights)
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
             trees[SCALES] = structure.flatten_up_to(scales)
