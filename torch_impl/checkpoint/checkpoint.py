@@ -14,7 +14,7 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
-from torch_impl.checkpoint.mapped import held_boxes, mapped_reader, mapped_tree
+from torch_impl.checkpoint.mapped import mapped_reader, mapped_tree
+from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
 from torch_impl.checkpoint.saving import PlannedSave
 from torch_impl.comm.agreement import agree, background_group, rank
 from torch_impl.dtensor.tensor import count_write
@@ -159,6 +160,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
+    moments: str = "same",
     mapping: AnyMapping | None = None,
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
@@ -172,6 +174,8 @@ def load_checkpoint(
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
         step: the number of another step to take.
+        moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
+            for float8 with scales, become this optimizer's, rounded as an update rounds them.
         mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the checkpoint
             and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
             what its rows are made of.
@@ -180,8 +184,10 @@ def load_checkpoint(
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
             lists the names or tensors that differ); or it is without the step, or any complete one.
-        ValueError: the optimizer's initial state is not known.
+        ValueError: the optimizer's initial state is not known; ``moments`` is another word.
     """
+    if moments not in MODES:
+        raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
     added: list[torch.Tensor] = []
     directory = Path(path)
 
@@ -196,9 +202,10 @@ def load_checkpoint(
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(directory / str(chosen)) as reader:
+            named: CheckpointReader = reader
             if mapping is not None:
-                return _stage(mapped_reader(reader, mapping, model, optimizer), model, optimizer)
-            return _stage(reader, model, optimizer)
+                named = mapped_reader(reader, mapping, model, optimizer)
+            return _stage(named, model, optimizer, convert=moments == "convert")
 
     try:
         staged, _ = agree(stage)
@@ -232,7 +239,9 @@ class _Staged:
             group.apply()
 
 
-def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None) -> _Staged:
+def _stage(
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None, *, convert: bool
+) -> _Staged:
     if reader.format != "dcp":
         raise CheckpointError(
             f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
@@ -247,23 +256,46 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
             raise CheckpointError(
                 f"{reader.path}: expected optimizer state, found none: load the weights alone with optimizer=None"
             )
-    _check_names(reader, live, optimizer is not None)
-    _check_tensors(reader, live)
+    others = [] if optimizer is None else other_formats(reader, model, optimizer)
+    if others and not convert:
+        raise CheckpointError(_refused(reader, others))
+    renewed = {name for one in others for name in one.names}
+    _check_names(reader, live, optimizer is not None, renewed)
+    kept = {name: tensor for name, tensor in live.items() if name not in renewed}
+    _check_tensors(reader, kept)
     copies = [
         (view, _read(reader, name, box, view))
-        for name, tensor in live.items()
+        for name, tensor in kept.items()
         for box, view in held_boxes(tensor)
     ]
+    copies += [copy for one in others for copy in one.copies(reader)]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
     return _Staged(tuple(live.values()), tuple(copies), tuple(groups), train_values(train))
 
 
-def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
+    lines = [one.described(reader) for one in others[:_SHOWN]]
+    more = [f"... and {len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
+    return "\n".join(
+        [
+            f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
+            'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them',
+            *lines,
+            *more,
+        ]
+    )
+
+
+def _check_names(
+    reader: CheckpointReader, live: Iterable[str], with_optimizer: bool, renewed: Collection[str]
+) -> None:
     # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
     ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
-    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
-    expected = set(live)
+    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)} - {
+        *renewed
+    }
+    expected = set(live) - {*renewed}
     problems = [
         f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", expected - stored), ("unexpected", stored - expected))

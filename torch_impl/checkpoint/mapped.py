@@ -24,7 +24,7 @@ from bridge.formats import Box, CheckpointReader, TreePath
 from bridge.formats.base import TensorInfo, dtype_from_name
 from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
 from torch_impl.checkpoint.contents import model_tensors, optimizer_tensors, state_tree
-from torch_impl.dtensor.local import local_boxes, local_pieces
+from torch_impl.checkpoint.moments import held_boxes
 
 _Part = tuple[Move, torch.Tensor]
 """Elements of this rank for a box of the checkpoint, and the live box that they are in."""
@@ -123,16 +123,6 @@ class MappedTensor(torch.Tensor):
             .view(self.dtype)
             .view(values.shape)
         )
-
-
-def held_boxes(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
-    if isinstance(tensor, DTensor):
-        for box, piece in zip(local_boxes(tensor), local_pieces(tensor), strict=True):
-            yield Box(*box), piece
-    else:
-        # A plain tensor is whole on every rank.
-        yield Box.whole(tensor.shape), tensor.detach()
 
 
 def _run_state(leaves: Mapping[TreePath, Any], model: nn.Module) -> RunState:
