@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -63,6 +64,14 @@ class Block:
         """The smallest source region that holds all elements named by ``ranges``."""
         bounds = [_extent(affine, ranges) for affine in self.source_index]
         return Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
+
+    def target_box(self, ranges: Ranges) -> Box:
+        """The smallest target region that holds all elements named by ``ranges``."""
+        return self._flipped.source_box(ranges)
+
+    @cached_property
+    def _flipped(self) -> Block:
+        return Block(self.source, self.target_index, self.source_index, self.sizes)
 
     def _split(self, ranges: Ranges, itemsize: int) -> Iterator[Ranges]:
         wanted = math.prod(stop - start for start, stop in ranges.values())
@@ -129,6 +138,33 @@ def identity(source: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorView
     index = tuple(Affine(0, ((str(axis), 1),)) for axis in range(len(shape)))
     sizes = {str(axis): size for axis, size in enumerate(shape)}
     return TensorView(shape, dtype, (Block(source, index, index, sizes),))
+
+
+def dense_pieces(block: Block, box: Box) -> Iterator[Ranges]:
+    """Ranges that together name every element of the block inside ``box`` of its source, each once.
+
+    Each piece fills a box of the target: `Block.target_box`, without elements between.
+    """
+    if block.numel == 0:
+        return
+    per_dim = [
+        _cover(affine.terms, block.sizes, low - affine.offset, low + size - affine.offset)
+        for affine, low, size in zip(block.source_index, box.offsets, box.sizes, strict=True)
+    ]
+    everything: Ranges = {axis: (0, size) for axis, size in block.sizes.items()}
+    for parts in itertools.product(*per_dim):
+        ranges = {axis: span for part in parts for axis, span in part.items()}
+        yield from _dense(block, everything | ranges)
+
+
+def _dense(block: Block, ranges: Ranges) -> Iterator[Ranges]:
+    if math.prod(stop - start for start, stop in ranges.values()) == block.target_box(ranges).numel:
+        yield ranges
+        return
+    axis = block._flipped._split_axis(ranges)
+    start, stop = ranges[axis]
+    for half in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
+        yield from _dense(block, {**ranges, axis: half})
 
 
 def _cover(terms: tuple[tuple[str, int], ...], sizes: Mapping[str, int], low: int, high: int) -> list[Ranges]:

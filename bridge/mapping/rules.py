@@ -81,10 +81,7 @@ class MappingTable:
             names = dict.fromkeys(name for rule in self.rules for name in rule.sides)
             found = {name: _convention(name, {}, self.rules) for name in names}
             object.__setattr__(self, "conventions", found)
-        entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
-        known = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
-        known |= {axis.partition(".")[0] for axis in known}
-        known |= {axis for entry in entries if entry.operation for axis in entry.operation.axes}
+        known = _axes_of(self.rules)
         alias = {value for value in self.axes.values() if isinstance(value, str)}
         unknown = sorted({*self.axes, *self.config} - known - alias)
         if unknown:
@@ -118,6 +115,29 @@ class MappingTable:
         """The table for a target that stores tied weights once or under both names; None: as the table says."""
         return replace(self, tied=tied or self.tied)
 
+    def between(self, *conventions: str) -> MappingTable:
+        """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
+        unknown = [name for name in conventions if name not in self.conventions]
+        if unknown or len(set(conventions)) < 2:
+            raise MappingError(
+                f"expected two conventions or more of mapping {self.name} ({', '.join(self.conventions)}), got "
+                f"{', '.join(conventions) or 'none'}"
+            )
+        kept = {name: self.conventions[name] for name in conventions}
+        rules = []
+        for rule in self.rules:
+            sides = {name: side for name, side in rule.sides.items() if name in kept}
+            if len(sides) < 2:
+                continue
+            tied = self.rule_of(rule.tied_to) if rule.tied_to else None
+            paths = [e.path.text for name in kept for e in (tied.entries(name) if tied else ())]
+            rules.append(Rule(sides, rule.optional, paths[0] if paths else ""))
+        left = _axes_of(rules)
+        left |= {value for axis, value in self.axes.items() if isinstance(value, str) and axis in left}
+        axes = {axis: value for axis, value in self.axes.items() if axis in left}
+        config = {axis: fields for axis, fields in self.config.items() if axis in left}
+        return replace(self, rules=tuple(rules), conventions=kept, axes=axes, config=config)
+
     def part(self) -> MappingTable:
         """The table for a part of a model: no rule requires its tensors."""
         return replace(self, rules=tuple(replace(rule, optional=True) for rule in self.rules))
@@ -127,6 +147,14 @@ class MappingTable:
         entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
         axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
         return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
+
+
+def _axes_of(rules: Sequence[Rule]) -> set[str]:
+    """The axes whose sizes the rules use, also by operations."""
+    entries = [entry for rule in rules for side in rule.sides.values() for entry in side]
+    axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+    axes |= {axis.partition(".")[0] for axis in axes}
+    return axes | {axis for entry in entries if entry.operation for axis in entry.operation.axes}
 
 
 def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Convention:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +17,25 @@ from typing import Any
 
 import numpy as np
 
-from bridge.formats import Box, TreePath, open_checkpoint
+from bridge.formats import Box, CheckpointReader, TreePath, open_checkpoint
 from bridge.formats.base import TensorInfo
 
 
 class TreeReader:
-    """``tensors``, ``objects`` and ``read`` by slashed path; reads boxes, never more."""
+    """``tensors``, ``objects`` and ``read`` by slashed path; reads boxes, never more.
 
-    def __init__(self, path: Path) -> None:
-        self._reader = open_checkpoint(path)
+    ``translate``: makes another reader of the checkpoint's own.
+    """
+
+    def __init__(
+        self, path: Path, translate: Callable[[CheckpointReader], CheckpointReader] | None = None
+    ) -> None:
+        self._reader = opened = open_checkpoint(path)
+        try:
+            self._reader = opened if translate is None else translate(opened)
+        except BaseException:
+            opened.close()
+            raise
         self.path, self.format = path, self._reader.format
         self._names: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}

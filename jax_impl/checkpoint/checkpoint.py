@@ -23,6 +23,7 @@ An asynchronous save copies what this process writes to host memory in the first
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -39,9 +40,11 @@ from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
+from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
-from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, train_tensors
+from jax_impl.checkpoint.mapped import MappedContents
+from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, kinds, train_tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
@@ -57,6 +60,7 @@ def save_checkpoint(
     *,
     objects: Mapping[TreePath, object] | None = None,
     item: str | None = None,
+    mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> None:
     """Save weights, optimizer state and ``train`` as a new Orbax checkpoint that stock Orbax reads on any devices.
@@ -76,15 +80,30 @@ def save_checkpoint(
         item: name of a directory in ``path`` for the arrays. Stock ``CheckpointManager`` restores ``path`` as one of
             its steps with ``item="default"`` only; stock ``StandardCheckpointer`` then restores ``path/default``, and
             ``path`` without an item. ``load_checkpoint`` and ``twinshard`` take either.
+        mapping: a family's name, a file or a table (``bridge.mapping``), of which the plan has one side. The checkpoint
+            gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of the plain
+            checkpoint. Each process translates its own rows; all are given the same ``train``, which may have sizes of
+            axes. Of a mapping with more than two conventions ``load_mapping(name).between("hf", "flax")`` leaves two.
         timeout: seconds that processes wait for one another in each of the four steps.
 
     Raises:
         FileExistsError: something is at ``path``.
         ValueError: a state or train value that cannot be saved, by name; an ``item`` that is no name.
-        CheckpointError: names that collide, or another process that failed or was not heard of.
+        CheckpointError: names that collide, a mapping that does not fit the state, or another process that failed or
+            was not heard of.
         OSError: the system refused a write.
     """
-    start_save(path, plan, state, train, objects=objects, item=item, timeout=timeout, asynchronous=False)
+    start_save(
+        path,
+        plan,
+        state,
+        train,
+        objects=objects,
+        item=item,
+        mapping=mapping,
+        timeout=timeout,
+        asynchronous=False,
+    )
 
 
 def save_checkpoint_async(
@@ -95,6 +114,7 @@ def save_checkpoint_async(
     *,
     objects: Mapping[TreePath, object] | None = None,
     item: str | None = None,
+    mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
     """Save as ``save_checkpoint`` does, the same files but for times of day, while training goes on.
@@ -117,7 +137,7 @@ def save_checkpoint_async(
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
     """
-    return start_save(path, plan, state, train, objects=objects, item=item, timeout=timeout)
+    return start_save(path, plan, state, train, objects=objects, item=item, mapping=mapping, timeout=timeout)
 
 
 def start_save(
@@ -128,13 +148,14 @@ def start_save(
     *,
     objects: Mapping[TreePath, object] | None = None,
     item: str | None = None,
+    mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
     extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
     """Save, in the background or at once."""
     extras = extras or SaveExtras()
-    opened = _OpenedSave(path, plan, state, train, objects, item, timeout, extras, copy=asynchronous)
+    opened = _OpenedSave(path, plan, state, train, objects, item, mapping, timeout, extras, copy=asynchronous)
     if not asynchronous:
         opened.write()
         return pending.finished(opened.target)
@@ -155,6 +176,7 @@ class _OpenedSave:
         train: Mapping[str, Any] | None,
         objects: Mapping[TreePath, object] | None,
         item: str | None,
+        mapping: AnyMapping | None,
         timeout: float,
         extras: SaveExtras,
         *,
@@ -165,19 +187,26 @@ class _OpenedSave:
         self._item = item
         self._extras = extras
         self._writer: OrbaxWriter | None = None
+        self._mapped: MappedContents | None = None
         try:
             with processes.step("open") as opened:
                 # Inside of the step: some processes may have been told already that the save before failed.
                 pending.settle()
                 self._contents = Contents.of(plan, state)
+                values = dict(train_tensors(train or {}))
+                if mapping is not None:
+                    found = kinds(plan, state.weights, state.opt_state)
+                    self._mapped = MappedContents(
+                        mapping, self._contents, found, values, objects or {}, alone=not processes.several
+                    )
+                    objects = self._mapped.objects
                 if processes.first:
-                    values = dict(train_tensors(train or {}))
                     extras.before()
                     self._writer = OrbaxWriter(
                         self.target, item=item, process=processes.index if processes.several else None
                     )
                     opened.shared = json.dumps(
-                        [self.target.name, self._writer.temporary.name, self._contents.fingerprint]
+                        [self.target.name, self._writer.temporary.name, self._fingerprint]
                     )
                     self._own = _Own(values, dict(objects or {}), key_impls(plan))
                 if copy:
@@ -196,10 +225,13 @@ class _OpenedSave:
         temporary = self.target.with_name(working)
         try:
             with processes.step("write"):
-                _require_equal(self._contents.fingerprint, fingerprint)
+                _require_equal(self._fingerprint, fingerprint)
                 part = part or _join(self.target, name, temporary, self._item, processes.index)
                 chunks = Chunks(part, temporary / _SPILLED, processes.index)
-                self._contents.write(part, chunks, first=processes.first)
+                if self._mapped is None:
+                    self._contents.write(part, chunks, first=processes.first)
+                else:
+                    self._mapped.write(self._contents, part, chunks, first=processes.first)
                 chunks.finish()
                 if writer is not None:
                     self._own.write(writer)
@@ -218,6 +250,11 @@ class _OpenedSave:
             if part is not None:
                 part.abort()
             raise
+
+    @property
+    def _fingerprint(self) -> str:
+        mapped = [] if self._mapped is None else self._mapped.fingerprint
+        return self._contents.fingerprint + hashlib.sha256(json.dumps(mapped).encode()).hexdigest()
 
     def _abort(self) -> None:
         if self._writer is not None:

@@ -96,7 +96,7 @@ class Contents:
         }
         # The others need shapes and dtypes only.
         whole = {
-            name: np.array(_local(value)) if first else np.empty(value.shape, value.dtype)
+            name: np.array(local_value(value)) if first else np.empty(value.shape, value.dtype)
             for name, value in self.whole.items()
         }
         return replace(self, arrays=arrays, whole=whole)
@@ -113,16 +113,22 @@ class Contents:
         """``first``: whether this is the process that writes what every device has."""
         for name, by_key in self.arrays.items():
             self._declare(writer, chunks, name, by_key)
-            for key, array in by_key.items():
-                for piece in _pieces(self.plan, key, array):
-                    if not piece.repeated:
-                        chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
+        for name, piece in self.pieces():
+            chunks.add(name, Box(piece.offsets, piece.sizes), piece.values)
         for name, value in self.whole.items():
             info = writer.add_tensor(tuple(name.split("/")), value.shape, np.dtype(value.dtype))
             if first:
-                values = _local(value)
+                values = local_value(value)
                 for box in info.chunks:
                     writer.write(info.name, box, values[box.slices()])
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """Names of tensors, and pieces of them that this process writes."""
+        for name, by_key in self.arrays.items():
+            for key, array in by_key.items():
+                for piece in _pieces(self.plan, key, array):
+                    if not piece.repeated:
+                        yield f"{name}/{piece.path}", piece
 
     def _declare(
         self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Mapping[str, jax.Array | HostCopy]
@@ -208,7 +214,7 @@ class _Layers:
         return self._values[where]
 
 
-def _local(array: Any) -> np.ndarray:
+def local_value(array: Any) -> np.ndarray:
     """The value of an array that is the same on all devices."""
     return np.asarray(array.addressable_data(0) if isinstance(array, jax.Array) else array)
 

@@ -24,6 +24,7 @@ import optax
 
 from bridge.formats import Box, TreePath
 from bridge.formats.base import TensorInfo
+from bridge.formats.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import Kind, kinds
@@ -67,16 +68,18 @@ class DecodedMoments(TreeReader):
         values = self._stored.read(name, box)
         if name not in self._decoded:
             return values
-        values = values.astype(np.float32)
         if name not in self._scales:
-            return values
-        if box is not None:
-            box = Box((*box.offsets[:-1], 0), (*box.sizes[:-1], 1))
-        return np.asarray(values * self._stored.read(self._scales[name], box))
+            return values.astype(np.float32)
+        scales = self._scales[name]
+        shape = self._stored.tensors[name].shape
+        runs = run_lengths(shape, self._stored.tensors[scales].shape)
+        assert runs is not None
+        box = Box.whole(shape) if box is None else box
+        return decode(values, box, self._stored.read(scales, scale_box(box, runs)), runs)
 
 
 def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
-    """By the name of a moment with a scale for each row, the name of its scales."""
+    """By the name of a moment with scales, the name of these; they may lie along another axis (``scaled.py``)."""
     found = {}
     for name, info in tensors.items():
         words = name.split("/")
@@ -84,7 +87,7 @@ def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
             if not word.endswith(SCALE) or not is_of_optimizer(name, tree):
                 continue
             moment = "/".join([*words[:place], word.removesuffix(SCALE), *words[place + 1 :]])
-            if moment in tensors and info.shape == (*tensors[moment].shape[:-1], 1):
+            if moment in tensors and run_lengths(tensors[moment].shape, info.shape) is not None:
                 found[moment] = name
     return found
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bridge.formats import CheckpointError, TreePath
+from bridge.formats import CheckpointError, CheckpointReader, TreePath
 from bridge.formats.saving.steps import choose_step
+from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
+from jax_impl.checkpoint.mapped import mapped_reader
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
 from jax_impl.checkpoint.placing import Tensors
@@ -62,6 +64,7 @@ def load_checkpoint(
     variables: Mapping[str, jax.Array] | None = None,
     tree: str | None = None,
     moments: str = "same",
+    mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
     """Load a checkpoint onto the plan's devices, whoever saved it on however many: Orbax, DCP or safetensors.
@@ -96,6 +99,9 @@ def load_checkpoint(
         moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
             those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
             for the while.
+        mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the
+            checkpoint, of any format, and those of the plan. Only what a device's boxes are made of is read for it.
+            Moments with scales of another model's rows need ``moments="convert"``.
         timeout: seconds that processes wait for one another.
 
     Raises:
@@ -116,7 +122,7 @@ def load_checkpoint(
             chosen.shared = os.path.relpath(choose_step(directory, step), directory)
     directory = directory / chosen.shared
     with processes.step("read"):
-        with TreeReader(directory) as reader:
+        with TreeReader(directory, _translation(plan, optimizer, mapping)) as reader:
             asked = _Asked(strict, (tree or "").strip("/"), moments == "convert")
             loaded = _load(reader, plan, optimizer, given, like, asked)
         warn_of_whole_moments(plan, loaded.state.opt_state)
@@ -179,12 +185,7 @@ def _load(
     like: TrainState | None,
     asked: _Asked,
 ) -> LoadedCheckpoint:
-    weights: dict[str, Any] = {
-        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
-    }
-    opt_state = None
-    if optimizer is not None:
-        opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
+    weights, opt_state = _abstract(plan, optimizer)
     places = _places(plan, TrainState(weights, opt_state), like)
     changes: Conversion | None = None
     if asked.convert and optimizer is not None:
@@ -246,6 +247,27 @@ def _load(
         train.setdefault("step", int(reader.read(matched.step)))
     kept = {path: value for path, value in objects.items() if not _in_the_way(path, wanted.tensors)}
     return LoadedCheckpoint(state, train, kept, matched.fresh, matched.ignored)
+
+
+def _abstract(
+    plan: ShardingPlan, optimizer: optax.GradientTransformation | None
+) -> tuple[dict[str, Any], Any]:
+    """Weights and optimizer state without values."""
+    weights: dict[str, Any] = {
+        key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
+    }
+    if optimizer is None:
+        return weights, None
+    return weights, jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
+
+
+def _translation(
+    plan: ShardingPlan, optimizer: optax.GradientTransformation | None, mapping: AnyMapping | None
+) -> Callable[[CheckpointReader], CheckpointReader] | None:
+    if mapping is None:
+        return None
+    found = kinds(plan, *_abstract(plan, optimizer))
+    return lambda reader: mapped_reader(reader, mapping, found)
 
 
 def _places(plan: ShardingPlan, state: TrainState, like: TrainState | None) -> Any:

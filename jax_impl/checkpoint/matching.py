@@ -109,7 +109,9 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
         ]
         if wrong:
             hint = ""
-            if field == "dtype" and any(name.startswith("opt_state/") for name in wrong):
+            moments = any(name.startswith("opt_state/") for name in wrong)
+            scales = all(f"{SCALE}/" in name for name in wrong)
+            if (field == "dtype" and moments) or (field == "shape" and scales and not wanted.convert):
                 hint = f"; {_CONVERT}"
             elif field == "dtype" and wanted.strict:
                 hint = "; strict=False casts floating-point weights"

@@ -71,7 +71,9 @@ class MemoryReport:
                 rows.append(("  in host memory", device.on_host))
         width = max(16, *(len(name) + 1 for name, _ in rows))
         lines = [f"{'bytes at rest':<{width}}" + "".join(f"{kind:>16}" for kind in kinds)]
-        lines += [f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows]
+        lines += [
+            f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows
+        ]
         return "\n".join(lines)
 
 

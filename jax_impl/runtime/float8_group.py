@@ -26,7 +26,12 @@ from jax_impl.runtime.buffer import unpack
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.float8 import decode, each_in_row, scales_of
-from jax_impl.runtime.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors, scales_of_leaves
+from jax_impl.runtime.float8_shards import (
+    amax_of_tensors,
+    quantize_blocks,
+    quantize_tensors,
+    scales_of_leaves,
+)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def in_few_bits(arrays: Mapping[str, np.ndarray], dtype: str) -> Arrays:
     result: Arrays = {}
     for k, (name, array) in enumerate(arrays.items()):
         result[name] = array
-        if name.rpartition(".")[2] in KINDS and array.ndim > 1:
+        if name.rpartition(".")[2] in KINDS and array.ndim > 1 and array.size:
             result[name] = payload(array.shape, dtype, k)
             if dtype in SCALED:
                 result[f"{name}_scale"] = scale(array.shape, k)

@@ -14,7 +14,7 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
 from bridge.formats.saving.steps import choose_step
+from bridge.mapping.running import AnyMapping
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -42,6 +43,7 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
+from torch_impl.checkpoint.mapped import mapped_reader, mapped_tree
 from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
 from torch_impl.checkpoint.saving import PlannedSave
 from torch_impl.comm.agreement import agree, background_group, rank
@@ -58,6 +60,8 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     train: Mapping[str, Any] | None = None,
+    *,
+    mapping: AnyMapping | None = None,
 ) -> None:
     """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks call it.
 
@@ -69,13 +73,18 @@ def save_checkpoint(
         model: sharded by ``fully_shard``, or a plain module whose tensors are equal on all ranks.
         optimizer: over the model's parameters.
         train: nested mapping of str to int or numpy array, equal on all ranks; ints become 0-d int64 tensors.
+        mapping: a family's name, a file or a table (``bridge.mapping``), of which the model has one side. The
+            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
+            the plain checkpoint. Each rank translates its own rows. Of a mapping with more than two conventions
+            ``load_mapping(name).between("hf", "torchtitan")`` leaves two.
 
     Raises:
         FileExistsError: something is at ``path``; nothing was written.
         ValueError: state that cannot be saved, by name; nothing was written.
-        CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
+        CheckpointError: mapping and model do not fit; or writing failed, on the rank and for the reason in the text;
+            nothing is left behind.
     """
-    start_save(path, model, optimizer, train, asynchronous=False)
+    start_save(path, model, optimizer, train, mapping=mapping, asynchronous=False)
 
 
 def save_checkpoint_async(
@@ -83,6 +92,8 @@ def save_checkpoint_async(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     train: Mapping[str, Any] | None = None,
+    *,
+    mapping: AnyMapping | None = None,
 ) -> PendingSave:
     """Save as ``save_checkpoint`` does, the same files, while training goes on; all ranks call it.
 
@@ -104,7 +115,7 @@ def save_checkpoint_async(
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
     """
-    return start_save(path, model, optimizer, train)
+    return start_save(path, model, optimizer, train, mapping=mapping)
 
 
 def start_save(
@@ -113,12 +124,13 @@ def start_save(
     optimizer: Optimizer | None,
     train: Mapping[str, Any] | None,
     *,
+    mapping: AnyMapping | None = None,
     extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
     """Save, in the background or at once."""
     planned = PlannedSave(
-        path, lambda: state_tree(model, optimizer, train), extras or SaveExtras(), copy=asynchronous
+        path, _tree(model, optimizer, train, mapping), extras or SaveExtras(), copy=asynchronous
     )
     if not asynchronous:
         planned.write()
@@ -131,6 +143,17 @@ def start_save(
     return pending.start(planned.path, lambda: planned.write(group))
 
 
+def _tree(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train: Mapping[str, Any] | None,
+    mapping: AnyMapping | None,
+) -> Callable[[], dict[str, Any]]:
+    if mapping is None:
+        return lambda: state_tree(model, optimizer, train)
+    return lambda: mapped_tree(mapping, model, optimizer, train)
+
+
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -138,6 +161,7 @@ def load_checkpoint(
     *,
     step: int | None = None,
     moments: str = "same",
+    mapping: AnyMapping | None = None,
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
@@ -152,6 +176,9 @@ def load_checkpoint(
         step: the number of another step to take.
         moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
             for float8 with scales, become this optimizer's, rounded as an update rounds them.
+        mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the checkpoint
+            and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
+            what its rows are made of.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
@@ -175,7 +202,10 @@ def load_checkpoint(
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
         with open_checkpoint(directory / str(chosen)) as reader:
-            return _stage(reader, model, optimizer, convert=moments == "convert")
+            named: CheckpointReader = reader
+            if mapping is not None:
+                named = mapped_reader(reader, mapping, model, optimizer)
+            return _stage(named, model, optimizer, convert=moments == "convert")
 
     try:
         staged, _ = agree(stage)
@@ -215,7 +245,7 @@ def _stage(
     if reader.format != "dcp":
         raise CheckpointError(
             f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
-            f"`twinshard convert {reader.path} NEW --to dcp`"
+            f"`twinshard convert {reader.path} NEW --to dcp`, or load it with a mapping"
         )
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:

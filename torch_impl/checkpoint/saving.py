@@ -132,8 +132,14 @@ class PlannedSave:
             parts = gather(agree(self._write, group=group).value, group)
             # A rank that returned before the commit could start a run from a path that is not there yet.
             agree(lambda: self._commit(parts), group=group)
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            # What the ranks did comes as other errors: this one is gloo's.
+            if group is not None and isinstance(error, RuntimeError):
+                raise CheckpointError(
+                    f"{self.path}: expected word from all ranks, got none from some: a rank has died, or the process "
+                    f"group was destroyed before the save was complete ({error})"
+                ) from error
             raise
 
     def abort(self) -> None:
@@ -141,7 +147,13 @@ class PlannedSave:
             self._directory.abort()
 
     def _write(self) -> Part:
-        written = self._writer.write_data(self._final, self._planner).wait()
+        try:
+            written = self._writer.write_data(self._final, self._planner).wait()
+        except OSError as error:
+            # Writing to an open file tells no name.
+            if error.filename is None and error.errno is not None:
+                raise OSError(error.errno, error.strerror, str(self._temporary)) from error
+            raise
         return self._planner.part(written, self._temporary, self._final)
 
     def _commit(self, parts: list[Part]) -> None:

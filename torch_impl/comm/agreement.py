@@ -96,7 +96,7 @@ def agree(
         cause = error
         report = _Report(type(error).__name__, str(error), None)
     reports = [report]
-    if dist.is_initialized():
+    if not _alone(group):
         reports *= dist.get_world_size()
         dist.all_gather_object(reports, report, group=group)
         # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
@@ -109,9 +109,23 @@ def agree(
     return Outcome(value, reports[0].shared)
 
 
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is nobody to agree with. CheckpointError where the group's process group is gone."""
+    if group is None:
+        return not dist.is_initialized()
+    if group.size() == 1:
+        return True
+    if not dist.is_initialized():
+        raise CheckpointError(
+            "expected the process group to live until the save is complete, found it destroyed: call wait() of the "
+            "save, or close() of the manager, before torch.distributed.destroy_process_group()"
+        )
+    return False
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's picklable value, on rank 0; an empty list on the others."""
-    if not dist.is_initialized():
+    if _alone(group):
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if rank() == 0 else None
     dist.gather_object(value, values, group=group)
@@ -120,7 +134,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def scatter(values: list[T], group: dist.ProcessGroup | None = None) -> T:
     """Each rank's own of the picklable values that rank 0 gives."""
-    if not dist.is_initialized():
+    if _alone(group):
         return values[0]
     received: list[Any] = [None]
     dist.scatter_object_list(received, values if rank() == 0 else None, group=group)

@@ -55,6 +55,12 @@ _RIGHT_ON_PARTIAL = {
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 
+_ASYNC = (
+    "torch.distributed.checkpoint.async_save cannot copy sharded tensors: use torch_impl.save_checkpoint_async, or "
+    "CheckpointManager, which write the same format"
+)
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
     sharded = list(_dtensors((args, kwargs)))
@@ -74,6 +80,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return product
     if func is _aten.new_zeros.default and (zeros := _zeros_of(*args, **kwargs)) is not NotImplemented:
         return zeros
+    # By this, ``dcp.async_save`` begins to copy a tensor; what follows would copy memory that the wrapper has not.
+    if func is _aten.new_empty.default and first.ndim and not args[1]:
+        raise RuntimeError(_ASYNC)
     # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
@@ -91,6 +100,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # DTensor itself is right where no rows are cut.
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
+    if func is _aten.new_empty.default:
+        raise RuntimeError(f"{func} is not supported on a tensor placed as {first.placements}. {_ASYNC}")
     raise RuntimeError(
         f"{func} is not supported on a tensor placed as {first.placements}: only element-wise operators and "
         "reductions of the whole tensor are; use to_local() for this rank's rows or full_tensor() for all, and set all "

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from orbax.checkpoint.experimental import v1
 
+from bridge.checkpoints.convert import convert
 from bridge.formats import open_checkpoint
 from jax_impl import load_checkpoint, main_weight_adamw, save_checkpoint, variable_leaves
 from jax_impl.modules.module_tree import parameter_leaves
@@ -141,6 +142,24 @@ def weights_of(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def raised(answers: list[Any]) -> list[str]:
     assert all("raised" in answer for answer in answers), answers
     return [answer["raised"] for answer in answers]
+
+
+@pytest.mark.parametrize("name", each_save())
+def test_several_processes_save_under_a_mapping_what_convert_makes_of_the_plain_checkpoint(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
+    path, answers = saved[name]
+    assert all("raised" not in answer for answer in answers), answers
+    if SAVES[name][1].model != "decoder":
+        return
+    axes = {"d": runs.CONFIG.head_dim}
+    convert(path, tmp_path / "converted", to="orbax", mapping="decoder", into="torch", axes=axes)
+    with open_checkpoint(f"{path}-mapped") as found, open_checkpoint(tmp_path / "converted") as expected:
+        assert {n: i.shape for n, i in found.tensors.items()} == {
+            n: i.shape for n, i in expected.tensors.items()
+        }
+        for tensor in expected.tensors:
+            assert found.read(tensor).tobytes() == expected.read(tensor).tobytes(), tensor
 
 
 @pytest.mark.parametrize("name", each_save())

@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 from bridge.formats.orbax import writer as orbax_writer
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.orbax.writer import OrbaxPart
+from bridge.mapping import load_mapping
 from jax_impl import (
     ShardingPlan,
     TrainState,
@@ -134,6 +135,9 @@ def train_and_save(
     with small_chunks():
         train = {"step": first + before, "rank": jax.process_index()}
         save_checkpoint(path, plan, state, train, item=item, timeout=60)
+        if key.model == "decoder":
+            mapping = load_mapping("decoder").with_axes({"d": runs.CONFIG.head_dim})
+            save_checkpoint(f"{path}-mapped", plan, state, train, mapping=mapping, timeout=60)
     _dump(plan, state, f"{path}-saved.npz")
     loaded = load_checkpoint(path, plan, optimizer, timeout=60)
     for found, expected in zip(jax.tree.leaves(loaded.state), jax.tree.leaves(state), strict=True):

@@ -122,9 +122,7 @@ class _Rank:
 
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shards", [5, 8])
-def test_more_shards_than_processes(
-    shards: int, granularity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_shards_than_processes(shards: int, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A few rows at a time.
     monkeypatch.setattr(runtime_float8, "_CHUNK", 70)
     layout = plan_layout(SHAPES, shards, granularity=granularity, align=1)

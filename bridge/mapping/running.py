@@ -1,0 +1,233 @@
+"""Mappings between a run that is in progress and its checkpoints: other names and layouts at save and at load.
+
+::
+
+    save    a process's own boxes of the run's tensors  -> boxes of the checkpoint's tensors, one after the other
+    load    a box that a process wants of the run's     -> the boxes of the checkpoint's tensors that it is made of
+
+Both are planned as a conversion of a whole checkpoint is (`translation.py`), so the results are the same. A process
+needs the names, shapes and dtypes of all tensors, and the elements of its own boxes: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.mapping.found import find
+from bridge.mapping.operations import Change, ChangedView
+from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
+from bridge.mapping.rules import MappingTable, mapping_table
+from bridge.mapping.sizes import with_config, with_config_fields
+from bridge.mapping.translation import Plan, PlannedTensor, make_plan
+
+AnyMapping = str | os.PathLike[str] | MappingTable
+"""The name of a shipped family, a TOML file, or a table."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run as a `CheckpointReader`: what all tensors are, and the values of those that every process has.
+
+    where: names the run in errors. whole: the value of a tensor that this process has all of, by name; None: not so.
+    """
+
+    format: str
+    where: str
+    tensors: Mapping[str, TensorInfo]
+    values: Mapping[str, object]
+    object_paths: Mapping[str, TreePath]
+    whole: Callable[[str], np.ndarray | None]
+
+    @property
+    def path(self) -> str:
+        return self.where
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        return self.values
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """CheckpointError for a tensor that no process has whole."""
+        value = self.whole(name)
+        if value is None:
+            raise CheckpointError(
+                f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights to "
+                "be stored once, or scales of rows that it joins): save without the mapping, and convert the checkpoint"
+            )
+        return value if box is None else np.ascontiguousarray(value[box.slices()])
+
+    def lend(self, name: str, box: Box) -> None:
+        return None
+
+    def files(self) -> Sequence[Path]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements of a box of the run's tensor that fill a box of a tensor of the checkpoint.
+
+    name, box: of the checkpoint. source_box: of the run.
+    """
+
+    name: str
+    box: Box
+    block: Block
+    change: Change | None
+    ranges: Ranges
+    source_box: Box
+
+    def values(self, source: np.ndarray) -> np.ndarray:
+        """The elements of ``box``, C-contiguous; ``source``: those of ``source_box``.
+
+        CheckpointError when one becomes infinite.
+        """
+        source = np.ascontiguousarray(source).reshape(self.source_box.sizes)
+        target = np.empty(self.box.sizes, source.dtype)
+        here = elements(source, self.source_box, self.block.source_index, self.ranges)
+        there = elements(target, self.box, self.block.target_index, self.ranges)
+        if self.change is None:
+            there[...] = here
+            return target
+        try:
+            self.change.apply(here, there)
+        except OverflowError:
+            raise CheckpointError(
+                f"tensor {self.block.source}: expected elements that {source.dtype} can hold after "
+                f"x * {self.change.factor:g} + {self.change.shift:g}, got one that becomes infinite"
+            ) from None
+        return target
+
+
+class SavedAs:
+    """What a run's state becomes in a checkpoint under the other side of ``mapping``.
+
+    config: fields like those of a `config.json`, which give sizes of axes. Raises CheckpointError (MappingError) with
+    everything that does not fit.
+    """
+
+    def __init__(
+        self, state: RunState, mapping: AnyMapping, config: Mapping[str, object] | None = None
+    ) -> None:
+        table = mapping_table(mapping)
+        assert table is not None
+        table = with_config_fields(table, config or {}, f"the configuration of {state.where}")
+        self.plan = make_plan(state, state.format, table, into=_other_side(state, table))
+        self._state = state
+
+    @property
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        """Every tensor of the checkpoint by name."""
+        return self.plan.tensors
+
+    @cached_property
+    def objects(self) -> dict[TreePath, object]:
+        """Values that are not tensors by path."""
+        kept = {path: self._state.objects[name] for path, name in self.plan.objects.values()}
+        return kept | dict(self.plan.notes.values())
+
+    def moves(self, source: str, box: Box) -> Iterator[Move]:
+        """Where the elements of ``box`` of the run's tensor ``source`` go.
+
+        Over all boxes of all sources, each element of the checkpoint comes once, but for values that the plan knows.
+        """
+        for name, block, change in self._parts.get(source, ()):
+            for ranges in dense_pieces(block, box):
+                yield Move(name, block.target_box(ranges), block, change, ranges, box)
+
+    @cached_property
+    def _parts(self) -> dict[str, list[tuple[str, Block, Change | None]]]:
+        """By source tensor: the tensors made of it, and how."""
+        parts: dict[str, list[tuple[str, Block, Change | None]]] = {}
+        for name, tensor in self.tensors.items():
+            content = tensor.content
+            if isinstance(content, np.ndarray):
+                continue
+            assert isinstance(content, TensorView | ChangedView)
+            changes = content.changes if isinstance(content, ChangedView) else (None,) * len(content.blocks)
+            for block, change in zip(content.blocks, changes, strict=True):
+                parts.setdefault(block.source, []).append((name, block, change))
+        return parts
+
+
+def _other_side(state: RunState, table: MappingTable) -> str | None:
+    """The convention to save under, where there is but one other; else the one that is usual in the format."""
+    own = find(state.tensors.values(), table, None, state.where).convention.name
+    others = [name for name in table.conventions if name != own]
+    return others[0] if len(others) == 1 else None
+
+
+class LoadedAs:
+    """A checkpoint under the names and layouts of a run: a `CheckpointReader` of what the mapping makes of ``reader``.
+
+    state: the run. config: as of `SavedAs`; a `config.json` beside the checkpoint comes first. A checkpoint that has
+    the run's own names is read as it is. Notes of places are left out. Raises CheckpointError (MappingError) with
+    everything that does not fit.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        state: RunState,
+        mapping: AnyMapping,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        table = mapping_table(mapping)
+        assert table is not None
+        table = with_config(table, reader)
+        table = with_config_fields(table, config or {}, f"the configuration of {state.where}")
+        own = find(state.tensors.values(), table, None, state.where).convention
+        self._reader = reader
+        self._plan: Plan = make_plan(reader, state.format, table, into=own)
+        self.format, self.path = state.format, reader.path
+        self.tensors = {
+            name: TensorInfo(name, tensor.path, tensor.shape, tensor.dtype, (Box.whole(tensor.shape),))
+            for name, tensor in self._plan.tensors.items()
+        }
+        self.object_paths = {name: path for name, (path, _) in self._plan.objects.items()}
+        self.key_types: Mapping[str, str] = {}
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        return {name: self._reader.objects[old] for name, (_, old) in self._plan.objects.items()}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        tensor = self._plan.tensors[name]
+        return tensor.read(self._reader, Box.whole(tensor.shape) if box is None else box)
+
+    def lend(self, name: str, box: Box) -> None:
+        return None
+
+    def files(self) -> Sequence[Path]:
+        return self._reader.files()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

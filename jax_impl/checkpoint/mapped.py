@@ -1,0 +1,113 @@
+"""A train state under the other side of a mapping, for saving, and a checkpoint under the plan's own side, for loading.
+
+::
+
+    device 1:  params/mlp/up/kernel [0:40, 0:883]   ->   model.mlp.w13.weight [883:1766, 0:40]     m up -> (gate + up) m
+
+Each process translates the boxes that its devices hold. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from bridge.formats import Box, CheckpointReader, TreePath
+from bridge.formats.base import TensorInfo
+from bridge.formats.orbax.writer import OrbaxPart
+from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
+from jax_impl.checkpoint.chunks import Chunks
+from jax_impl.checkpoint.contents import Contents, local_value
+from jax_impl.checkpoint.names import Kind
+
+_TRAIN = "train/"
+_WHERE = "the train state"
+Values = Mapping[tuple[str, ...], np.ndarray]
+
+
+class MappedContents:
+    """The tensors of a state as a mapping makes them, declared and written as those of `Contents`.
+
+    kinds: of all tensors of the state. train, objects: by tree path. alone: whether no other process saves. Raises
+    ``CheckpointError`` where mapping and state do not fit.
+    """
+
+    def __init__(
+        self,
+        mapping: AnyMapping,
+        contents: Contents,
+        kinds: Mapping[str, Kind],
+        train: Values,
+        objects: Mapping[TreePath, object],
+        *,
+        alone: bool,
+    ) -> None:
+        arrays = {"/".join(path): array for path, array in train.items()}
+
+        def whole(name: str) -> np.ndarray | None:
+            if name in arrays or name in contents.whole:
+                return arrays[name] if name in arrays else local_value(contents.whole[name])
+            return _together(contents, name, kinds[name]) if alone else None
+
+        tensors = {name: _info(name, kind) for name, kind in kinds.items()}
+        tensors |= {name: _info(name, Kind(a.shape, a.dtype)) for name, a in arrays.items()}
+        names = {"/".join(map(str, path)): path for path in objects}
+        values = {name: objects[path] for name, path in names.items()}
+        self._saved = SavedAs(RunState("orbax", _WHERE, tensors, values, names, whole), mapping)
+
+    @property
+    def objects(self) -> dict[TreePath, object]:
+        """Values that are not tensors, by tree path."""
+        return self._saved.objects
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Names, shapes and dtypes."""
+        return [[t.name, t.shape, t.dtype.name] for t in self._tensors()]
+
+    def write(self, contents: Contents, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
+        """``contents``: those that this was made of, or copies. ``first``: as of ``Contents.write``."""
+        names = {}
+        for tensor in self._tensors():
+            info = writer.add_tensor(tensor.path, tensor.shape, tensor.dtype)
+            chunks.add_tensor(info)
+            names[tensor.name] = info.name
+            if first and isinstance(tensor.content, np.ndarray):
+                chunks.add(info.name, Box.whole(tensor.shape), tensor.content)
+
+        def add(moves: Iterator[Move], values: np.ndarray) -> None:
+            for move in moves:
+                chunks.add(names[move.name], move.box, move.values(values))
+
+        for name, piece in contents.pieces():
+            add(self._saved.moves(name, Box(piece.offsets, piece.sizes)), piece.values)
+        for name, value in contents.whole.items() if first else ():
+            add(self._saved.moves(name, Box.whole(value.shape)), local_value(value))
+
+    def _tensors(self) -> list[Any]:
+        """All but train values, which stay where they are."""
+        return [t for name, t in self._saved.tensors.items() if not name.startswith(_TRAIN)]
+
+
+def mapped_reader(reader: CheckpointReader, mapping: AnyMapping, kinds: Mapping[str, Kind]) -> LoadedAs:
+    """The checkpoint, in any format, under the names and in the layouts of a plan and optimizer, of these ``kinds``.
+
+    Raises ``CheckpointError`` where mapping, plan and checkpoint do not fit.
+    """
+    tensors = {name: _info(name, kind) for name, kind in kinds.items()}
+    return LoadedAs(reader, RunState("orbax", _WHERE, tensors, {}, {}, lambda _: None), mapping)
+
+
+def _info(name: str, kind: Kind) -> TensorInfo:
+    return TensorInfo(name, tuple(name.split("/")), kind.shape, kind.dtype, (Box.whole(kind.shape),))
+
+
+def _together(contents: Contents, name: str, kind: Kind) -> np.ndarray:
+    """All of a tensor of which this process has all pieces."""
+    whole = np.empty(kind.shape, kind.dtype)
+    for found, piece in contents.pieces():
+        if found == name:
+            whole[Box(piece.offsets, piece.sizes).slices()] = piece.values
+    return whole

@@ -1,0 +1,89 @@
+"""Saves in a thread: their errors reach somebody, once, whatever the program does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bridge.formats import CheckpointError
+from bridge.formats.saving import pending
+
+PATH = Path("runs/7")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_pending() -> Iterator[None]:
+    yield
+    pending.start(PATH, lambda: None).wait()
+
+
+def _fail() -> None:
+    raise OSError(28, "No space left on device", "runs/7.tmp-00000000")
+
+
+def test_work_runs_behind_the_caller_and_wait_returns_after_it() -> None:
+    gate, done = threading.Event(), []
+    save = pending.start(PATH, lambda: (gate.wait(30), done.append(1)))  # type: ignore[arg-type, func-returns-value]
+    assert not save.done()
+    assert not done
+    gate.set()
+    save.wait()
+    assert save.done()
+    assert done == [1]
+
+
+def test_an_error_is_raised_by_every_wait_and_then_by_nothing_else() -> None:
+    save = pending.start(PATH, _fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left on device: 'runs/7"):
+            save.wait()
+    pending.settle()
+
+
+def test_an_error_that_nobody_waited_for_is_raised_by_the_next_settle_only() -> None:
+    pending.start(PATH, _fail)
+    with pytest.raises(
+        CheckpointError, match=r"asynchronous save of runs/7 failed: OSError: .*No space left"
+    ):
+        pending.settle()
+    pending.settle()
+
+
+PROGRAM = """
+from pathlib import Path
+from bridge.formats.saving import pending
+import time
+def work():
+    time.sleep(0.2)
+    print("written", flush=True)
+    {end}
+save = pending.start(Path("runs/7"), work)
+{then}
+"""
+
+
+def _run(end: str, then: str = "") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(end=end, then=then)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_a_program_that_ends_completes_its_save_and_says_its_error_on_stderr() -> None:
+    done = _run("")
+    assert (done.stdout, done.stderr, done.returncode) == ("written\n", "", 0)
+    failed = _run("raise ValueError('no such luck')")
+    assert failed.stdout == "written\n"
+    assert failed.stderr == "twinshard: the asynchronous save of runs/7 failed: ValueError: no such luck\n"
+    # Also behind an error of the program's own.
+    both = _run("raise ValueError('no such luck')", "raise SystemExit(3)")
+    assert "no such luck" in both.stderr
+    assert both.returncode == 3
+
+
+def test_an_error_that_was_raised_is_not_said_again_at_the_end() -> None:
+    told = _run("raise ValueError('no such luck')", "try: save.wait()\nexcept ValueError: pass")
+    assert told.stderr == ""

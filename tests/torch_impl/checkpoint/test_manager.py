@@ -1,0 +1,47 @@
+"""A run that saves by the manager, ends, and goes on; on several ranks, each with its own slice of the batch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.checkpoints.verify import verify
+from tests.support.torch_impl import async_jobs as jobs
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_goes_on_from_the_latest_step_as_if_nothing_had_happened(ranks, tmp_path, asynchronous):
+    whole = ranks.run(2, jobs.managed_run, "optim_grads_params", str(tmp_path / "a"), 0, 5)[0]
+    path = str(tmp_path / "b")
+    first = ranks.run(2, jobs.managed_run, "optim_grads_params", path, 0, 3, asynchronous)[0]
+    rest = ranks.run(2, jobs.managed_run, "optim_grads_params", path, 3, 5, asynchronous)[0]
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert all(np.array_equal(rest["state"][name], whole["state"][name]) for name in whole["state"])
+    # The score falls with every step.
+    assert (rest["steps"], rest["best"]) == ([1, 4, 5], 1)
+    assert sorted(os.listdir(path)) == ["1", "4", "5"]
+    for step in (1, 4, 5):
+        assert verify(Path(path) / str(step)).good
+
+
+def test_steps_removed_by_hand_and_unfinished_ones_are_passed_over(ranks, tmp_path):
+    path = tmp_path / "a"
+    ranks.run(2, jobs.managed_run, "optim", str(path), 0, 4)
+    shutil.rmtree(path / "4")
+    (path / "9.tmp-0a1b2c3d").mkdir()
+    (path / "7").mkdir()
+    (path / "notes.txt").touch()
+    rest = ranks.run(3, jobs.managed_run, "optim_grads", str(path), 3, 5)
+    assert {tuple(found["steps"]) for found in rest} == {(1, 4, 5)}
+    assert sorted(os.listdir(path)) == ["1", "4", "5", "7", "notes.txt"]
+
+
+def test_a_place_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    for load, save in ranks.run(2, jobs.manager_in_a_place_that_cannot_be_written, str(tmp_path / "file")):
+        assert "expected a complete step, got none" in load
+        assert "file is a file: expected a directory" in save

@@ -1,0 +1,193 @@
+"""A state tree under the other side of a mapping, for saving, and a checkpoint under the model's own side, for loading.
+
+::
+
+    rank 1: w13.weight rows [700, 1400)    ->   gate_proj.weight rows [700, 883)     (gate + up) m  ->  gate m, up m
+                                                up_proj.weight   rows [0, 517)
+
+Each rank translates the boxes that it holds. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from bridge.formats import Box, CheckpointReader, TreePath
+from bridge.formats.base import TensorInfo, dtype_from_name
+from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
+from torch_impl.checkpoint.contents import model_tensors, optimizer_tensors, state_tree
+from torch_impl.checkpoint.moments import held_boxes
+
+_Part = tuple[Move, torch.Tensor]
+"""Elements of this rank for a box of the checkpoint, and the live box that they are in."""
+
+
+def mapped_tree(
+    mapping: AnyMapping, model: nn.Module, optimizer: Optimizer | None, train: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """``state_tree`` under the other side of the mapping. Elements of its tensors are made when they are written.
+
+    Raises ``ValueError`` as ``state_tree`` does, and ``CheckpointError`` where mapping and model do not fit.
+    """
+    leaves = dict(_leaves(state_tree(model, optimizer, train)))
+    tensors = {".".join(map(str, p)): t for p, t in leaves.items() if isinstance(t, torch.Tensor)}
+    saved = SavedAs(_run_state(leaves, model), mapping, _config(model))
+    parts: dict[str, list[_Part]] = {}
+    for source, tensor in tensors.items():
+        for box, piece in held_boxes(tensor):
+            for move in saved.moves(source, box):
+                parts.setdefault(move.name, []).append((move, piece))
+    made: dict[TreePath, Any] = dict(saved.objects)
+    for name, planned in saved.tensors.items():
+        if isinstance(planned.content, np.ndarray):
+            made[planned.path] = torch.from_numpy(planned.content.copy())
+        else:
+            dtype = getattr(torch, planned.dtype.name)
+            made[planned.path] = MappedTensor(planned.shape, dtype, parts.get(name, []))
+    return _tree(made)
+
+
+def mapped_reader(
+    reader: CheckpointReader, mapping: AnyMapping, model: nn.Module, optimizer: Optimizer | None
+) -> LoadedAs:
+    """The checkpoint, in any format, under the names and in the layouts of the model and its optimizer.
+
+    Raises ``CheckpointError`` where mapping, model and checkpoint do not fit.
+    """
+    tree: dict[str, Any] = {"model": model_tensors(model)}
+    if optimizer is not None:
+        tree["optimizer"] = {"state": optimizer_tensors(model, optimizer)}
+    return LoadedAs(reader, _run_state(dict(_leaves(tree)), model), mapping, _config(model))
+
+
+class MappedTensor(torch.Tensor):
+    """This rank's boxes of a tensor of the checkpoint, made of boxes that it holds of the model's tensors.
+
+    A tensor of the checkpoint's shape and dtype without elements of its own: only DCP's planners can use it.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[_Part]) -> MappedTensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[_Part]) -> None:
+        self._parts = {move.box.offsets: (move, piece) for move, piece in parts}
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
+
+        # Without any box a tensor without elements would vanish from the checkpoint.
+        boxes = (
+            [move.box for move, _ in self._parts.values()]
+            if math.prod(self.shape)
+            else [Box.whole(self.shape)]
+        )
+        return [
+            planner.WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self.shape,
+                ),
+            )
+            for box in boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        raise TypeError("expected a tensor to load into, got one that is only planned to be saved")
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if not math.prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        if tuple(index.offset) not in self._parts:
+            raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
+        move, piece = self._parts[tuple(index.offset)]
+        values = move.values(_array(piece))
+        return (
+            torch.from_numpy(np.atleast_1d(values).reshape(-1).view(np.uint8))
+            .view(self.dtype)
+            .view(values.shape)
+        )
+
+
+def _run_state(leaves: Mapping[TreePath, Any], model: nn.Module) -> RunState:
+    names = {path: ".".join(map(str, path)) for path in leaves}
+    tensors = {
+        names[path]: TensorInfo(
+            names[path],
+            path,
+            tuple(value.shape),
+            dtype_from_name(str(value.dtype).removeprefix("torch.")),
+            (Box.whole(value.shape),),
+        )
+        for path, value in leaves.items()
+        if isinstance(value, torch.Tensor)
+    }
+    values = {names[path]: value for path, value in leaves.items() if names[path] not in tensors}
+    by_name = {names[path]: value for path, value in leaves.items()}
+
+    def whole(name: str) -> np.ndarray | None:
+        tensor = by_name[name]
+        return None if isinstance(tensor, DTensor) else _array(tensor.detach())
+
+    paths = {names[path]: path for path in leaves if names[path] in values}
+    return RunState("dcp", f"the {type(model).__name__}", tensors, values, paths, whole)
+
+
+def _config(model: nn.Module) -> Mapping[str, object]:
+    """The fields of a model of transformers that its config.json has; none of other models."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    fields = to_dict() if callable(to_dict) else {}
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _leaves(value: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
+    """Path and value of what DCP stores on its own: of lists, those with mappings or tensors inside are taken apart."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list) and any(isinstance(one, (Mapping, torch.Tensor)) for one in value):
+        for position, inner in enumerate(value):
+            yield from _leaves(inner, (*path, position))
+    else:
+        yield path, value
+
+
+def _tree(leaves: Mapping[TreePath, Any]) -> dict[str, Any]:
+    """The nested mappings and lists that ``_leaves`` takes apart into these."""
+    root: dict[Any, Any] = {}
+    for path, value in leaves.items():
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(node: Any) -> Any:
+    if not isinstance(node, dict) or not node:
+        return node
+    inner = {key: _with_lists(value) for key, value in node.items()}
+    return [inner[k] for k in range(len(inner))] if set(inner) == set(range(len(inner))) else inner
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The elements on the host. torch does not know ml_dtypes, so bits travel as bytes."""
+    dtype = dtype_from_name(str(tensor.dtype).removeprefix("torch."))
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
