@@ -93,6 +93,7 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from bridge.formats.saving.pending import PendingSave
 from bridge.sharding import (
     Layout,
     ParallelPolicy,
@@ -104,7 +105,8 @@ from bridge.sharding import (
 )
 from torch_impl.api import fully_shard
 from torch_impl.apply_policy import ShardingPolicy
-from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
+from torch_impl.checkpoint.manager import CheckpointManager
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
 from torch_impl.diagnostics.memory import MemoryReport
@@ -123,6 +125,7 @@ from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointManager",
     "CollectiveCount",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -134,6 +137,7 @@ __all__ = [
     "NonFinite",
     "OffloadPolicy",
     "ParallelPolicy",
+    "PendingSave",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
@@ -151,6 +155,7 @@ __all__ = [
     "plan_layout",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "save_checkpoint_async",
     "share_comm_ctx",
     "watch_nonfinite_outputs",
 ]

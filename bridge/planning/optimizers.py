@@ -45,7 +45,7 @@ CONSTANTS = (".count", ".ns_coeffs")
 _SCALED = ("float16", "float8_e4m3fn")
 _TWO_MOMENTS = ("adamw", "muon")
 _FACTORED_FROM = 128
-_BATCH = 1 << 22
+_BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
 
 

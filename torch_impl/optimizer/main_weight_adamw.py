@@ -64,9 +64,9 @@ class MainWeightAdamW(torch.optim.Optimizer):
         restore ``lr``; state of torch's Adam counts as ``adam_w_mode=False``. ``capturable``, as the dtypes, is not.
 
         Raises ValueError for a negative ``lr``, ``eps`` or ``weight_decay``, betas outside [0, 1), another dtype, a
-        fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales, whose
-        update waits for the device; TypeError for another mode than a bool; RuntimeError for parameters that were collected before
-        ``fully_shard`` took them.
+        fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales,
+        whose update waits for the device; TypeError for a mode that is no bool; RuntimeError for parameters that were
+        collected before ``fully_shard`` took them.
         """
         self._formats = (
             MomentFormat("exp_avg", exp_avg_dtype),
@@ -84,6 +84,11 @@ class MainWeightAdamW(torch.optim.Optimizer):
         defaults = {**numbers, **modes, "maximize": maximize}
         _check_hyperparameters({**numbers, **modes, "amsgrad": amsgrad})
         super().__init__(params, defaults)
+
+    @property
+    def moment_formats(self) -> tuple[MomentFormat, ...]:
+        """How the moments are stored."""
+        return self._formats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises the errors of the constructor; the group is then not added."""
@@ -270,8 +275,8 @@ def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) 
     for kind in formats:
         if kind.dtype.itemsize == 1 or kind.dtype == torch.float16:
             raise ValueError(
-                f"MainWeightAdamW(capturable=True): expected {kind.key}_dtype float32 or bfloat16, got {kind.dtype}: to "
-                "store a moment with scales, the CPU reads the step"
+                f"MainWeightAdamW(capturable=True): expected {kind.key}_dtype float32 or bfloat16, got {kind.dtype}: "
+                "to store a moment with scales, the CPU reads the step"
             )
 
 

@@ -25,7 +25,7 @@ if ``weight_decay`` is not 0::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,10 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
+from torch_impl.optimizer.pieces import Moments, Piece, chunks
 
 # A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
 _FOREVER = 1e30
-
-# Elements of the tensors that are staged together, unless one tensor is larger.
-_CHUNK = 1 << 22
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +59,7 @@ class ParameterUpdate:
     placements: Any = field(init=False)
     shape: torch.Size = field(init=False)
     weight: torch.Tensor = field(init=False)
-    moments: list[tuple[torch.Tensor, torch.Tensor | None]] = field(init=False)
+    moments: Moments = field(init=False)
     dtype: torch.dtype = field(init=False)
     resident: bool = field(init=False)
     step: torch.Tensor = field(init=False)
@@ -105,9 +103,10 @@ class ParameterUpdate:
             and state["step"] is self.step
         )
 
-    def travelling(self) -> list[torch.Tensor]:
-        """The tensors that are fetched and sent back when the state is offloaded."""
-        return [tensor for pair in self.moments for tensor in pair if tensor is not None]
+    def piece(self, grad: torch.Tensor) -> Piece:
+        """All of the update, by the local gradient."""
+        row = first_row(self.param)
+        return Piece(self.weight, grad, self.moments, self.formats, self.step, row, self.dtype)
 
 
 def update(
@@ -121,14 +120,15 @@ def update(
     Their steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
-    staged: list[tuple[ParameterUpdate, torch.Tensor]] = []
+    at_home: list[Piece] = []
+    offloaded: list[Piece] = []
     for one, grad in zip(updates, grads, strict=True):
         if one.weight.numel() == 0:
             continue
         if one.resident and grad.dtype == one.dtype and grad.stride() == one.weight.stride():
             resident.setdefault(one.dtype, []).append((one, grad))
         else:
-            staged.append((one, grad))
+            (offloaded if one.offloaded else at_home).append(one.piece(grad))
     for pairs in resident.values():
         _fused(
             [one.weight for one, _ in pairs],
@@ -138,68 +138,47 @@ def update(
             [one.step for one, _ in pairs],
             group,
         )
-    at_home = [pair for pair in staged if not pair[0].offloaded]
-    for pairs in _chunks(at_home):
-        _update_staged(pairs, [one.moments for one, _ in pairs], group)
-    chunks = list(_chunks([pair for pair in staged if pair[0].offloaded]))
-    batches = [[tensor for one, _ in pairs for tensor in one.travelling()] for pairs in chunks]
-    for pairs, copies in zip(chunks, transfers.stream(batches), strict=True):
+    for pieces in chunks(at_home):
+        _update_staged(pieces, [piece.moments for piece in pieces], group)
+    batches = list(chunks(offloaded))
+    homes = [[tensor for piece in pieces for tensor in piece.stored] for pieces in batches]
+    for pieces, copies in zip(batches, transfers.stream(homes), strict=True):
         fetched = iter(copies)
-        moments = [
-            [(next(fetched), None if scale is None else next(fetched)) for _, scale in one.moments]
-            for one, _ in pairs
+        moments: list[Moments] = [
+            [(next(fetched), None if scale is None else next(fetched)) for _, scale in piece.moments]
+            for piece in pieces
         ]
-        _update_staged(pairs, moments, group)
+        _update_staged(pieces, moments, group)
 
 
-def _chunks(
-    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
-) -> Iterator[list[tuple[ParameterUpdate, torch.Tensor]]]:
-    """Consecutive pairs of one dtype and up to ``_CHUNK`` elements together."""
-    chunk: list[tuple[ParameterUpdate, torch.Tensor]] = []
-    size = 0
-    for one, grad in pairs:
-        if chunk and (size + one.weight.numel() > _CHUNK or chunk[0][0].dtype != one.dtype):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((one, grad))
-        size += one.weight.numel()
-    if chunk:
-        yield chunk
-
-
-def _update_staged(
-    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
-    moments: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
-    group: Mapping[str, Any],
-) -> None:
+def _update_staged(pieces: Sequence[Piece], moments: Sequence[Moments], group: Mapping[str, Any]) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
-    dtype = pairs[0][0].dtype
-    weights = [_like(one.weight, one.weight, dtype) for one, _ in pairs]
-    grads = [_like(grad, one.weight, dtype) for one, grad in pairs]
+    dtype = pieces[0].dtype
+    weights = [_like(piece.weight, piece.weight, dtype) for piece in pieces]
+    grads = [_like(piece.grad, piece.weight, dtype) for piece in pieces]
     values: list[list[torch.Tensor]] = []
-    for (one, _), stored in zip(pairs, moments, strict=True):
+    for piece, stored in zip(pieces, moments, strict=True):
         values.append([])
-        for kind, (tensor, scale) in zip(one.formats, stored, strict=True):
-            value = _like(tensor, one.weight, dtype) if scale is None else _empty(one.weight, dtype)
+        for kind, (tensor, scale) in zip(piece.formats, stored, strict=True):
+            value = _like(tensor, piece.weight, dtype) if scale is None else _empty(piece.weight, dtype)
             if scale is not None:
                 kind.decode(tensor, scale, value)
             values[-1].append(value)
     _fused(
-        weights, grads, [v[0] for v in values], [v[1] for v in values], [one.step for one, _ in pairs], group
+        weights,
+        grads,
+        [v[0] for v in values],
+        [v[1] for v in values],
+        [piece.step for piece in pieces],
+        group,
     )
-    for (one, _), weight, stored, new in zip(pairs, weights, moments, values, strict=True):
-        if weight is not one.weight:
-            one.weight.copy_(weight)
-        for kind, (tensor, scale), value in zip(one.formats, stored, new, strict=True):
+    for piece, weight, stored, new in zip(pieces, weights, moments, values, strict=True):
+        if weight is not piece.weight:
+            piece.weight.copy_(weight)
+        for kind, (tensor, scale), value in zip(piece.formats, stored, new, strict=True):
             if value is not tensor:
-                kind.encode(
-                    value,
-                    tensor,
-                    scale,
-                    first_row(one.param),
-                    int(one.step.item()) if scale is not None else 0,
-                )
+                step = int(piece.step.item()) if scale is not None else 0
+                kind.encode(value, tensor, scale, piece.row, step)
 
 
 def _empty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

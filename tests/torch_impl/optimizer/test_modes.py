@@ -237,9 +237,9 @@ def test_a_capturable_step_lies_on_the_parameters_device_and_changes_no_result()
 
 
 def test_capturable_refuses_what_waits_for_the_device() -> None:
-    with pytest.raises(ValueError, match="expected offload_fraction=0, got 0.5: a step waits"):
+    with pytest.raises(ValueError, match=r"expected offload_fraction=0, got 0\.5: a step waits"):
         MainWeightAdamW(weights(), capturable=True, offload_fraction=0.5)
     with pytest.raises(
-        ValueError, match="expected exp_avg_sq_dtype float32 or bfloat16, got torch.float8_e4m3fn"
+        ValueError, match=r"expected exp_avg_sq_dtype float32 or bfloat16, got torch\.float8_e4m3fn"
     ):
         MainWeightAdamW(weights(), capturable=True, exp_avg_sq_dtype=torch.float8_e4m3fn)
