@@ -103,6 +103,10 @@ class MainWeightAdamW(torch.optim.Optimizer):
             raise
         self._offloaded.update(param for param in group["params"] if self._share.picks(param.numel()))
 
+    def offloads(self, param: torch.Tensor) -> bool:
+        """Whether the state of this parameter lives in CPU memory and is fetched for the update."""
+        return param in self._offloaded
+
     def init_state(self) -> None:
         """Create the state of all trainable parameters that have none: zero moments, step 0. Changes no weight."""
         for group in self.param_groups:
