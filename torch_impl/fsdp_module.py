@@ -225,8 +225,8 @@ class FSDPModule(Unavailable):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
         """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters.
 
-        ``to_empty`` gives sharded parameters that were planned on the meta device their memory, on the mesh's device, or
-        in the CPU's with ``CPUOffloadPolicy``.
+        ``to_empty`` gives sharded parameters that were planned on the meta device their memory: the mesh's device's, or
+        with ``CPUOffloadPolicy`` the CPU's.
         """
         assert isinstance(self, nn.Module)
         for unit in self._units(True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,8 @@ class HostMemory:
 class MemoryReport:
     """Bytes on this rank's device. ``padding`` is the part of ``main_weights`` that belongs to no parameter.
 
-    ``on_host``: what is offloaded to the host's memory instead (by ``CPUOffloadPolicy`` or ``offload_fraction``), and
-    ``host`` its total; neither is in ``total``. On a mesh of CPUs both are memory of one kind, and are told apart alike.
+    ``on_host``: what lies in the host's memory instead, by ``CPUOffloadPolicy`` or ``offload_fraction``, and ``host``
+    its total; neither is in ``total``. On a mesh of CPUs both are memory of one kind, and are told apart all the same.
     """
 
     main_weights: int
@@ -93,9 +93,10 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
             device["gradients"] += _storage_bytes(group.gradient.collecting)
             host["gradients"] += _storage_bytes(held)
         if optimizer is not None:
-            for param in group.params:
-                where = host if group.host is not None or offloads(param) else device
-                where["moments"] += _storage_bytes(_moments(optimizer, param))
+            away = [param for param in group.params if group.host is not None or offloads(param)]
+            here = set(group.params).difference(away)
+            device["moments"] += _storage_bytes(_moments(optimizer, here))
+            host["moments"] += _storage_bytes(_moments(optimizer, away))
     return MemoryReport(
         device["main_weights"],
         _storage_bytes(weights),
@@ -106,9 +107,13 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
     )
 
 
-def _moments(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    state = optimizer.state.get(param, {})
-    return [local_of(v) for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"]
+def _moments(
+    optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter]
+) -> Iterator[torch.Tensor]:
+    for param in params:
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                yield local_of(value)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

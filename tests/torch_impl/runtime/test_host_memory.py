@@ -17,8 +17,10 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from torch_impl.comm.streams import CpuStreams, Step
+from torch_impl.diagnostics.memory import HostMemory
 from torch_impl.dtensor.local import local_of
 from torch_impl.runtime import schedule
+from torch_impl.runtime.gradient import GroupGradient
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 HALF = {"mp_policy": torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -151,6 +153,73 @@ def kept_apart() -> None:
 
 def test_weights_on_the_device_are_copies_also_where_nothing_is_sharded(ranks: RankGroup) -> None:
     ranks.run(1, kept_apart)
+
+
+def measured() -> None:
+    model = sharded_toy(**HALF, **OFFLOAD)
+    plain = sharded_toy(**HALF)
+    optimizers = [
+        torch_impl.MainWeightAdamW(model.parameters()),
+        torch_impl.MainWeightAdamW(plain.parameters(), offload_fraction=1.0),
+    ]
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    for one, optimizer in zip((model, plain), optimizers, strict=True):
+        mse(one, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        optimizer.step()
+    mine, other = (m.memory_report(o) for m, o in zip((model, plain), optimizers, strict=True))
+    groups = [unit.groups[0] for unit in {module._unit for module in (*model.blocks, model)}]
+    shards = sum(group.main.flat.numel() for group in groups)
+    own = sum(local_of(param).numel() for param in model.parameters())
+    assert (mine.main_weights, mine.gradients, mine.moments, mine.padding) == (0, 0, 0, 0)
+    assert mine.on_host == HostMemory(4 * shards, 4 * shards, 8 * own, 4 * (shards - own))
+    assert (mine.compute_weights, mine.total) == (other.compute_weights, other.compute_weights)
+    assert (other.main_weights, other.gradients, other.moments) == (4 * shards, 4 * shards, 0)
+    assert other.on_host == HostMemory(moments=8 * own)
+    assert mine.host == 8 * shards + 8 * own
+    assert f"in host memory      {mine.host:>16,} B" in str(mine)
+    assert "in host memory" not in str(plain.memory_report())
+
+
+def test_a_memory_report_tells_the_host_from_the_device(ranks: RankGroup) -> None:
+    ranks.run(2, measured)
+
+
+def collected_elsewhere(accumulate: str) -> list[int]:
+    """How often sums that wait on the host were fetched, and how often they were sent there whole."""
+    model = sharded_toy(**OFFLOAD)
+    groups = {
+        id(module._unit.groups[0].gradient): module._unit.groups[0] for module in (*model.blocks, model)
+    }
+    counts = [0, 0]
+
+    def homes(gradient: GroupGradient) -> set[int]:
+        grads = [param.grad for param in groups[id(gradient)].params]
+        return {local_of(grad).untyped_storage().data_ptr() for grad in grads if grad is not None}
+
+    make_buffer, keep = GroupGradient._make_buffer, GroupGradient.keep
+
+    def noted_make_buffer(gradient: GroupGradient, keeps: bool) -> None:
+        before = homes(gradient)
+        make_buffer(gradient, keeps)
+        assert gradient._whole.untyped_storage().data_ptr() not in before
+        counts[0] += bool(before)
+
+    def noted_keep(gradient: GroupGradient) -> None:
+        whole = gradient._whole
+        keep(gradient)
+        assert whole.untyped_storage().data_ptr() not in homes(gradient)
+        counts[1] += 1
+
+    GroupGradient._make_buffer, GroupGradient.keep = noted_make_buffer, noted_keep
+    try:
+        trained(model, accumulate, steps=1)
+    finally:
+        GroupGradient._make_buffer, GroupGradient.keep = make_buffer, keep
+    return counts
+
+
+def test_gradients_are_collected_on_the_device_and_wait_on_the_host(ranks: RankGroup) -> None:
+    assert ranks.run(2, collected_elsewhere, "no_sync") == [[3, 3], [3, 3]]
 
 
 def from_meta() -> None:
