@@ -28,6 +28,7 @@ from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
 from torch_impl.runtime.tensor_parallel import check_joint
@@ -76,7 +77,10 @@ def fully_shard(
         but not in the root, the unit whose forward is called first.
     shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
-    offload_policy: None or ``OffloadPolicy()``.
+    offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
+        the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
+        GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or gradients,
+        such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
@@ -93,7 +97,6 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
-    fsdp2.check_offload(offload_policy)
     if dp_mesh_dims is not None:
         mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
@@ -106,6 +109,7 @@ def fully_shard(
         align,
         grad_divisor,
         prefetch,
+        fsdp2.offload_of(offload_policy),
     )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
@@ -158,13 +162,18 @@ def _build_unit(
     if failure is not None:
         raise failure
     groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
+    host = None
+    if options.offload is not None:
+        host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
     for index, (members, quantized, layout) in enumerate(plans):
         dtypes = group_dtypes(members[0].param.dtype, options.policy, quantized)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if members[0].param.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
-            ParameterGroup(members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix)
+            ParameterGroup(
+                members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix, host
+            )
         )
     for one in owned:
         one.take(kind)

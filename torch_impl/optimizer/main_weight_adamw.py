@@ -20,14 +20,16 @@ from torch_impl.runtime.ownership import taken_by
 class MainWeightAdamW(torch.optim.Optimizer):
     """AdamW, bit for bit what ``torch.optim.AdamW(fused=True)`` computes for this rank's rows of each parameter.
 
+    With ``adam_w_mode=False`` it is ``torch.optim.Adam(fused=True)`` in the same way.
+
     Cut otherwise, the same elements may differ in the last bit: torch's CPU kernel rounds the last elements of a
     tensor, those that do not fill a vector register, differently.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
-    parameter; ``step`` is a float32 CPU scalar per parameter. Parameters of which this rank holds no rows have (empty)
-    moments like all others, so that all ranks have the same keys. Weight, gradient and moments of one dtype are updated
-    in place; others are converted, a chunk at a time, to float32 (of float64 parameters: float64) and back. Ordinary
-    tensors are updated as well.
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless ``capturable``. Parameters of which this
+    rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Weight, gradient and
+    moments of one dtype are updated in place; others are converted, a chunk at a time, to float32 (of float64
+    parameters: float64) and back. Ordinary tensors are updated as well.
     """
 
     def __init__(
@@ -41,6 +43,9 @@ class MainWeightAdamW(torch.optim.Optimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         offload_fraction: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        capturable: bool = False,
         maximize: bool = False,
         amsgrad: bool = False,
     ) -> None:
@@ -50,22 +55,34 @@ class MainWeightAdamW(torch.optim.Optimizer):
             float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
         offload_fraction: part of the state, by elements, to the nearest parameter, that lives in CPU memory and is
             fetched for the update. Results and checkpoints are those of no offload, to the byte.
+        adam_w_mode: False adds ``weight_decay`` times the weight to the gradient (L2), as ``torch.optim.Adam`` does.
+        bias_correction: False divides neither moment by ``1 - beta**step``.
+        capturable: ``step`` lives on the parameter's device, and with an ``lr`` in a tensor there a step never waits
+            for the device, so that a CUDA graph can capture it. On the CPU it changes nothing.
+
+        ``adam_w_mode`` and ``bias_correction`` are options of a parameter group, which state dicts restore as they
+        restore ``lr``; state of torch's Adam counts as ``adam_w_mode=False``. ``capturable``, as the dtypes, is not.
 
         Raises ValueError for a negative ``lr``, ``eps`` or ``weight_decay``, betas outside [0, 1), another dtype, a
-        fraction outside [0, 1] or ``amsgrad=True``; RuntimeError for parameters that were collected before
-        ``fully_shard`` took them.
+        fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales,
+        whose update waits for the device; TypeError for a mode that is no bool; RuntimeError for parameters that were
+        collected before ``fully_shard`` took them.
         """
         self._formats = (
             MomentFormat("exp_avg", exp_avg_dtype),
             MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
         )
         self._share = Share(offload_fraction)
+        self._capturable = capturable
+        if capturable:
+            _check_capturable(self._formats, offload_fraction)
         self._offloaded: set[nn.Parameter] = set()
         self._updates: dict[nn.Parameter, ParameterUpdate] = {}
         self._transfers: dict[torch.device, Transfers] = {}
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        defaults = {**numbers, "maximize": maximize}
-        _check_hyperparameters({**numbers, "amsgrad": amsgrad})
+        modes = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+        defaults = {**numbers, **modes, "maximize": maximize}
+        _check_hyperparameters({**numbers, **modes, "amsgrad": amsgrad})
         super().__init__(params, defaults)
 
     @property
@@ -85,6 +102,10 @@ class MainWeightAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._offloaded.update(param for param in group["params"] if self._share.picks(param.numel()))
+
+    def offloads(self, param: torch.Tensor) -> bool:
+        """Whether the state of this parameter lives in CPU memory and is fetched for the update."""
+        return param in self._offloaded
 
     def init_state(self) -> None:
         """Create the state of all trainable parameters that have none: zero moments, step 0. Changes no weight."""
@@ -137,7 +158,7 @@ class MainWeightAdamW(torch.optim.Optimizer):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_formats": self._formats, "_share": self._share, "_offloaded": self._offloaded}
+        own = {name: vars(self)[name] for name in ("_formats", "_share", "_offloaded", "_capturable")}
         return {**super().__getstate__(), **own, "_transfers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,6 +166,10 @@ class MainWeightAdamW(torch.optim.Optimizer):
         self._updates = {}
         for group in self.param_groups:
             group.setdefault("maximize", False)
+            # Older state has no modes; torch's own calls one of them by another name.
+            torchs = group.get("decoupled_weight_decay", self.defaults.get("adam_w_mode", True))
+            group.setdefault("adam_w_mode", torchs)
+            group.setdefault("bias_correction", self.defaults.get("bias_correction", True))
 
     def _with_gradients(
         self, group: dict[str, Any]
@@ -174,10 +199,13 @@ class MainWeightAdamW(torch.optim.Optimizer):
             raise TypeError(
                 f"parameter of shape {tuple(param.shape)}: expected real numbers, got {param.dtype}"
             )
-        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=self._step_device(param))}
         for kind in self._formats:
             state.update(kind.zeros(param, param in self._offloaded))
         return state
+
+    def _step_device(self, param: torch.Tensor) -> torch.device:
+        return local_of(param).device if self._capturable else torch.device("cpu")
 
     def _update_of(self, param: nn.Parameter) -> ParameterUpdate:
         if not self.state.get(param):
@@ -201,7 +229,7 @@ class MainWeightAdamW(torch.optim.Optimizer):
                 f"state of a parameter of shape {tuple(param.shape)}: expected {', '.join(sorted(needed))} (of AdamW "
                 f"without amsgrad), got {', '.join(sorted(saved))}"
             )
-        step = torch.as_tensor(saved["step"]).detach().to("cpu", torch.float32)
+        step = torch.as_tensor(saved["step"]).detach().to(self._step_device(param), torch.float32)
         state = {"step": step}
         for kind in self._formats:
             stored, scale = saved[kind.key], saved.get(kind.scale_key)
@@ -233,10 +261,27 @@ def _check_hyperparameters(group: Mapping[str, Any]) -> None:
             raise ValueError(f"MainWeightAdamW: expected {name} >= 0, got {group[name]}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"MainWeightAdamW: expected two betas in [0, 1), got {betas}")
+    for name in ("adam_w_mode", "bias_correction"):
+        if not isinstance(group[name], bool):
+            raise TypeError(f"MainWeightAdamW: expected {name} to be a bool, got {group[name]!r}")
     if group.get("amsgrad"):
         raise ValueError(
             "MainWeightAdamW: expected amsgrad=False, got True; use torch.optim.AdamW(amsgrad=True)"
         )
+
+
+def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) -> None:
+    if offload_fraction:
+        raise ValueError(
+            f"MainWeightAdamW(capturable=True): expected offload_fraction=0, got {offload_fraction}: a step waits for "
+            "its transfers"
+        )
+    for kind in formats:
+        if kind.dtype.itemsize == 1 or kind.dtype == torch.float16:
+            raise ValueError(
+                f"MainWeightAdamW(capturable=True): expected {kind.key}_dtype float32 or bfloat16, got {kind.dtype}: "
+                "to store a moment with scales, the CPU reads the step"
+            )
 
 
 def _described(group: Mapping[str, Any], index: int) -> str:

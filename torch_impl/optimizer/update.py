@@ -16,6 +16,11 @@ is a scalar computed in doubles and rounded once to the dtype of the update. Eve
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
 The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits.
+
+With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode=False`` (torch's fused Adam) line 2 is,
+if ``weight_decay`` is not 0::
+
+    2   g = fma(w, [weight_decay], g)
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.pieces import Moments, Piece, chunks
+
+# A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
+_FOREVER = 1e30
 
 
 @dataclass(slots=True, eq=False)
@@ -193,10 +201,14 @@ def _fused(
     group: Mapping[str, Any],
 ) -> None:
     device = weights[0].device
-    if device.type != "cpu":
+    if not group["bias_correction"]:
+        # Every beta below 1, as a double, raised to this power is 0: the kernel's corrections are exactly 1.
+        steps = [torch.full_like(step, _FOREVER) for step in steps]
+    if steps[0].device != device:
         # One transfer for all, without waiting for the device.
         steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
-    torch._fused_adamw_(
+    kernel = torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_
+    kernel(
         weights,
         grads,
         firsts,

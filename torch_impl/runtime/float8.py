@@ -72,8 +72,10 @@ class QuantizedGather:
         self._levels, self._strategy, self._blocks = levels, strategy, gather == "mxfp8"
         self._layout = levels.layouts[strategy.optimizer]
         self._piece = float8.piece_bytes(self._layout, gather)
+        # All tensors as one of 32 columns, padding too.
+        self._alike = self._blocks and float8.in_blocks(self._layout)
         self._own = self._own_rows(levels.mesh.index(strategy.optimizer) if strategy.optimizer else 0)
-        self._runs = self._scale_runs() if self._blocks else []
+        self._runs = self._scale_runs() if self._blocks and not self._alike else []
         # E8M0, by parameter; each is known when ``steps`` of changed main weights are done.
         self._tensor_scales = torch.zeros(len(self._layout.slots), dtype=torch.uint8, device=device)
         self._other_groups = [] if self._blocks else _groups_of(tensor_parallel)
@@ -142,18 +144,25 @@ class QuantizedGather:
             _to_payload(chunk, scaled)
 
     def _dequantize(self, pieces: torch.Tensor, target: torch.Tensor, async_op: bool) -> None:
-        layout, shards = self._layout, self._layout.num_shards
+        shards, size = self._layout.num_shards, self._layout.shard_size
         by_shard = pieces.view(shards, self._piece)
-        for part in layout.shard_slices:
-            whole = target[shards * part.start : shards * part.stop].view(shards, -1)
-            whole.copy_(by_shard[:, part].view(_PAYLOAD))
         # A power of two may be no number of float16 where its product with the payload is.
         dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+        for part in self._layout.shard_slices:
+            whole = target[shards * part.start : shards * part.stop].view(shards, -1)
+            whole.copy_(by_shard[:, part].view(_PAYLOAD))
+            if self._alike:
+                first, stop = size + part.start // float8.BLOCK, size + part.stop // float8.BLOCK
+                _multiply_blocks(whole, _powers_of(by_shard[:, first:stop]).to(dtype))
+        if not self._alike:
+            self._multiply_tensors(pieces, target, dtype)
+
+    def _multiply_tensors(self, pieces: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> None:
         tensor_powers = _powers_of(self._tensor_scales).to(dtype)
-        for number, slot in enumerate(layout.slots):
+        for number, slot in enumerate(self._layout.slots):
             if not slot.numel:
                 continue
-            start = layout.start(slot.name)
+            start = self._layout.start(slot.name)
             rows = target[start : start + slot.numel].view(slot.num_rows, slot.row_size)
             if self._blocks:
                 runs = [pieces[first:stop] for first, stop in self._runs[number]]
@@ -179,6 +188,8 @@ class QuantizedGather:
 
     def _own_rows(self, rank: int) -> list[_OwnRows]:
         slots = self._layout.slots
+        if self._alike:
+            return [_OwnRows(0, 0, self._layout.shard_size // float8.BLOCK, float8.BLOCK, 0)]
         return [
             _OwnRows(
                 part.number,

@@ -13,6 +13,7 @@ import torch
 from bridge.sharding.strategy import Strategy
 from torch_impl.comm.streams import Step
 from torch_impl.runtime.buffer import ShardLevels
+from torch_impl.runtime.host_memory import fetch
 
 
 class WeightGather(Protocol):
@@ -32,26 +33,34 @@ class WeightGather(Protocol):
 
 
 class CastGather:
-    """Shards are cast to ``compute`` and gathered in it."""
+    """Shards are cast to ``compute`` and gathered in it, on ``device``, where main weights may be fetched to."""
 
     def __init__(
-        self, levels: ShardLevels, strategy: Strategy, compute: torch.dtype, device: torch.device
+        self,
+        levels: ShardLevels,
+        strategy: Strategy,
+        compute: torch.dtype,
+        device: torch.device,
+        fetches: bool,
     ) -> None:
-        self._levels, self._strategy, self._compute = levels, strategy, compute
+        self._levels, self._strategy, self._compute, self._device = levels, strategy, compute, device
+        self._fetches = fetches
         self.resident: torch.Tensor | None = None
         if keeps_shard(strategy):
             self.resident = levels.buffer(strategy.parameters, compute, device).flat
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
-        level, source = self._strategy.optimizer, main
+        level, steps = self._strategy.optimizer, list[Step]()
         # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
         if self.resident is not None and current:
             level, source = self._strategy.parameters, self.resident
         # Cast before the gather: fewer bytes cross the network.
-        source = source.to(self._compute)
+        elif self._fetches:
+            steps, source = fetch(main, self._compute, self._device)
+        else:
+            source = main.to(self._compute)
         if level == 0:
-            return [("gather", partial(_copy, target, source))]
-        steps: list[Step] = []
+            return [*steps, ("gather", partial(_copy, target, source))]
         while level > 0:
             level -= 1
             if level == 0:

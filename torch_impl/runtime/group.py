@@ -35,6 +35,7 @@ from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.float8 import QuantizedGather
 from torch_impl.runtime.gather import CastGather, WeightGather
 from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.host_memory import HOST, HostMemory
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
@@ -44,7 +45,8 @@ from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
 class ParameterGroup:
     """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
 
-    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports.
+    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
+    gradients lie there, not on ``device``.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class ParameterGroup:
         divisor: float,
         context: UnitContext,
         suffix: str,
+        host: HostMemory | None = None,
     ) -> None:
+        self.host = host
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
         self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
@@ -82,12 +86,15 @@ class ParameterGroup:
         self._divisor.value = value
 
     def materialize(self, device: torch.device) -> None:
-        """Give weights that were planned on the meta device memory on ``device``; they are zeros.
+        """Give weights that were planned on the meta device memory on ``device``, or where they belong with offload.
+
+        They are zeros.
 
         The parameters stay the same objects, for an optimizer that holds them already.
         """
         planned = self.params
-        self._allocate(device, [(param, param) for param in planned])
+        place = device if self.host is None else self._context.device
+        self._allocate(place, [(param, param) for param in planned])
         for param, allocated in zip(planned, self.params, strict=True):
             torch.utils.swap_tensors(param, allocated)
         self.params = planned
@@ -106,15 +113,19 @@ class ParameterGroup:
     ) -> None:
         """Make buffers and parameters like the given ones, with the values beside them if those have any."""
         strategy, dtypes = self.strategy, self.dtypes
-        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
+        place, pinned = device, False
+        if self.host is not None and device.type != "meta":
+            place, pinned = HOST, self.host.pinned
+        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, place, pinned)
         # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
         self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
         self.gather: WeightGather = (
-            CastGather(self.levels, strategy, dtypes.compute, device)
+            CastGather(self.levels, strategy, dtypes.compute, device, fetches=self.host is not None)
             if dtypes.gather is None
             else QuantizedGather(self.levels, strategy, dtypes.gather, device, self.tensor_parallel)
         )
-        if not strategy.optimizer and dtypes.compute == dtypes.main and dtypes.gather is None:
+        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and self.host is None
+        if not strategy.optimizer and as_they_are:
             self.compute = self.main
             views = [self.main.view(name) for name in self.names]
         else:
@@ -141,9 +152,16 @@ class ParameterGroup:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
         context, suffix, dtypes = self._context, self._suffix, self.dtypes
         spec = GradientSpec(
-            self.names, self.params, self.tensor_parallel, self.levels, self.strategy, dtypes, self._divisor
+            self.names,
+            self.params,
+            self.tensor_parallel,
+            self.levels,
+            self.strategy,
+            dtypes,
+            self._divisor,
+            self.host,
         )
-        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.main.flat.device, context, suffix)
+        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute.flat.device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         finish = autograd.weakly(self._finish_transfer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from bridge.sharding.layout import Layout
 GATHERS = ["mxfp8", "float8_e4m3fn"]
 # An expert stack with odd rows and widths, a matrix of whole blocks, one that ends within a block, a single column.
 SHAPES = {"experts": (3, 7, 33), "up": (9, 96), "down": (10, 37), "column": (11, 1)}
+# Rows of whole blocks, and an expert stack with odd numbers of rows.
+EVEN_SHAPES = {"experts": (3, 7, 64), "up": (9, 96), "down": (11, 32)}
 
 
 def policy(gather: str, **options: Any) -> torch_impl.MixedPrecisionPolicy:
@@ -25,12 +28,16 @@ def policy(gather: str, **options: Any) -> torch_impl.MixedPrecisionPolicy:
 
 
 class Wide(nn.Module):
-    """Parameters of ``SHAPES`` and a vector, of many magnitudes; the last forward's are kept in ``seen``."""
+    """Matrices and a vector, of many magnitudes; the last forward's are kept in ``seen``."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES),
+    ) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(2)
-        for name, shape in {**SHAPES, "vector": (5,)}.items():
+        for name, shape in {**shapes, "vector": (5,)}.items():
             powers = torch.randint(-22, 6, (*shape[:-1], 1), generator=random)
             values = torch.randn(shape, generator=random) * 2.0**powers
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
@@ -76,6 +83,9 @@ def expected_pieces(layout: Layout, values: dict[str, torch.Tensor], gather: str
     """What a gather must fill: the whole tensors' bytes, put where the layout has each shard's rows."""
     shards, scales_at = layout.num_shards, layout.shard_size
     pieces = np.zeros((shards, float8.piece_bytes(layout, gather)), np.uint8)
+    alike = not any(size % 32 for slot in layout.slots for size in (slot.row_size, slot.offset)) and not any(
+        size % 32 for size in layout.shard_sizes
+    )
     taken = [0] * shards
     # By place in the buffers, which is the order of the parts of every shard.
     for slot in sorted(layout.slots, key=lambda slot: (slot.buffer, slot.offset)):
@@ -88,7 +98,7 @@ def expected_pieces(layout: Layout, values: dict[str, torch.Tensor], gather: str
             pieces[rank, start : start + (r1 - r0) * slot.row_size] = payload[r0:r1].ravel()
             if gather == "mxfp8":
                 mine = scales[r0:r1].ravel()
-                first = scales_at + taken[rank]
+                first = scales_at + (start // 32 if alike else taken[rank])
                 pieces[rank, first : first + mine.size] = mine
                 taken[rank] += mine.size
     return pieces

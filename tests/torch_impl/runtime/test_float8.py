@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from bridge.sharding import plan_layout, strategy_named
+from bridge.sharding import float8, plan_layout, strategy_named
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.quantized import (
+    EVEN_SHAPES,
     GATHERS,
     SHAPES,
     Wide,
@@ -52,10 +53,12 @@ def gathered_pieces() -> Iterator[list[tuple[QuantizedGather, torch.Tensor]]]:
         QuantizedGather._dequantize = original  # type: ignore[method-assign]
 
 
-def travels(mesh_shape: tuple[int, ...], gather: str, options: dict[str, Any]) -> list[int]:
+def travels(
+    mesh_shape: tuple[int, ...], gather: str, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]
+) -> list[int]:
     mesh = init_device_mesh("cpu", mesh_shape)
-    values = {name: param.detach().clone() for name, param in Wide().named_parameters()}
-    model = torch_impl.fully_shard(Wide(), mesh=mesh, mp_policy=policy(gather), **options)
+    values = {name: param.detach().clone() for name, param in Wide(shapes=shapes).named_parameters()}
+    model = torch_impl.fully_shard(Wide(shapes=shapes), mesh=mesh, mp_policy=policy(gather), **options)
     (group, _) = model._unit.groups
     with gathered_pieces() as seen:
         model(torch.tensor(1.0)).backward()
@@ -75,17 +78,18 @@ def travels(mesh_shape: tuple[int, ...], gather: str, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN_SHAPES], ids=["odd", "even"])
 def test_bytes_that_travel_are_those_of_whole_tensors(
-    ranks: RankGroup, gather: str, granularity: str
+    ranks: RankGroup, gather: str, granularity: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
     for world in (1, 2, 3, 4):
         for align in (1, "auto"):
             options = {"granularity": granularity, "align": align}
-            found = ranks.run(world, travels, (world,), gather, options)
+            found = ranks.run(world, travels, (world,), gather, shapes, options)
             # The root keeps its weights from forward to backward.
             assert found == [[world, 2]] * world
     options = {"granularity": granularity, "strategy": "hfsdp", "align": 1}
-    assert ranks.run(4, travels, (2, 2), gather, options) == [[4, 2]] * 4
+    assert ranks.run(4, travels, (2, 2), gather, shapes, options) == [[4, 2]] * 4
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp", "hfsdp"])
@@ -122,11 +126,17 @@ class _Rank:
 
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shards", [5, 8])
-def test_more_shards_than_processes(shards: int, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN_SHAPES], ids=["odd", "even"])
+def test_more_shards_than_processes(
+    shards: int, granularity: str, shapes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A few rows at a time.
     monkeypatch.setattr(runtime_float8, "_CHUNK", 70)
-    layout = plan_layout(SHAPES, shards, granularity=granularity, align=1)
-    values = {name: param.detach() for name, param in Wide().named_parameters() if name in SHAPES}
+    layout = plan_layout(shapes, shards, granularity=granularity, align=1 if shapes is SHAPES else 32)
+    values = {
+        name: param.detach() for name, param in Wide(shapes=shapes).named_parameters() if name in shapes
+    }
+    assert float8.in_blocks(layout) == (shapes is EVEN_SHAPES)
     whole_pieces = expected_pieces(layout, values, "mxfp8")
     for rank in range(shards):
         levels: Any = ShardLevels(layout, _Rank(shards, rank), 1)  # type: ignore[arg-type]
