@@ -12,13 +12,12 @@ import numpy as np
 
 from jax_impl import (
     CheckpointManager,
-    call_unit,  # noqa: F401  # imported with the rest, before processes are forked
     data_parallel_mesh,
     fully_shard,
     init_state,
     main_weight_adamw,
     make_train_step,
-    shard_batch,
+    simulate_devices,
 )
 from tests.support.killed_saves import KEPT, STEPS, acknowledge, serve
 
@@ -27,9 +26,10 @@ def run(job: dict[str, Any], rank: int) -> None:
     world = job["world"]
     if world > 1:
         jax.distributed.initialize(f"localhost:{_port(job, rank)}", world, rank)
+    simulate_devices(2 // world)
     random = np.random.default_rng(0)
     weights = {f"w{k}": random.standard_normal((31, 31), np.float32) for k in range(6)}
-    plan, arrays = fully_shard(weights, data_parallel_mesh(len(jax.devices())))
+    plan, arrays = fully_shard(weights, data_parallel_mesh(2), units=[])
     optimizer = main_weight_adamw(0.01)
     state = init_state(plan, arrays, optimizer)
     train_step = make_train_step(plan, _loss, optimizer)
@@ -40,7 +40,7 @@ def run(job: dict[str, Any], rank: int) -> None:
             state, first = loaded.state, loaded.train["step"]
         for index in range(first, STEPS):
             rows = np.random.default_rng(index).standard_normal((4, 31), np.float32)
-            state, _ = train_step(state, shard_batch(plan, rows) if world > 1 else rows)
+            state, _ = train_step(state, rows)
             manager.save(index + 1, plan, state, {"step": index + 1}, metrics={"index": index}, timeout=5)
             if index > first:
                 acknowledge(job, rank, index)
