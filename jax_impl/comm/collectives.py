@@ -54,6 +54,21 @@ def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]
     return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
 
 
+def gate_after(tree: Tree) -> jax.Array:
+    """True, a scalar that is computed from every array of ``tree``, for ``gated``.
+
+    A barrier orders what XLA:CPU schedules, but not what it runs at once: after a loop with collectives, a collective
+    that reads nothing of the loop's results may start while others are still in the loop.
+    """
+    gate = fence(jnp.array(True))
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating):
+            one = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
+            # Unknown to the compiler is only that the gate is True.
+            gate = jnp.logical_or(gate, jnp.isfinite(one))
+    return gate
+
+
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
     if dtype.itemsize < 4 and x.dtype != dtype:

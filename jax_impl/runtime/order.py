@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jax_impl.comm.collectives import fence, gated
+from jax_impl.comm.collectives import fence, gate_after, gated
 from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, REDUCE
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
@@ -109,19 +109,30 @@ class Order:
     def _in_turn(
         self, groups: Sequence[Group], sources: Arrays, after: Tree, again: bool
     ) -> tuple[list[Sequence[jax.Array]], Tree]:
-        held: list[Sequence[jax.Array]] = []
-        for group, source in zip(groups, sources, strict=True):
-            if group.strategy.shard_parameters:
+        held = list(sources)
+        several = self._needs_gates and sum(group.strategy.shard_parameters for group in groups) > 1
+        gathered: Sequence[jax.Array] = ()
+        # The first group last: what follows needs something of it, and so waits for all of them.
+        for i in reversed(range(len(groups))):
+            source = held[i]
+            if groups[i].strategy.shard_parameters:
                 source, after = fence((source, after))
+                if several:
+                    source = gated(source, gate_after((after, gathered)))
                 with jax.named_scope("gather"):
-                    source = group.gather(source)
+                    source = gathered = groups[i].gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((source, after))
             elif again:
                 # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
                 source, after = fence((source, after))
-            held.append(source)
+            held[i] = source
         return held, after
+
+    @property
+    def _needs_gates(self) -> bool:
+        """Whether barriers do not do, as of programs of simulated devices whose collectives are written."""
+        return self.chained and self.gates_reductions
 
     def reduce(
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
@@ -146,6 +157,9 @@ class Order:
             else:
                 # No collective beside another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
+                if self._needs_gates and reduced:
+                    # Gradients of vectors alone may need nothing of units inside.
+                    values = gated(values, gate_after((inner, reduced)))
                 with jax.named_scope("reduce"):
                     reduced.append(group.reduce(values))
         if beside:
