@@ -59,7 +59,7 @@ ROWS = (
         "torch runs layers one by one",
     ),
     Row("two engines", (), ("fully_shard(engine=)",), "pjit's counterpart in PyTorch is FSDP2 itself"),
-    Row("", ("fully_shard(mesh=)",), ("data_parallel_mesh",)),
+    Row("", ("fully_shard(mesh=)",), ("data_parallel_mesh", "data_parallel_mesh(sizes=)")),
     Row("", ("fully_shard(dp_mesh_dims=)", "DataParallelMeshDims"), ("data_parallel_mesh",)),
     Row(
         "weights kept from forward to backward",
@@ -68,16 +68,38 @@ ROWS = (
     ),
     Row("", ("FSDPModule.set_reshard_after_forward",), why="see reshard_after_forward"),
     Row("", ("fully_shard(shard_placement_fn=)",), why="FSDP2's keyword; rows are the only cut"),
+    Row(
+        "weights gathered as float8",
+        ("MixedPrecisionPolicy.gather_dtype", "~[precision] gather"),
+        ("fully_shard(gather_dtype=)", "~[precision] gather"),
+    ),
+    Row(
+        "",
+        ("MixedPrecisionPolicy.gather", "MixedPrecisionPolicy.is_quantized"),
+        ("fully_shard(gather_dtype=)",),
+    ),
+    Row(
+        "main weights in CPU memory",
+        ("fully_shard(offload_policy=)", "CPUOffloadPolicy", "~CPUOffloadPolicy()"),
+        ("~Offload(main_weights=True)",),
+    ),
+    Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
     # Initial values
     Row(
         "initial values where no device holds the model",
         ("~with torch.device('meta')", "~model.to_empty()"),
-        ("init_sharded",),
+        ("init_sharded", "init_sharded(mesh=)", "init_sharded(policy=)"),
     ),
     Row(
         "",
         (),
-        ("plan_sharding", "abstract_state", "shard_weights"),
+        (
+            "plan_sharding",
+            "plan_sharding(mesh=)",
+            "plan_sharding(policy=)",
+            "abstract_state",
+            "shard_weights",
+        ),
         "a meta-device model is the plan in PyTorch",
     ),
     # Steps
@@ -103,6 +125,7 @@ ROWS = (
         ("~loss.backward()",),
         ("make_gradients", "make_gradients(equal_parts=)", "make_gradients(has_aux=)"),
     ),
+    Row("a step", ("~loss.backward(); optimizer.step()",), ("make_train_step", "init_state")),
     Row("", ("~return loss, aux",), ("make_train_step(has_aux=)", "make_train_step(metrics=)")),
     Row("", ("~loss / tokens",), ("make_train_step(equal_parts=)",)),
     Row(
@@ -188,7 +211,41 @@ ROWS = (
     Row(
         "moments in CPU memory", ("MainWeightAdamW(offload_fraction=)",), ("init_state(offload=)", "Offload")
     ),
+    Row("", (), ("abstract_state(offload=)",), "a meta-device model is the plan in PyTorch"),
+    Row(
+        "Adam's L2 decay, no bias correction",
+        ("MainWeightAdamW(adam_w_mode=)", "MainWeightAdamW(bias_correction=)"),
+        ("main_weight_adamw(adam_w_mode=)", "main_weight_adamw(bias_correction=)"),
+    ),
+    Row(
+        "",
+        ("MainWeightAdamW(capturable=)",),
+        why="a step is one compiled program, which has no host to wait for",
+    ),
     # Checkpoints
+    Row("checkpoints", ("save_checkpoint", "load_checkpoint"), ("save_checkpoint", "load_checkpoint")),
+    Row(
+        "written behind the next steps",
+        ("save_checkpoint_async", "PendingSave"),
+        ("save_checkpoint_async", "PendingSave"),
+    ),
+    Row("the last n, every k, the best", ("CheckpointManager",), ("CheckpointManager",)),
+    Row("moments in another format", ("load_checkpoint(moments=)",), ("load_checkpoint(moments=)",)),
+    Row(
+        "saved split, loaded fused",
+        ("save_checkpoint(mapping=)", "load_checkpoint(mapping=)"),
+        ("save_checkpoint(mapping=)", "load_checkpoint(mapping=)"),
+    ),
+    Row("", ("save_checkpoint(optimizer=)", "save_checkpoint_async(optimizer=)"), ("~TrainState.opt_state",)),
+    Row(
+        "",
+        ("~CheckpointManager(...)",),
+        (
+            "save_checkpoint_async(item=)",
+            "save_checkpoint_async(objects=)",
+            "save_checkpoint_async(timeout=)",
+        ),
+    ),
     Row("", (), ("LoadedCheckpoint", "load_checkpoint(like=)"), "PyTorch loads into the live model"),
     Row("", ("save_checkpoint(train=)",), ("save_checkpoint(objects=)",)),
     Row(
@@ -209,7 +266,7 @@ ROWS = (
     Row("bytes at rest", ("FSDPModule.memory_report", "MemoryReport"), ("memory_report",)),
     Row(
         "counts and bytes of collectives",
-        ("count_collectives", "CollectiveCount"),
+        ("count_collectives", "count_collectives(model=)", "CollectiveCount"),
         ("count_collectives", "count_compiled_collectives"),
     ),
     Row(

@@ -57,9 +57,7 @@ def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
 
 def _has_members(name: str, kind: type) -> bool:
     """Whether a user calls or sets the parts of a class; those of results are read, as the half's own words say it."""
-    return not _is_shared(kind) and (
-        name.endswith(("Module", "Manager", "Policy", "Save")) or "Report" in name
-    )
+    return not _is_shared(kind) and name.endswith(("Module", "Manager", "Policy", "Save"))
 
 
 def _members(kind: type, module: ModuleType) -> set[str]:
