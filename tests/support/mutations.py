@@ -211,8 +211,8 @@ TORCH = [
     M(
         "staged moments swapped",
         "torch_impl/optimizer",
-        "[v[0] for v in values], [v[1] for v in values]",
-        "[v[1] for v in values], [v[0] for v in values]",
+        "[v[0] for v in values],\n        [v[1] for v in values],",
+        "[v[1] for v in values],\n        [v[0] for v in values],",
         "torch_impl/optimizer/test_moment_dtypes.py",
     ),
     M(
