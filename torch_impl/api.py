@@ -27,6 +27,7 @@ from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
@@ -117,7 +118,8 @@ def fully_shard(
     if refusal is not None:
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
-    classes = [_sharded_class(type(one)) for one in modules]
+    products = options.policy.float8_products
+    classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
     accept_full_state_dicts()
     for one, cls in zip(modules, classes, strict=True):
@@ -177,6 +179,8 @@ def _build_unit(
         )
     for one in owned:
         one.take(kind)
+        for module, _ in one.sites if options.policy.float8_products else ():
+            module.__class__ = computing_class(type(module), float8_products=True)
     return Unit(groups, context, options.policy, options.reshard_after_forward)
 
 

@@ -123,7 +123,7 @@ class QuantizedGather:
             return []
         amax = main.new_zeros(len(self._layout.slots))
         for chunk in self._chunks(main, piece):
-            amax[chunk.number].clamp_min_(_magnitudes(chunk.rows).max())
+            amax[chunk.number].clamp_min_(magnitudes_of(chunk.rows).max())
         mesh, axes = self._levels.mesh, range(self._strategy.optimizer)
         groups = [(lane_of(axis), mesh.groups[axis]) for axis in axes if mesh.sizes[axis] > 1]
         groups += [("gather", group) for group in self._other_groups]
@@ -135,12 +135,12 @@ class QuantizedGather:
         ]
 
     def _set_tensor_scales(self, amax: torch.Tensor, async_op: bool) -> None:
-        self._tensor_scales.copy_(_scales_of(amax))
+        self._tensor_scales.copy_(scales_of(amax))
 
     def _quantize_tensors(self, main: torch.Tensor, piece: torch.Tensor, async_op: bool) -> None:
         for chunk in self._chunks(main, piece):
-            scaled = _flushed(chunk.rows, _magnitudes(chunk.rows))
-            scaled.mul_(_inverse(self._tensor_scales[chunk.number]))
+            scaled = _flushed(chunk.rows, magnitudes_of(chunk.rows))
+            scaled.mul_(inverse_of(self._tensor_scales[chunk.number]))
             _to_payload(chunk, scaled)
 
     def _dequantize(self, pieces: torch.Tensor, target: torch.Tensor, async_op: bool) -> None:
@@ -153,12 +153,12 @@ class QuantizedGather:
             whole.copy_(by_shard[:, part].view(_PAYLOAD))
             if self._alike:
                 first, stop = size + part.start // float8.BLOCK, size + part.stop // float8.BLOCK
-                _multiply_blocks(whole, _powers_of(by_shard[:, first:stop]).to(dtype))
+                _multiply_blocks(whole, powers_of(by_shard[:, first:stop]).to(dtype))
         if not self._alike:
             self._multiply_tensors(pieces, target, dtype)
 
     def _multiply_tensors(self, pieces: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> None:
-        tensor_powers = _powers_of(self._tensor_scales).to(dtype)
+        tensor_powers = powers_of(self._tensor_scales).to(dtype)
         for number, slot in enumerate(self._layout.slots):
             if not slot.numel:
                 continue
@@ -166,7 +166,7 @@ class QuantizedGather:
             rows = target[start : start + slot.numel].view(slot.num_rows, slot.row_size)
             if self._blocks:
                 runs = [pieces[first:stop] for first, stop in self._runs[number]]
-                _multiply_blocks(rows, _powers_of(torch.cat(runs)).to(dtype).view(slot.num_rows, -1))
+                _multiply_blocks(rows, powers_of(torch.cat(runs)).to(dtype).view(slot.num_rows, -1))
             else:
                 rows.mul_(tensor_powers[number].view(1, 1))
 
@@ -228,16 +228,16 @@ def _to_payload(chunk: _Chunk, scaled: torch.Tensor) -> None:
 
 
 def _quantize_rows(chunk: _Chunk) -> None:
-    magnitudes = _magnitudes(chunk.rows)
+    magnitudes = magnitudes_of(chunk.rows)
     whole, rest = _in_blocks(magnitudes)
     amax = [part.amax(-1) for part in (whole, rest) if part.numel()]
-    chunk.scales.copy_(_scales_of(torch.cat(amax, 1)))
+    chunk.scales.copy_(scales_of(torch.cat(amax, 1)))
     scaled = _flushed(chunk.rows, magnitudes)
-    _multiply_blocks(scaled, _inverse(chunk.scales))
+    _multiply_blocks(scaled, inverse_of(chunk.scales))
     _to_payload(chunk, scaled)
 
 
-def _magnitudes(rows: torch.Tensor) -> torch.Tensor:
+def magnitudes_of(rows: torch.Tensor) -> torch.Tensor:
     """Of float32 values, 0 for NaN."""
     return rows.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
 
@@ -263,16 +263,17 @@ def _multiply_blocks(rows: torch.Tensor, powers: torch.Tensor) -> None:
     rest.mul_(powers[:, blocks:, None])
 
 
-def _scales_of(amax: torch.Tensor) -> torch.Tensor:
-    """See ``bridge.sharding.float8.scales_of``."""
-    return amax.view(torch.int32).add(0x1FFFFF).bitwise_right_shift(23).sub_(8).clamp_min_(0)
+def scales_of(amax: torch.Tensor, power_of_largest: int = 8) -> torch.Tensor:
+    """See ``bridge.sharding.float8.scales_of``; for any format whose largest number is 1.75 times a power of two."""
+    exponents = amax.view(torch.int32).add(0x1FFFFF).bitwise_right_shift_(23).sub_(power_of_largest)
+    return exponents.clamp_min_(0).to(torch.uint8)
 
 
-def _powers_of(scales: torch.Tensor) -> torch.Tensor:
+def powers_of(scales: torch.Tensor) -> torch.Tensor:
     """E8M0 as float32; the least, 2^-127, is a subnormal number."""
     return scales.int().bitwise_left_shift_(23).clamp_min_(1 << 22).view(torch.float32)
 
 
-def _inverse(scales: torch.Tensor) -> torch.Tensor:
+def inverse_of(scales: torch.Tensor) -> torch.Tensor:
     """``2 ** (127 - scale)``, a normal float32 for all scales of float32 numbers."""
     return scales.int().neg_().add_(254).bitwise_left_shift_(23).view(torch.float32)

@@ -23,6 +23,9 @@ class MixedPrecisionPolicy:
         ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are quantized from the main
         weights, and forward and backward compute with the quantized values in ``param_dtype``; gradients are applied to
         the main weights as they are. See ``bridge.sharding.float8``.
+    float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit (no subclasses)
+        multiply in float8 where the device has kernels for it, else in ``param_dtype``. Inputs and gradients are then
+        quantized as well; see ``torch_impl.runtime.float8_products``.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, and for another format.
     """
@@ -33,6 +36,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     grad_dtype: torch.dtype | None = None
     gather_dtype: str | torch.dtype | None = None
+    float8_products: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,6 +57,12 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 'MixedPrecisionPolicy.gather_dtype: expected "mxfp8", torch.float8_e4m3fn or None, got '
                 f"{self.gather_dtype!r}"
+            )
+
+        if self.float8_products and self.gather != "float8_e4m3fn":
+            raise ValueError(
+                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn beside it, whose "
+                f"weights have one scale each, got {self.gather_dtype!r}"
             )
 
     @property
