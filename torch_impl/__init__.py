@@ -77,6 +77,10 @@ that are seeded otherwise keep their own random state. What setters set and opti
 A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself; one with ``strict=False``, or
 with buffers on the meta device, asks for ``to_empty``.
 
+**CPU offload.** With ``offload_policy=CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, where the
+optimizer updates them; see ``torch_impl.runtime.host_memory``. ``MainWeightAdamW(offload_fraction=...)`` keeps
+optimizer state in CPU memory and updates on the device.
+
 **torch.compile** works on blocks, before or after sharding, and on the whole model. The runtime's hooks are not
 traced.
 

@@ -41,6 +41,34 @@ class Mutation:
 M = Mutation
 TORCH = [
     M(
+        "gradients sent to the host before they are reduced",
+        "torch_impl/runtime",
+        'return ("send", partial(_copy, home, values)), home',
+        'return ("send", _copy(home, values, True) or (lambda async_op: None)), home',
+        "torch_impl/runtime/test_host_memory.py",
+    ),
+    M(
+        "gradients collected where they wait, on the host",
+        "torch_impl/runtime",
+        "flat = None if spec.host is not None else",
+        "flat =",
+        "torch_impl/runtime/test_host_memory.py",
+    ),
+    M(
+        "L2 as decoupled weight decay",
+        "torch_impl/optimizer",
+        'torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_',
+        "torch._fused_adamw_",
+        "torch_impl/optimizer/test_modes.py",
+    ),
+    M(
+        "something is left of the bias correction",
+        "torch_impl/optimizer",
+        "_FOREVER = 1e30",
+        "_FOREVER = 1e4",
+        "torch_impl/optimizer/test_modes.py",
+    ),
+    M(
         "reduce-scatter skipped",
         "torch_impl/runtime",
         "partial(levels.reduce, axis, shard, values)",
@@ -204,8 +232,8 @@ TORCH = [
     M(
         "staged moments swapped",
         "torch_impl/optimizer",
-        "[v[0] for v in values], [v[1] for v in values]",
-        "[v[1] for v in values], [v[0] for v in values]",
+        "[v[0] for v in values],\n        [v[1] for v in values],",
+        "[v[1] for v in values],\n        [v[0] for v in values],",
         "torch_impl/optimizer/test_moment_dtypes.py",
     ),
     M(

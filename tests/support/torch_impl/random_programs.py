@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
@@ -57,7 +58,7 @@ Route = tuple[Call, ...]
 class Program:
     """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments.
 
-    ``ahead``: the ``prefetch`` of ``fully_shard``.
+    ``ahead``: the ``prefetch`` of ``fully_shard``. ``offload``: main weights and gradients lie in the host's memory.
     """
 
     strategy: str
@@ -67,6 +68,7 @@ class Program:
     prefetch: tuple[tuple[str, str, tuple[str, ...]], ...]
     ops: tuple[tuple[Any, ...], ...]
     ahead: int
+    offload: bool
 
 
 class Stop(Exception):
@@ -182,6 +184,7 @@ def draw(seed: int) -> Program:
         prefetch,
         tuple(ops),
         rng.choice((0, 1)),
+        rng.random() < 0.3,
     )
 
 
@@ -206,6 +209,7 @@ class Player:
                 strategy=program.strategy,
                 reshard_after_forward=program.reshard_after_forward,
                 prefetch=program.ahead,
+                offload_policy=CPUOffloadPolicy() if program.offload else None,
             )
         self.model.set_buffer_pool(program.pool)
         for unit, direction, others in program.prefetch:

@@ -207,6 +207,8 @@ def collected_elsewhere(accumulate: str) -> list[int]:
     def noted_keep(gradient: GroupGradient) -> None:
         whole = gradient._whole
         keep(gradient)
+        if whole is None:
+            return
         assert whole.untyped_storage().data_ptr() not in homes(gradient)
         counts[1] += 1
 
