@@ -56,6 +56,8 @@ def fused_arrays() -> dict[str, np.ndarray]:
         "parts": (6, 8),
         "scalar": (),
         "hollow": (0, 3),
+        "x": (2, 4),
+        "y": (1, 6),
     }
     shapes |= {f"{name}.{i}": (5, 3) for name in ("one", "two") for i in range(3)}
     random = np.random.default_rng(0)
