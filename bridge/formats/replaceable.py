@@ -19,8 +19,9 @@ from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
+from bridge.formats.saving.retention import METRICS_FILE
 
-_OURS: Final = (MANIFEST_FILE, JOURNAL_FILE)
+_OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, METRICS_FILE)
 _DCP: Final = (".metadata", "__*.metadata", "*.distcp")
 _ORBAX_ROOTS: Final = (TREE_FILE, "_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ORBAX_FILES: Final = (

@@ -117,7 +117,7 @@ def save_checkpoint_async(
     mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
-    """Save as ``save_checkpoint`` does, the same files but for times of day, while training goes on.
+    """Save as ``save_checkpoint`` does while training goes on: the same files, but for times of day and random numbers.
 
     When this returns, the rows that this process will write have been copied to host memory, so steps may be given the
     state (donated). A thread writes the copies, and agrees with the other processes through the key-value store of

@@ -13,6 +13,7 @@ import pytest
 
 from bridge.formats import CheckpointError, create_checkpoint
 from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.formats.replaceable import require_replaceable
 from bridge.formats.saving import pending
 from bridge.formats.saving.manager import StepManager
 
@@ -67,6 +68,11 @@ def test_only_what_a_manager_saved_is_removed(tmp_path: Path) -> None:
         ["1", "6", "backup_0", "3.tmp-0a1b2c3d", "notes.tmp-0a1b2c3d", "notes.txt"]
     )
     assert manager.all_steps() == [0, 1, 6]
+
+
+def test_a_step_with_metrics_is_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    save(StepManager(tmp_path), 1, {"loss": 0.5})
+    require_replaceable(tmp_path / "1")
 
 
 def test_unfinished_steps_and_those_removed_by_hand_are_none(tmp_path: Path) -> None:

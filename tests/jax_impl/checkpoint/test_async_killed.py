@@ -1,0 +1,34 @@
+"""Runs on one and two processes that are killed at any instant of their asynchronous saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.killed_saves import Reference, Zygote, check_instants
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote("tests.support.jax_impl.killed_saves") as zygote:
+        yield zygote
+
+
+@pytest.fixture(scope="module")
+def references(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
+    return [Reference(zygote, tmp_path_factory.mktemp("whole"), world) for world in (1, 2)]
+
+
+def test_a_run_killed_at_some_instants_loses_nothing_committed_and_goes_on(
+    tmp_path: Path, zygote: Zygote, references: list[Reference]
+) -> None:
+    check_instants(zygote, references, tmp_path, count=4, seed=0)
+
+
+@pytest.mark.slow  # 400 processes
+def test_a_run_killed_at_100_instants_loses_nothing_committed_and_goes_on(
+    tmp_path: Path, zygote: Zygote, references: list[Reference]
+) -> None:
+    check_instants(zygote, references, tmp_path, count=100, seed=1)

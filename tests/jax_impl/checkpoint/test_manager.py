@@ -1,0 +1,78 @@
+"""A run that saves by the manager, ends, and goes on; several processes are in ``test_async.py``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.checkpoints.verify import verify
+from bridge.formats import CheckpointError
+from jax_impl import CheckpointManager, load_checkpoint
+from tests.support.jax_impl import checkpoint_runs as runs
+
+CASE = (2,)
+
+
+def go_on(path: Path, first: int, last: int, **options: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+    """From the latest step if there is one; every step is saved."""
+    plan, state = runs.plan_of(*CASE), runs.fresh(*CASE)
+    losses = []
+    with CheckpointManager(path, **options) as manager:
+        if first:
+            loaded = manager.load(plan, runs.OPTIMIZER)
+            assert loaded.train == {"step": first}
+            state = loaded.state
+        for index in range(first, last):
+            state, loss = runs.train(state, *CASE, first=index, count=1)
+            losses += loss
+            manager.save(index + 1, plan, state, {"step": index + 1}, metrics={"loss": np.float32(index)})
+    return losses, runs.logical(plan, state)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_goes_on_from_the_latest_step_as_if_nothing_had_happened(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    options: dict[str, Any] = {"max_to_keep": 2, "best_metric": "loss", "asynchronous": asynchronous}
+    losses, arrays = go_on(tmp_path / "a", 0, 5, **options)
+    before, _ = go_on(tmp_path / "b", 0, 3, **options)
+    after, resumed = go_on(tmp_path / "b", 3, 5, **options)
+    assert before + after == losses
+    runs.assert_same_bits(resumed, arrays)
+    assert sorted(os.listdir(tmp_path / "b")) == ["1", "4", "5"]
+    assert all(verify(tmp_path / "b" / name).good for name in ("1", "4", "5"))
+    manager = CheckpointManager(tmp_path / "b", best_metric="loss")
+    assert (manager.all_steps(), manager.latest_step(), manager.best_step()) == ([1, 4, 5], 5, 1)
+    assert manager.metrics(4) == {"loss": 3.0}
+    plan = runs.plan_of(*CASE)
+    assert manager.load(plan, runs.OPTIMIZER, step=4).train == {"step": 4}
+    # Without the manager, the same.
+    assert load_checkpoint(tmp_path / "b", plan, runs.OPTIMIZER).train == {"step": 5}
+
+
+def test_steps_removed_by_hand_and_unfinished_ones_are_passed_over(tmp_path: Path) -> None:
+    go_on(tmp_path, 0, 4, max_to_keep=3)
+    shutil.rmtree(tmp_path / "4")
+    (tmp_path / "9.tmp-0a1b2c3d").mkdir()
+    (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "notes.txt").touch()
+    go_on(tmp_path, 3, 5, max_to_keep=3)
+    assert sorted(os.listdir(tmp_path)) == ["3", "4", "5", "5.orbax-checkpoint-tmp", "notes.txt"]
+
+
+def test_a_directory_without_steps_and_a_place_that_cannot_be_written_are_errors(tmp_path: Path) -> None:
+    plan, state = runs.plan_of(*CASE), runs.fresh(*CASE)
+    manager = CheckpointManager(tmp_path / "none")
+    assert manager.latest_step() is None
+    with pytest.raises(CheckpointError, match="expected a complete step, got none"):
+        manager.load(plan, runs.OPTIMIZER)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is a file: expected a directory"):
+        CheckpointManager(tmp_path / "file").save(1, plan, state)
+    with pytest.raises(ValueError, match="metrics: loss: expected a number"):
+        manager.save(1, plan, state, metrics={"loss": "low"})  # type: ignore[dict-item]  # the case

@@ -1,0 +1,257 @@
+"""Runs that save asynchronously and are killed at chosen instants: a process that is forked from, and what must hold.
+
+Importing a framework takes seconds and a run takes tenths, so a ``Zygote`` imports once and forks each run's processes.
+An instant is the n-th operation on files of a process, in whichever thread, and some milliseconds after it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from bridge.checkpoints.verify import verify
+from bridge.formats import open_checkpoint
+from bridge.formats.saving.steps import complete_steps
+
+_ROOT = Path(__file__).parents[2]
+_OPERATIONS = (
+    "write",
+    "pwrite",
+    "fdatasync",
+    "fsync",
+    "rename",
+    "replace",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "open",
+)
+STEPS = 4
+KEPT = 2
+
+
+def serve(run: Callable[[dict[str, Any], int], None]) -> None:
+    """For each line of JSON, fork ``world`` processes that call ``run(job, rank)``; answer how they ended."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = [_forked(run, job, rank) for rank in range(job["world"])]
+        deadline, codes = time.monotonic() + 60, [None] * len(children)
+        while None in codes:
+            for rank, child in enumerate(children):
+                if codes[rank] is None and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(ended[1])  # type: ignore[call-overload]  # an int
+            if time.monotonic() > deadline:
+                for child, code in zip(children, codes, strict=True):
+                    if code is None:
+                        os.kill(child, signal.SIGKILL)
+            time.sleep(0.005)
+        _import_as_they_did(Path(job["log"]))
+        print("codes:", json.dumps([codes, time.monotonic() > deadline]), flush=True)
+
+
+def _import_as_they_did(log: Path) -> None:
+    """Import what a run imported late, so that those to come find it: of PyTorch alone that takes seconds."""
+    for listed in log.glob("modules-*"):
+        for name in json.loads(listed.read_text()):
+            if name not in sys.modules:
+                # Some are made up, and have no file.
+                with suppress(Exception):
+                    importlib.import_module(name)
+        listed.unlink()
+
+
+def _forked(run: Callable[[dict[str, Any], int], None], job: dict[str, Any], rank: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        count = itertools.count(1)
+        _count_operations(count, job["operation"] if rank == job["victim"] else 0, job["delay"])
+        run(job, rank)
+        Path(job["log"], f"operations-{rank}").write_text(str(next(count) - 1))
+        Path(job["log"], f"modules-{rank}").write_text(json.dumps(list(sys.modules)))
+        code = 0
+    except BaseException:
+        Path(job["log"], f"error-{rank}").write_text(traceback.format_exc())
+        code = 1
+    os._exit(code)
+
+
+def _count_operations(count: itertools.count[int], last: int, delay: float) -> None:
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(operation: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if counts(*args) and next(count) == last:
+                if not delay:
+                    kill()
+                threading.Timer(delay, kill).start()
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in _OPERATIONS:
+        setattr(os, name, counted(getattr(os, name), lambda *_: True))
+    io.open = counted(io.open, lambda _, mode="r", *__: "w" in mode)
+
+
+def acknowledge(job: dict[str, Any], rank: int, step: int) -> None:
+    """This process was told that the step is complete."""
+    with open(Path(job["log"], f"told-{rank}"), "a") as log:
+        log.write(f"{step}\n")
+
+
+class Zygote:
+    """The process that runs are forked from: ``module`` is a program that calls ``serve``."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            cwd=_ROOT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, folder: Path, world: int, victim: int = 0, operation: int = 0, delay: float = 0) -> Ended:
+        """A run that goes on from the latest step in ``folder / "run"``, and may be killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        log = folder / f"log-{len(list(folder.glob('log-*')))}"
+        log.mkdir(parents=True)
+        job = {"world": world, "victim": victim, "operation": operation, "delay": delay}
+        # Who is left alone must not wait for long; who is not may wait for a slow one.
+        job |= {"directory": str(folder / "run"), "log": str(log), "timeout": 5 if operation else 60}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        # A library may print as well.
+        line = next(line for line in self._process.stdout if line.startswith("codes: "))
+        codes, hung = json.loads(line.removeprefix("codes: "))
+        return Ended(log, codes, hung)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Ended:
+    """How a run's processes ended, and what they were told before."""
+
+    def __init__(self, log: Path, codes: list[int], hung: bool) -> None:
+        self.log, self.codes, self.hung = log, codes, hung
+
+    @property
+    def error(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.log.glob("error-*")))
+
+    def operations(self, rank: int) -> int:
+        return int((self.log / f"operations-{rank}").read_text())
+
+    @property
+    def told(self) -> int:
+        """The last step that a process knew to be complete."""
+        found = [int(line) for path in self.log.glob("told-*") for line in path.read_text().split()]
+        return max(found, default=0)
+
+
+def arrays_of(step: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(step) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+class Reference:
+    """An undisturbed run, all of whose steps are known, and how many operations each process needed."""
+
+    def __init__(self, zygote: Zygote, folder: Path, world: int) -> None:
+        self.world = world
+        self.steps: dict[int, dict[str, np.ndarray]] = {}
+        ended = zygote.run(folder, world)
+        assert ended.codes == [0] * world, ended.error
+        assert sorted(os.listdir(folder / "run")) == [str(STEPS - k) for k in reversed(range(KEPT))]
+        self.operations = [ended.operations(rank) for rank in range(world)]
+        self._keep(folder / "run")
+
+    def _keep(self, directory: Path) -> None:
+        for step, (path,) in complete_steps(directory).items():
+            self.steps.setdefault(step, arrays_of(path))
+
+    def assert_intact(self, directory: Path) -> list[int]:
+        """Every complete step verifies, and has the bits of the undisturbed run where that kept the step."""
+        steps = complete_steps(directory)
+        for step, (path,) in steps.items():
+            report = verify(path)
+            assert report.good, (path, report.problems)
+            assert report.manifest, path
+            found = arrays_of(path)
+            # Steps that the undisturbed run removed are compared with each other.
+            expected = self.steps.setdefault(step, found)
+            assert found.keys() == expected.keys()
+            assert all(found[name].tobytes() == expected[name].tobytes() for name in expected), path
+        return list(steps)
+
+
+def check_killed(
+    zygote: Zygote, reference: Reference, folder: Path, victim: int, operation: int, delay: float
+) -> bool:
+    """Kill a run; what was committed is intact; the next run goes on and ends as the undisturbed one.
+
+    Whether the process was killed before it was through.
+    """
+    world = reference.world
+    ended = zygote.run(folder, world, victim, operation, delay)
+    assert not ended.hung, (operation, delay, ended.error)
+    killed = ended.codes[victim] == -signal.SIGKILL
+    if not killed:
+        # The delay was longer than the rest of the run, or a process was too slow for the short timeout.
+        assert ended.codes == [0] * world or "expected word from" in ended.error, ended.error
+    run = folder / "run"
+    steps = reference.assert_intact(run)
+    # Nothing that somebody was told is complete is lost.
+    assert max(steps, default=0) >= ended.told, (steps, ended.told)
+    assert len(steps) >= min(KEPT, ended.told), (steps, ended.told)
+    again = zygote.run(folder, world)
+    assert again.codes == [0] * world, again.error
+    assert reference.assert_intact(run) == sorted(reference.steps)[-KEPT:]
+    # The next run has removed what the killed one left.
+    left = [name for name in os.listdir(run) if not re.fullmatch(r"\d+", name)]
+    assert not left or max(steps, default=0) == STEPS, left
+    return killed
+
+
+def check_instants(zygote: Zygote, references: list[Reference], folder: Path, count: int, seed: int) -> None:
+    """``count`` instants, spread over the runs' operations; half of them some milliseconds after one."""
+    rng = random.Random(seed)
+    killed = 0
+    for k in range(count):
+        reference = references[k % len(references)]
+        victim = rng.randrange(reference.world)
+        last = reference.operations[victim]
+        # One of each part of the run, so that a few instants are spread like many.
+        operation = 1 + int(last * (k // len(references) + rng.random()) / -(-count // len(references)))
+        delay = rng.choice([0.0, rng.uniform(0.0, 0.02)])
+        killed += check_killed(zygote, reference, folder / str(k), victim, min(operation, last), delay)
+    assert killed >= 0.7 * count
