@@ -12,6 +12,9 @@ once::
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
+``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with ``bias_correction=False`` both
+``1 - b**t`` are 1.
+
 Fed the same gradients, the compiled step gives the weights and moments of ``torch.optim.AdamW(fused=True)`` on CPU bit
 for bit, in float32 and float64, whatever the number of devices and wherever shards begin and end. Bias corrections come
 from a table of host doubles that is part of the program, so the step count stays on the device. The equality leans on
@@ -116,17 +119,22 @@ def main_weight_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     *,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     torch_vector_bytes: int | None = None,
 ) -> MainWeightTransformation:
-    """AdamW with decoupled weight decay; defaults are PyTorch's.
+    """AdamW, or Adam; defaults are those of PyTorch's AdamW.
 
     Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
         gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with
         ``lr=float(x)``; a schedule's own arithmetic rounds in a compiled program otherwise than op by op.
+    adam_w_mode: False for Adam, whose ``weight_decay`` is a part of the gradient (L2): the bits of
+        ``torch.optim.Adam(fused=True)``.
+    bias_correction: False for updates as if moments had been gathered for ever: both corrections are 1.
     mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
         float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
         where rows are single elements, in the dtype of the weights.
@@ -136,7 +144,7 @@ def main_weight_adamw(
     Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype,
     ``update`` for gradients of another shape and for a schedule that gives no scalar.
     """
-    constants = Constants(b1, b2, eps, weight_decay)
+    constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
     formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
     return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), TreeMoments())

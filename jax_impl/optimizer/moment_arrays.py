@@ -72,11 +72,10 @@ class Alike:
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """Of parameters as the model has them; ``layers``: whether the first dimension counts those of a stack."""
+    """Of parameters as the model has them. Of a stack ``decode`` and ``encode`` take one layer."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    layers: bool = False
     suffixes = (VALUES, SCALES)
 
     def zeros(self, kind: MomentFormat) -> Parts:
@@ -87,9 +86,9 @@ class ArrayRows:
         return decoded(parts[VALUES], parts[SCALES]).astype(self.dtype)
 
     def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
-        lead = self.shape[:-1]
+        lead = values.shape[:-1]
         numbers = jnp.zeros(lead, np.int32)
-        for dimension in range(1 if self.layers else 0, len(lead)):
+        for dimension in range(len(lead)):
             below = np.int32(math.prod(lead[dimension + 1 :]))
             numbers += lax.broadcasted_iota(np.int32, lead, dimension) * below
         stored, scale = kind.encode(values.astype(jnp.float32), Rows(numbers), step)
@@ -164,9 +163,7 @@ class PlanMoments(MomentArrays):
             shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
             if not kind.scaled or key + SCALES not in self._plan.row_arrays:
                 return Alike(shape, dtype)
-            return (
-                ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype, _stacked(group))
-            )
+            return ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype)
 
         return [of(*item) for item in _items(weights)]
 
@@ -189,9 +186,9 @@ class PlanMoments(MomentArrays):
     ) -> Any:
         key, _ = _items(weights)[number]
         group = self._groups[key]
-        if not isinstance(group, FlatGroup):
-            return compute(held, given, numbers)
         one = compute if group.layers is None else _by_layer(compute, group.layers)
+        if not isinstance(group, FlatGroup):
+            return one(held, given, numbers)
         specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, given)]
         whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
         placed = jax.shard_map(
@@ -203,10 +200,6 @@ class PlanMoments(MomentArrays):
 def _items(weights: Any) -> list[tuple[str, Any]]:
     """In the order of the leaves."""
     return sorted(weights.items())
-
-
-def _stacked(group: Group) -> bool:
-    return group.layers is not None
 
 
 def _by_layer(compute: Compute, layers: int) -> Compute:
