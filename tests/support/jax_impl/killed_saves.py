@@ -71,4 +71,5 @@ def _port(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    serve(run)
+    # That a survivor does not wait for ever is tested in ``test_processes.py``; it takes four times the timeout.
+    serve(run, patience=1)
