@@ -114,6 +114,9 @@ line search). A program that calls ``optimizer.update`` itself has no trial.
 **AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
+``adam_w_mode=False`` is Adam with L2 decay. ``mu_dtype`` and ``nu_dtype`` store moments in bfloat16, or in float16 or
+float8 with a float32 scale for each row of a parameter, as ``torch_impl`` does: see
+``help("jax_impl.optimizer.moments")``.
 
 **Forward only.** ``make_eval_step(plan, fn)`` evaluates losses, and gives what ``fn`` has for each row (logits,
 samples), from weights that stay sharded: units are gathered one at a time, and nothing is reduced but a loss.
@@ -130,6 +133,7 @@ programs saved by stock Orbax: parameters at the top or below ``params`` or ``mo
 ``nnx.Optimizer``, linen train states with optax states. Of a directory of steps it takes the latest complete one. A
 checkpoint must fit the plan and the optimizer, and the error names what does not. With ``strict=False`` moments that
 fit are kept, also for another optimizer, and the others are fresh; weights in another floating dtype are cast.
+``moments="convert"`` takes moments that were saved in another format.
 ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks. For stock ``CheckpointManager``, save
 with ``item="default"``.
 

@@ -18,6 +18,7 @@ import bridge
 from bridge.commands.convert import convert
 from bridge.commands.curves import CurvesCommand, curves_command
 from bridge.commands.diff import diff
+from bridge.commands.families import families
 from bridge.commands.inspect import inspect
 from bridge.commands.map import map_
 from bridge.commands.output import print_line
@@ -40,6 +41,7 @@ app.command()(diff)
 app.command()(inspect)
 app.command()(verify)
 app.command(name="map")(map_)
+app.command()(families)
 
 
 app.command()(relay)

@@ -28,6 +28,9 @@ how LLVM contracts products; tests hold it. Two things are PyTorch's own:
   the largest value that the weight had had. ``torch_vector_bytes`` gives the second form to arrays that are tensors.
 - Numbers too small to be normal: JAX takes them for zero.
 
+Moments in low precision (``mu_dtype``, ``nu_dtype``) are those of ``torch_impl``'s ``MainWeightAdamW``, stored values
+and scales, bit for bit as well (``moments.py``).
+
 What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs (``ATEN_CPU_CAPABILITY=default``)
 contracts fewer products, and its bits are others. No equality is promised where JAX runs on GPUs.
 """

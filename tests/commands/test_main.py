@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import bridge
 from bridge.commands.main import app
 from bridge.commands.output import byte_progress, print_table
+from bridge.mapping.rules import family_names
 from bridge.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
@@ -43,7 +44,7 @@ def dcp(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-@pytest.mark.parametrize("name", ["convert", "curves", "diff", "inspect", "relay"])
+@pytest.mark.parametrize("name", ["convert", "curves", "diff", "families", "inspect", "relay"])
 def test_the_help_of_every_command_shows_an_example(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0
@@ -468,3 +469,16 @@ def test_a_narrow_terminal_gets_a_block_for_each_row_instead_of_folded_numbers()
         shown = terminal.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
         assert "4.02 GB" in shown
         assert (shown == "fsdp.toml\n  weights  4.02 GB\n  moments  8.03 GB\n") is blocks
+
+
+def test_families_are_listed_with_their_conventions() -> None:
+    result = call("families", "--json")
+    assert result.exit_code == 0
+    listed = {one["family"]: one for one in json.loads(result.stdout)}
+    assert set(listed) == set(family_names())
+    assert listed["qwen3_moe"] == {
+        "family": "qwen3_moe",
+        "conventions": ["torch", "hf", "megatron", "jax"],
+        "axes": ["d", "r"],
+    }
+    assert "torchtitan" in call("families").stdout

@@ -22,6 +22,9 @@ d = 4
 k = "d"
 up = "gate"
 z = 2
+a3 = 2
+kk = 2
+dd = 2
 [[rule]]
 torch = "qkv : (g (r interleaved(d) + interleaved(k) + v)) m | times(4)"
 jax = ["q/w : m (g r) d", "k/w : m g k", "v/w : m g v"]
@@ -34,6 +37,9 @@ jax = "rows/w : (a)"
 [[rule]]
 torch = "parts : m (s + z)"
 jax = ["parts/s : m s", "parts/z : z m"]
+[[rule]]
+torch = ["x : kk (a3 dd)", "y : 1 (a3 zz)"]
+jax = "joined/w : (a3 (kk dd + zz))"
 [[rule]]
 torch = "scalar"
 jax = "rows/scalar"
@@ -50,6 +56,8 @@ def fused_arrays() -> dict[str, np.ndarray]:
         "parts": (6, 8),
         "scalar": (),
         "hollow": (0, 3),
+        "x": (2, 4),
+        "y": (1, 6),
     }
     shapes |= {f"{name}.{i}": (5, 3) for name in ("one", "two") for i in range(3)}
     random = np.random.default_rng(0)

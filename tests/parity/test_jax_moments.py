@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,16 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec
 
-from jax_impl import ShardingPlan, data_parallel_mesh, fully_shard, init_state, main_weight_adamw
+from jax_impl import (
+    ShardingPlan,
+    TrainState,
+    data_parallel_mesh,
+    fully_shard,
+    init_state,
+    load_checkpoint,
+    main_weight_adamw,
+    save_checkpoint,
+)
 from jax_impl.checkpoint.contents import Contents
 from torch_impl import MainWeightAdamW
 
@@ -72,17 +82,31 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(kinds[size]).numpy().view(BYTES[size])
 
 
-def torch_run(
-    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients, **options: Any
-) -> dict[str, np.ndarray]:
-    """Bits of weights, moments and scales by their names in a checkpoint."""
+def torch_trained(
+    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients
+) -> tuple[dict[str, torch.nn.Parameter], MainWeightAdamW]:
     weights = {path: torch.nn.Parameter(torch.tensor(x)) for path, x in of_layers(parameters()).items()}
-    kinds = {"exp_avg_dtype": getattr(torch, mu), "exp_avg_sq_dtype": getattr(torch, nu)}
-    optimizer = MainWeightAdamW(list(weights.values()), lr=1e-2, **kinds, **options)
+    optimizer = torch_optimizer(weights, mu, nu)
     for step in range(steps):
         for path, slope in of_layers(slopes(step)).items():
             weights[path].grad = torch.tensor(slope)
         optimizer.step()
+    return weights, optimizer
+
+
+def torch_optimizer(weights: Mapping[str, torch.nn.Parameter], mu: str, nu: str) -> MainWeightAdamW:
+    kinds = {"exp_avg_dtype": getattr(torch, mu), "exp_avg_sq_dtype": getattr(torch, nu)}
+    return MainWeightAdamW(list(weights.values()), lr=1e-2, **kinds)
+
+
+def torch_run(*arguments: Any, **options: Any) -> dict[str, np.ndarray]:
+    """Bits of weights, moments and scales by their names in a checkpoint."""
+    return torch_bits(*torch_trained(*arguments, **options))
+
+
+def torch_bits(
+    weights: Mapping[str, torch.nn.Parameter], optimizer: MainWeightAdamW
+) -> dict[str, np.ndarray]:
     found = {}
     names = {"exp_avg": "mu", "exp_avg_scale": "mu_scale", "exp_avg_sq": "nu", "exp_avg_sq_scale": "nu_scale"}
     for path, weight in weights.items():
@@ -129,8 +153,14 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def jax_run(
-    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients, options: Any = None, **sharding: Any
+    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients, **sharding: Any
 ) -> dict[str, np.ndarray]:
+    return stored(*jax_trained(mu, nu, steps, slopes, **sharding))
+
+
+def jax_trained(
+    mu: str, nu: str, steps: int, slopes: Any = gradients, **sharding: Any
+) -> tuple[ShardingPlan, TrainState]:
     devices = sharding.pop("devices", 1)
     plan, weights = fully_shard(
         nested({path: jnp.asarray(x) for path, x in parameters().items()}),
@@ -138,7 +168,7 @@ def jax_run(
         stacked=["layers"],
         **sharding,
     )
-    optimizer = main_weight_adamw(1e-2, mu_dtype=mu, nu_dtype=nu, **(options or {}))
+    optimizer = main_weight_adamw(1e-2, mu_dtype=mu, nu_dtype=nu)
     state = init_state(plan, weights, optimizer)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
     step = jax.jit(optimizer.on_plan(plan).apply, out_shardings=shardings, donate_argnums=(1, 2))
@@ -151,7 +181,7 @@ def jax_run(
 
         held, opt_state = step({key: plan.build_buffer(key, read) for key in plan.arrays}, opt_state, held)
         jax.block_until_ready(held)
-    return stored(plan, type(state)(held, opt_state))
+    return plan, TrainState(held, opt_state)
 
 
 def assert_same(found: Arrays, expected: Arrays) -> None:
@@ -226,6 +256,21 @@ def test_a_pytree_without_a_plan_has_the_rows_of_its_leaves(kinds: tuple[str, st
                 found[f"opt_state/{name}/{path}"] = value
     same = {name: np.asarray(value).view(BYTES[value.dtype.itemsize]) for name, value in found.items()}
     assert_same(same, expected(*kinds, steps=20))
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_moments_that_are_loaded_from_another_format_are_stored_as_torch_stores_them(
+    tmp_path: Path, engine: str
+) -> None:
+    before, after = ("float32", "float16"), ("float8_e5m2", "float8_e4m3fn")
+    weights, optimizer = torch_trained(*before, steps=7)
+    theirs = torch_optimizer(weights, *after)
+    theirs.load_state_dict(optimizer.state_dict())
+    plan, state = jax_trained(*before, steps=7, devices=3, engine=engine)
+    save_checkpoint(tmp_path / "a", plan, state)
+    ours = main_weight_adamw(1e-2, mu_dtype=after[0], nu_dtype=after[1])
+    loaded = load_checkpoint(tmp_path / "a", plan, ours, moments="convert").state
+    assert_same(stored(plan, loaded), torch_bits(weights, theirs))
 
 
 def broken(step: int) -> Arrays:

@@ -167,11 +167,13 @@ class PlannedSave:
         for name in (".metadata", *self._extras.files):
             path = self._temporary / name
             files[name] = ManifestFile(path.stat().st_size, file_checksum(path))
-        tensors: dict[str, ManifestTensor] = {}
+        chunks: dict[str, dict[Box, int]] = {}
+        kinds: dict[str, ManifestTensor] = {}
         for part in parts:
+            kinds |= part.tensors
             for name, tensor in part.tensors.items():
-                chunks = {**tensors[name].chunks, **tensor.chunks} if name in tensors else tensor.chunks
-                tensors[name] = ManifestTensor(tensor.dtype, tensor.shape, chunks)
+                chunks.setdefault(name, {}).update(tensor.chunks)
+        tensors = {name: ManifestTensor(kind.dtype, kind.shape, chunks[name]) for name, kind in kinds.items()}
         objects = {name: crc for part in parts for name, crc in part.objects.items()}
         manifest = Manifest("dcp", tensors, objects, files)
         (self._temporary / MANIFEST_FILE).write_bytes(render_manifest(manifest))

@@ -5,6 +5,7 @@ Nothing here uses the mapping language: it is what the shipped families are comp
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,7 +78,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def hf_config(family: str, **changes: Any) -> transformers.PreTrainedConfig:
     """The small config of a family, with ``changes``."""
     name, values = FAMILIES[family]
-    return getattr(transformers, f"{name}Config")(**(values | changes))
+    # Some configs write their own defaults into the mappings that they are given.
+    return getattr(transformers, f"{name}Config")(**copy.deepcopy(values | changes))
 
 
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:

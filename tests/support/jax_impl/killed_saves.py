@@ -36,12 +36,14 @@ def run(job: dict[str, Any], rank: int) -> None:
     with CheckpointManager(job["directory"], max_to_keep=KEPT) as manager:
         first = 0
         if manager.latest_step() is not None:
-            loaded = manager.load(plan, optimizer, timeout=5)
+            loaded = manager.load(plan, optimizer, timeout=job["timeout"])
             state, first = loaded.state, loaded.train["step"]
         for index in range(first, STEPS):
             rows = np.random.default_rng(index).standard_normal((4, 31), np.float32)
             state, _ = train_step(state, rows)
-            manager.save(index + 1, plan, state, {"step": index + 1}, metrics={"index": index}, timeout=5)
+            manager.save(
+                index + 1, plan, state, {"step": index + 1}, metrics={"index": index}, timeout=job["timeout"]
+            )
             if index > first:
                 acknowledge(job, rank, index)
     acknowledge(job, rank, STEPS)
@@ -69,4 +71,5 @@ def _port(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    serve(run)
+    # That a survivor does not wait for ever is tested in ``test_processes.py``; it takes four times the timeout.
+    serve(run, patience=1)

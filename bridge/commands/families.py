@@ -1,0 +1,34 @@
+"""`twinshard families`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from bridge.commands.options import JsonOption
+from bridge.commands.output import print_json, print_table
+from bridge.mapping.rules import family_names, load_mapping
+
+
+def families(json: JsonOption = False) -> None:
+    """List the shipped mappings.
+
+    For each family the list has its naming conventions, for --from and --into, and the axes whose sizes come from a
+    config.json beside the checkpoint, or from --axis.
+
+    \b
+    Example:
+      twinshard families --json
+    """
+    console = Console()
+    tables = [load_mapping(name) for name in family_names()]
+    if json:
+        print_json(
+            console,
+            [
+                {"family": table.name, "conventions": list(table.conventions), "axes": list(table.config)}
+                for table in tables
+            ],
+        )
+        return
+    rows = [(table.name, ", ".join(table.conventions), ", ".join(table.config)) for table in tables]
+    print_table(console, ("family", "conventions", "axes"), rows, left=3)
