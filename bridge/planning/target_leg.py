@@ -74,7 +74,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             needed = exhausted(str(error), held, name)
             if needed is None:
                 raise
-            found = {"held": held, "host": host, "exhausted": needed, "seconds": time.monotonic() - begun, "versions": used}
+            found = {
+                "held": held,
+                "host": host,
+                "exhausted": needed,
+                "seconds": time.monotonic() - begun,
+                "versions": used,
+            }
             return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
     seconds = time.monotonic() - begun
     memory = {name: _memory(one, name, held) for name, one in programs.items()}
@@ -159,9 +165,7 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
 def _bytes(tree: Any, on_host: bool = False) -> int:
     """On one device, or of its part in the host's memory."""
     leaves = framework("jax").tree.leaves(tree)
-    return device_bytes.held(
-        one for one in leaves if (one.sharding.memory_kind == _HOST) == on_host
-    )
+    return device_bytes.held(one for one in leaves if (one.sharding.memory_kind == _HOST) == on_host)
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:

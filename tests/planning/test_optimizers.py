@@ -299,7 +299,11 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
         ),
         (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only MainWeightAdamW"),
         (Optimizer("muon", ("bfloat16", "bfloat16")), "jax", "jax: --moments: optax keeps second moments"),
-        (Optimizer("lion", ("float8_e5m2", None)), "jax", "jax: --moments: optax has no scales for float8_e5m2"),
+        (
+            Optimizer("lion", ("float8_e5m2", None)),
+            "jax",
+            "jax: --moments: optax has no scales for float8_e5m2",
+        ),
         (Optimizer("sgd", ("bfloat16", None)), "jax", "jax: --moments: sgd has no first moment"),
     ],
 )

@@ -427,7 +427,9 @@ def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once
 
 
 def offloaded(target: str) -> dict[str, Any]:
-    step = StepRequest(MODEL, WORK, optimizer=Optimizer(moments=("bfloat16", "float8_e4m3fn"), offload=Fraction(1, 2)))
+    step = StepRequest(
+        MODEL, WORK, optimizer=Optimizer(moments=("bfloat16", "float8_e4m3fn"), offload=Fraction(1, 2))
+    )
     return {
         "step": step.to_json(),
         "policy": POLICY.to_toml(),
@@ -439,7 +441,9 @@ def offloaded(target: str) -> dict[str, Any]:
 
 
 def test_moments_in_the_memory_of_a_host_of_absent_gpus_are_refused() -> None:
-    with pytest.raises(PlanError, match="target h100:8: --offload: expected a TPU, since JAX gives GPUs that are not"):
+    with pytest.raises(
+        PlanError, match="target h100:8: --offload: expected a TPU, since JAX gives GPUs that are not"
+    ):
         target_leg.lowered_step(offloaded("h100:8"), target_named("h100:8"))
 
 
@@ -457,7 +461,8 @@ def test_moments_in_the_memory_of_a_host_are_no_part_of_a_tpu_s() -> None:
     rest = make_plan(model, POLICY, 4, "jax", WORK, optimizer=chosen).at_rest
     # A step count is on the device.
     assert (found["host"], found["held"]["moments"]) == (rest.host, rest.moments.allocated + 4)
-    assert 0 < rest.host
-    assert found["memory"]["update"]["arguments"] < 1.1 * sum(
-        found["held"][kind] for kind in ("weights", "moments", "gradients")
-    ) + 2**16
+    assert rest.host > 0
+    assert (
+        found["memory"]["update"]["arguments"]
+        < 1.1 * sum(found["held"][kind] for kind in ("weights", "moments", "gradients")) + 2**16
+    )

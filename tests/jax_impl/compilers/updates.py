@@ -31,13 +31,13 @@ def assert_streamed(setting: Setting, found: Compiled, tiles: float = 1.0) -> No
     assert sum(one.bytes for one in ins if one.computes) >= 0.3 * whole
 
 
-def assert_planned(
-    setting: Setting, found: Compiled, devices: int, folder: Path, tiles: float = 1.0
-) -> None:
+def assert_planned(setting: Setting, found: Compiled, devices: int, folder: Path, tiles: float = 1.0) -> None:
     """What lies on the device and on the host is what ``twinshard plan`` says."""
     policy = ShardingPolicy((UnitPolicy("layers.*"), UnitPolicy("")))
     sizes = folder / "sizes.toml"
-    sizes.write_text("[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES[setting.size].items()))
+    sizes.write_text(
+        "[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES[setting.size].items())
+    )
     share = Fraction(setting.offload or 0).limit_denominator(1000)
     chosen = Optimizer("adamw", setting.moments, share)
     model = resolve_models(f"decoder:{sizes}", ["jax"])["jax"]

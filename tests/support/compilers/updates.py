@@ -38,7 +38,8 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
     state = abstract_state(plan, optimizer, offload=offload)
     kinds = offload.kinds(plan, state.opt_state)
     gradients = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(key)) for key, x in state.weights.items()
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(key))
+        for key, x in state.weights.items()
     }
     loss = jax.ShapeDtypeStruct((), "float32", sharding=plan.replicated)
     step = make_train_step(plan, lambda model, rows: model(rows).sum(), optimizer)
@@ -50,11 +51,15 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
             shard = leaf.sharding.shard_shape(leaf.shape)
             sizes[key_of(plan, path, leaf) or ""] += math.prod(shard) * leaf.dtype.itemsize
     if setting.target.startswith(("v4", "v5", "v6")):
-        return step._update(state).lower(state.weights, state.opt_state, gradients, loss), list(sizes.values())
+        return step._update(state).lower(state.weights, state.opt_state, gradients, loss), list(
+            sizes.values()
+        )
 
     def update(weights: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
         given = jax.tree.map(
-            lambda x, kind: jax.device_put(x, jax.memory.Space.Host) if kind else x, (weights, opt_state), kinds
+            lambda x, kind: jax.device_put(x, jax.memory.Space.Host) if kind else x,
+            (weights, opt_state),
+            kinds,
         )
         return step._updated(*given, gradients, loss)
 
@@ -120,7 +125,9 @@ def _is_host(left: str) -> bool:
 def _is_update(line: str) -> bool:
     """A fusion that makes arrays as large as a moment, of several operands."""
     left, mark, right = line.partition(" fusion(")
-    return bool(mark) and any(_nbytes(one) >= _LEAST for one in _ARRAY.finditer(left)) and right.count("%") > 3
+    return (
+        bool(mark) and any(_nbytes(one) >= _LEAST for one in _ARRAY.finditer(left)) and right.count("%") > 3
+    )
 
 
 def _nbytes(found: re.Match[str]) -> int:
