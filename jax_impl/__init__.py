@@ -114,6 +114,9 @@ line search). A program that calls ``optimizer.update`` itself has no trial.
 **AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are
 the last few second moments of each tensor, denormals, and other platforms than CPUs with AVX2 or AVX-512.
+``adam_w_mode=False`` is Adam with L2 decay. ``mu_dtype`` and ``nu_dtype`` store moments in bfloat16, or in float16 or
+float8 with a float32 scale for each row of a parameter, as ``torch_impl`` does: see
+``help("jax_impl.optimizer.moments")``.
 
 **Forward only.** ``make_eval_step(plan, fn)`` evaluates losses, and gives what ``fn`` has for each row (logits,
 samples), from weights that stay sharded: units are gathered one at a time, and nothing is reduced but a loss.
@@ -130,6 +133,7 @@ programs saved by stock Orbax: parameters at the top or below ``params`` or ``mo
 ``nnx.Optimizer``, linen train states with optax states. Of a directory of steps it takes the latest complete one. A
 checkpoint must fit the plan and the optimizer, and the error names what does not. With ``strict=False`` moments that
 fit are kept, also for another optimizer, and the others are fresh; weights in another floating dtype are cast.
+``moments="convert"`` takes moments that were saved in another format.
 ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks. For stock ``CheckpointManager``, save
 with ``item="default"``.
 
@@ -151,15 +155,15 @@ there. ``metrics=["grad_norm", "learning_rate"]`` adds those two.
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
 
-**Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of the moments, and on
-request the weights, in ``pinned_host`` memory. Any array of a state may be put there by hand, too (``jax.device_put(x,
+**Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of the moments, and if
+asked for the weights, in ``pinned_host`` memory. Any array of a state may be put there by hand, too (``jax.device_put(x,
 x.sharding.with_memory_kind("pinned_host"))``). A step returns all arrays to where they were. In the update the moments
 of one unit after another travel to the device and back while others are computed, with those of two units on the device
 at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that needs several units' moments at
 once (one that sees parameters, such as Muon) gets all of them at once. Weights come to the device when the gradients'
 program starts, all of them, and unit by unit in the update. Results have the same bits as on the device, and
-checkpoints the same bytes. ``load_checkpoint(..., like=abstract_state(plan, optimizer, offload=...))`` loads into such
-memory. Random keys return on the device. On simulated devices steps need jax 0.10.2 for it.
+checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer, offload=...))`` loads into
+such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2 for it.
 
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 

@@ -15,9 +15,9 @@ weights, g of gradients::
     muon            refused: it needs whole matrices              optax.contrib.muon: of matrices one, of others two
 
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
-.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at shapes, so that JAX gives them parameters instead of buffers
-(``jax_impl.optimizer.logical``): moments in the shape of a parameter are cut along a dimension that the number of
-shards divides, others are whole on each device.
+.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
+shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
+parameter are cut along a dimension that the number of shards divides, others are whole on each device.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
 """

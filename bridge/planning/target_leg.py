@@ -102,8 +102,8 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     step = StepRequest.from_json(request["step"])
     if step.optimizer.offload and target.platform == "gpu":
         raise PlanError(
-            f"target {target.name}: --offload: expected a TPU, since JAX gives GPUs that are not there no memory of the "
-            "host (Device.addressable_memories() is empty)"
+            f"target {target.name}: --offload: expected a TPU, since JAX gives GPUs that are not there no memory of "
+            "the host (Device.addressable_memories() is empty)"
         )
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
     sizes = policy.mesh_sizes(target.devices)

@@ -4,6 +4,7 @@
 
     params/<path>                   main weights, one array a parameter
     opt_state/<name>/<path>         every dict of arrays by key in the optimizer's state: mu, nu, of a chain 0/mu
+    opt_state/<name>_scale/<path>   float32 scales of moments in low precision: shape (*shape[:-1], 1)
     opt_state/<name>                every other leaf: count
     variables/<path>                the model's other variables; random keys as their uint32 data
     train/...                       the caller's values

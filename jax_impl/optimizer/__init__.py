@@ -1,1 +1,1 @@
-"""AdamW over main weights, and where its state lives."""
+"""AdamW over main weights, how its moments are stored, and where its state lives."""

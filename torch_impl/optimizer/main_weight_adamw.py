@@ -47,7 +47,7 @@ class MainWeightAdamW(torch.optim.Optimizer):
         """``params``, ``lr`` (a number or a tensor of one element), ... as in ``torch.optim.AdamW``.
 
         exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64 parameters
-            float64), bfloat16, or, with a scale per row, float16 or float8_e4m3fn (see ``optimizer.moments``).
+            float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
         offload_fraction: part of the state, by elements, to the nearest parameter, that lives in CPU memory and is
             fetched for the update. Results and checkpoints are those of no offload, to the byte.
 

@@ -3,20 +3,22 @@
     moment   |m00 m01 m02|          stored  |q00 q01 q02|   scale |s0|        moment = stored * scale
              |m10 m11 m12|                  |q10 q11 q12|         |s1|        s = largest magnitude of the row / Q
 
-Q is the largest number of the stored dtype (448 for float8_e4m3fn, 65504 for float16): the largest element of a row is
-kept, and nothing overflows whatever its size. Layouts never cut a row, so neither sharding nor loading on another
-number of ranks changes a stored byte or a scale. The scale is float32, has the parameter's shape with 1 as last
-dimension, and is a DTensor over the same rows. Tensors whose rows are single elements (vectors, scalars) stay float32.
+Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16): the
+largest element of a row is kept, and nothing overflows whatever its size. Layouts never cut a row, so neither sharding
+nor loading on another number of ranks changes a stored byte or a scale. The scale is float32, has the parameter's shape
+with 1 as last dimension, and is a DTensor over the same rows. Tensors whose rows are single elements (vectors, scalars)
+stay float32.
 
 Rounding is to nearest, with two exceptions:
 
 * A second moment that is not zero is stored as at least the smallest positive number: zero would make the next update
-  huge. Elements whose gradient stays below 1/480 (float16: 1/10^6) of the largest of their row get smaller updates than
-  AdamW's for it.
-* With beta2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8 (6 to 12 %): rounded
-  to nearest it would stay where it is. Float8 second moments are dithered: the position between two stored numbers
+  huge. Elements whose gradient stays below 1/480 (float8_e5m2: 1/6*10^4, float16: 1/10^6) of the largest of their
+  row get smaller updates than AdamW's for it.
+* With beta2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8 (6 to 12 %, of
+  float8_e5m2 12 to 25 %): rounded to nearest it would stay where it is. Float8 second moments are dithered: the position between two stored numbers
   decides how often the upper one is taken over the steps, in a fixed sequence of (row, column, step), the same on every
-  rank. In a test, second moments that shrink ninefold over 2000 steps end 9 % too small on average, by at most 26 %.
+  rank. In a test, second moments in float8_e4m3fn that shrink ninefold over 2000 steps end 9 % too small on average,
+  by at most 26 %.
 
 bfloat16 has the range of float32 and needs no scale. Its spacing (0.4 to 0.8 %) is too wide for beta2 above about
 0.996, where a second moment cannot fall and stops rising early: this is plain rounding, as in other implementations.
@@ -35,8 +37,8 @@ from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import FusedShard, RowShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-_SCALED = (torch.float16, torch.float8_e4m3fn)
+_SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = (torch.float32, torch.bfloat16, *_SCALED)
 
 # From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval evenly.
 _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
@@ -46,7 +48,7 @@ _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.
 class MomentFormat:
     """How the moment ``key`` ("exp_avg" or "exp_avg_sq") is stored; ``positive`` for second moments.
 
-    Raises ValueError for a dtype other than float32, bfloat16, float16 and float8_e4m3fn.
+    Raises ValueError for a dtype other than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
     """
 
     key: str
@@ -128,7 +130,7 @@ class MomentFormat:
         small = values > 0 if self.positive else None
         values.div_(scale.masked_fill(scale == 0, 1))
         if self.positive and stored.dtype.itemsize == 1:
-            _round_dithered(values, row, step)
+            _round_dithered(values, limits, row, step)
         if small is not None:
             # The smallest positive number of either dtype is its spacing below the smallest normal one.
             values.clamp_(min=0)
@@ -141,8 +143,8 @@ def first_row(param: torch.Tensor) -> int:
     return row_range_of(param)[0] if isinstance(param, RowDTensor) else 0
 
 
-def _round_dithered(scaled: torch.Tensor, row: int, step: int) -> None:
-    """Round positive values, in units of a float8_e4m3fn scale, to float8 numbers, in place.
+def _round_dithered(scaled: torch.Tensor, limits: torch.finfo, row: int, step: int) -> None:
+    """Round positive values, in units of their scale, to float8 numbers with these ``limits``, in place.
 
     The upper neighbour is taken as often as the value is near to it, over steps as well as over elements.
     """
@@ -152,9 +154,9 @@ def _round_dithered(scaled: torch.Tensor, row: int, step: int) -> None:
     rows.mul_(_ROW_TURN).add_(step * _STEP_TURN).frac_()
     turns.mul_(_COLUMN_TURN).frac_()
     turn = rows.float()[:, None].add(turns.float()).frac_().view(scaled.shape)
-    # Three bits follow the leading one; below the smallest normal number the spacing stays.
+    # Below the smallest normal number the spacing stays.
     power = scaled.float().view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    spacing = power.clamp_min_(torch.finfo(torch.float8_e4m3fn).smallest_normal).mul_(0.125)
+    spacing = power.clamp_min_(limits.smallest_normal).mul_(limits.eps)
     scaled.div_(spacing).add_(turn).floor_().mul_(spacing)
 
 
