@@ -155,7 +155,7 @@ there. ``metrics=["grad_norm", "learning_rate"]`` adds those two.
 **Derivatives.** First derivatives only. A gradient inside of the loss that goes through a unit (a gradient penalty,
 forces) would miss the unit's weights and is refused. A gradient through the root is right.
 
-**Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of the moments, and if
+**Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of moments, and if
 asked for the weights, in ``pinned_host`` memory. Any array of a state may be put there by hand, too (``jax.device_put(x,
 x.sharding.with_memory_kind("pinned_host"))``). A step returns all arrays to where they were. In the update the moments
 of one unit after another travel to the device and back while others are computed, with those of two units on the device
