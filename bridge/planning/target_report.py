@@ -37,7 +37,7 @@ _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
 def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each policy, target and engine; with a column for CPU memory where something lies there."""
+    """Headings, and a row for each policy, target and engine; a column for CPU memory where something lies there."""
     rows = [_row(row) for row in plan.rows]
     if not any(row.host for row in plan.rows):
         return HEADINGS, rows
