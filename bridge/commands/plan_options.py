@@ -66,7 +66,8 @@ MomentsOption = Annotated[
     typer.Option(
         "--moments",
         metavar="DTYPE[,DTYPE]",
-        help="Dtypes of the first and second moment: float32, bfloat16, float16 or float8_e4m3fn.",
+        help="Dtypes of the first and second moment: float32, bfloat16, float16, float8_e4m3fn or "
+        "float8_e5m2.",
     ),
 ]
 OffloadOption = Annotated[
@@ -74,7 +75,7 @@ OffloadOption = Annotated[
     typer.Option(
         "--offload",
         metavar="SHARE",
-        help="Share of the optimizer's state in CPU memory, such as 50%; with JAX 100% or none.",
+        help="Share of the optimizer's state in CPU memory, such as 50%.",
     ),
 ]
 FrozenOption = Annotated[

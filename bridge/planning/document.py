@@ -50,6 +50,7 @@ targets       of --target, or null:
     peak          bytes of one device; a lower bound with "exhausted"
     temporary     of the program with the highest peak
     held          bytes of one device: weights, moments, gradients, batch, variables
+    host          bytes of its moments in CPU memory, not in ``held``
     memory        by program (gradients, update): arguments, outputs, temporary, aliased, beside (alive, but not given
                   to it), peak = arguments + outputs + temporary - aliased + beside
     collectives   a list: program, kind, arrays (dtype, size in elements, full arrays), times in a step, bytes of all

@@ -15,9 +15,9 @@ weights, g of gradients::
     muon            refused: it needs whole matrices              optax.contrib.muon: of matrices one, of others two
 
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
-.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at shapes, so that JAX gives them parameters instead of buffers
-(``jax_impl.optimizer.logical``): moments in the shape of a parameter are cut along a dimension that the number of
-shards divides, others are whole on each device.
+.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
+shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
+parameter are cut along a dimension that the number of shards divides, others are whole on each device.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
 """
@@ -37,7 +37,8 @@ from bridge.sharding.rows import rows_of
 _FACTORED_FROM = 128
 _BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
-# Arrays of float32 beside the new weights of a key in JAX, where moments have scales: XLA's CPU compiler needs so many.
+# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
+# compiler.
 _CONVERTED = 5
 
 
@@ -144,8 +145,9 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     if optimizer.name != "adamw":
         return 0
     size = group.size(group.strategy.optimizer)
-    if any(dtype in SCALED for dtype in optimizer.moments) and row_moment(group, 0) is not None:
-        return _CONVERTED * group.main_bytes * size
+    scaled = sum(dtype in SCALED for dtype in optimizer.moments)
+    if scaled and row_moment(group, 0) is not None:
+        return _CONVERTED * scaled * group.main_bytes * size // 2
     return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in optimizer.moments else 0
 
 

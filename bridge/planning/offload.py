@@ -51,8 +51,7 @@ def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share:
 def travelling(arrays: Iterable[int]) -> int:
     """Bytes on the device while arrays of these bytes, one for each key, travel there and back in JAX.
 
-    Those of two keys, and of one of them a second time, while the two parts are joined in which arrays travel; of two
-    keys or fewer all travel at once, as they are.
+    Those of two keys; where there are more, arrays travel in two parts, and a part is there twice when they are joined.
     """
     largest = sorted(arrays, reverse=True)
-    return sum(largest[:2]) + (largest[0] if len(largest) > 2 else 0)
+    return sum(largest[:2]) + (largest[0] // 2 if len(largest) > 2 else 0)

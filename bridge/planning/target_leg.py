@@ -1,7 +1,8 @@
 """The process that compiles a step for a target: ``python -m bridge.planning.target_leg``, see ``leg_process.py``.
 
 A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
-alive beside a program, such as the moments while gradients are computed, counts in its peak::
+alive beside a program, such as the moments while gradients are computed, counts in its peak. What lies in the host's
+memory is counted apart::
 
     gradients   weights, batch -> gradients    + temporary    beside them: moments
     update      weights, moments, gradients -> the same arrays, donated, + temporary    beside them: the batch
@@ -19,12 +20,14 @@ from typing import Any
 from bridge.planning import device_bytes, tpu_text
 from bridge.planning.compile_cache import key_of, load, save
 from bridge.planning.compilers import devices_of, options_of, versions
+from bridge.planning.errors import PlanError
 from bridge.planning.leg_process import serve
 from bridge.planning.runtimes import framework, part
 from bridge.planning.target_step import StepRequest
 from bridge.planning.targets import Target, target_named
 
 PROGRAMS = ("gradients", "update")
+_HOST = "pinned_host"
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 
 
@@ -48,6 +51,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     # What nobody could read may be readable now.
     if kept is not None and "unread" not in kept:
         return {**kept, "warnings": told, "cached": True}
+    host = _bytes((state.weights, state.opt_state), on_host=True)
     held = {
         "weights": _bytes(state.weights),
         "moments": _bytes(state.opt_state),
@@ -70,11 +74,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             needed = exhausted(str(error), held, name)
             if needed is None:
                 raise
-            found = {"held": held, "exhausted": needed, "seconds": time.monotonic() - begun, "versions": used}
+            found = {
+                "held": held,
+                "host": host,
+                "exhausted": needed,
+                "seconds": time.monotonic() - begun,
+                "versions": used,
+            }
             return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
     seconds = time.monotonic() - begun
     memory = {name: _memory(one, name, held) for name, one in programs.items()}
-    found = {"held": held, "memory": memory, "seconds": seconds, "versions": used}
+    found = {"held": held, "host": host, "memory": memory, "seconds": seconds, "versions": used}
     hlo: dict[str, str] = {}
     try:
         for text, (name, one) in zip(texts, programs.items(), strict=True):
@@ -90,6 +100,11 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     """Sharding plan, abstract state and batch, and the two programs of the step."""
     runtime, jax, np = framework("jax_impl"), framework("jax"), framework("numpy")
     step = StepRequest.from_json(request["step"])
+    if step.optimizer.offload and target.platform == "gpu":
+        raise PlanError(
+            f"target {target.name}: --offload: expected a TPU, since JAX gives GPUs that are not there no memory of "
+            "the host (Device.addressable_memories() is empty)"
+        )
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
     sizes = policy.mesh_sizes(target.devices)
     mesh = jax.sharding.Mesh(np.array(devices_of(target)).reshape(*sizes.values()), tuple(sizes))
@@ -105,7 +120,8 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     training = runtime.make_train_step(
         plan, step.loss_function(), optimizer, microbatches=step.workload.microbatches
     )
-    state, batch = runtime.abstract_state(plan, optimizer), step.global_batch(plan)
+    offload = runtime.Offload(float(step.optimizer.offload))
+    state, batch = runtime.abstract_state(plan, optimizer, offload=offload), step.global_batch(plan)
     return plan, state, batch, training.lower_programs(state, batch)
 
 
@@ -146,8 +162,10 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
     ]
 
 
-def _bytes(tree: Any) -> int:
-    return device_bytes.held(framework("jax").tree.leaves(tree))
+def _bytes(tree: Any, on_host: bool = False) -> int:
+    """On one device, or of its part in the host's memory."""
+    leaves = framework("jax").tree.leaves(tree)
+    return device_bytes.held(one for one in leaves if (one.sharding.memory_kind == _HOST) == on_host)
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:

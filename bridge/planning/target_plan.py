@@ -60,6 +60,11 @@ class TargetRow:
         return self.found["held"] if self.found else {}
 
     @property
+    def host(self) -> int:
+        """Bytes of a device's part of the state that lie in the host's memory."""
+        return int((self.found or {}).get("host", 0))
+
+    @property
     def peak(self) -> int | None:
         """The most bytes alive on a device in the step; a lower bound where the compiler ran out of memory."""
         if not self.found:

@@ -37,8 +37,16 @@ _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
 def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each policy, target and engine."""
-    return HEADINGS, [_row(row) for row in plan.rows]
+    """Headings, and a row for each policy, target and engine; a column for CPU memory where something lies there."""
+    rows = [_row(row) for row in plan.rows]
+    if not any(row.host for row in plan.rows):
+        return HEADINGS, rows
+    place = HEADINGS.index("of")
+    hosts = [human_bytes(row.host) if row.found else "" for row in plan.rows]
+    return (
+        (*HEADINGS[:place], "in CPU memory", *HEADINGS[place:]),
+        [(*row[:place], host, *row[place:]) for row, host in zip(rows, hosts, strict=True)],
+    )
 
 
 def _row(row: TargetRow) -> Row:

@@ -21,8 +21,7 @@ ENGINES = ("shard_map", "pjit")
 class StepRequest:
     """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes, of a model of the user's.
 
-    Raises ``PlanError`` for a model of the user's without loss or batch, and for an optimizer that JAX cannot run, or
-    whose state is in CPU memory.
+    Raises ``PlanError`` for a model of the user's without loss or batch, and for an optimizer that JAX cannot run.
     """
 
     model: str
@@ -36,10 +35,6 @@ class StepRequest:
     def __post_init__(self) -> None:
         if reason := self.optimizer.why_not("jax"):
             raise PlanError(reason)
-        if self.optimizer.offload:
-            raise PlanError(
-                "--target: expected no --offload: a step is compiled with its state on the device"
-            )
         if self.is_language_model:
             if self.loss is not None or self.batch:
                 raise PlanError(

@@ -11,7 +11,6 @@ import jax
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
-
 KINDS = ("main_weights", "moments", "padding", "other")
 
 

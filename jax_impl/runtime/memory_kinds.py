@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
 HOST = "pinned_host"

@@ -315,8 +315,8 @@ def test_the_document_is_complete() -> None:
             "--compile: expected no --frozen",
         ),
         (
-            ("fsdp", "--model", "decoder:quick", "--offload", "100%", "--target", "h100:8"),
-            "--target: expected no --offload",
+            ("fsdp", "--model", "decoder:quick", "--offload", "100%", "--compile"),
+            "--compile: expected no --offload",
         ),
         (
             ("fsdp", "--model", "llama3-8b", "--optimizer", "lion", "--runtime", "torch"),

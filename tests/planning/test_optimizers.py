@@ -222,7 +222,7 @@ def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
     torch_plan, jax_plan = moved.plans
     # Of three of 33 units at most there are moments on the device.
     largest = max(2 * 4 * group.size(1) for unit in jax_plan.units for group in unit.groups)
-    assert largest < staged(jax_plan.optimizer, jax_plan.placed(), "jax", 0) <= 3 * largest
+    assert largest < staged(jax_plan.optimizer, jax_plan.placed(), "jax", 0) <= 2.5 * largest
     assert jax_plan.peak.total < plain.plans[1].peak.total
     headings, rows = overview(moved)
     assert {row[headings.index("in CPU memory")] for row in rows} == {"32.1 GB"}

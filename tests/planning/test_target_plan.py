@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
-from bridge.planning import Workload, make_plan, resolve_models, target_plan, tpu_lock
+from bridge.planning import Workload, make_plan, resolve_models, target_leg, target_plan, tpu_lock
 from bridge.planning.batch_shapes import load_batch_shapes
 from bridge.planning.compile_cache import cache_folder, key_of, load, save
 from bridge.planning.compilers import why_not
 from bridge.planning.cost import load_policy, parse_policy
 from bridge.planning.errors import PlanError
 from bridge.planning.leg_process import Leg
+from bridge.planning.optimizers import Optimizer
 from bridge.planning.target_plan import Task
 from bridge.planning.target_step import StepRequest
 from bridge.planning.targets import target_named
@@ -422,3 +424,45 @@ def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once
     assert said == [
         f"waiting for another process that compiles for TPUs and holds {tmp_path / 'libtpu_lockfile'}"
     ]
+
+
+def offloaded(target: str) -> dict[str, Any]:
+    step = StepRequest(
+        MODEL, WORK, optimizer=Optimizer(moments=("bfloat16", "float8_e4m3fn"), offload=Fraction(1, 2))
+    )
+    return {
+        "step": step.to_json(),
+        "policy": POLICY.to_toml(),
+        "source": POLICY.source,
+        "target": target,
+        "engine": "shard_map",
+        "recommended": False,
+    }
+
+
+def test_moments_in_the_memory_of_a_host_of_absent_gpus_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match="target h100:8: --offload: expected a TPU, since JAX gives GPUs that are not"
+    ):
+        target_leg.lowered_step(offloaded("h100:8"), target_named("h100:8"))
+
+
+@pytest.mark.slow
+def test_moments_in_the_memory_of_a_host_are_no_part_of_a_tpu_s() -> None:
+    if reason := unavailable("tpu"):
+        pytest.skip(reason)
+    leg = Leg("bridge.planning.target_leg", "tpu")
+    try:
+        found = leg.ask(offloaded("v5e:2x2"))
+    finally:
+        leg.close()
+    chosen = Optimizer(moments=("bfloat16", "float8_e4m3fn"), offload=Fraction(1, 2))
+    model = resolve_models(MODEL, ["jax"])["jax"]
+    rest = make_plan(model, POLICY, 4, "jax", WORK, optimizer=chosen).at_rest
+    # A step count is on the device.
+    assert (found["host"], found["held"]["moments"]) == (rest.host, rest.moments.allocated + 4)
+    assert rest.host > 0
+    assert (
+        found["memory"]["update"]["arguments"]
+        < 1.1 * sum(found["held"][kind] for kind in ("weights", "moments", "gradients")) + 2**16
+    )

@@ -28,6 +28,7 @@ from tests.jax_impl.compilers.expected import (
     case,
     wrong,
 )
+from tests.jax_impl.compilers.updates import assert_planned, assert_streamed
 from tests.support.compilers.setting import SIZES, Setting
 
 SLOW = pytest.mark.slow
@@ -234,3 +235,21 @@ def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
     assert sorted(gathered.values()) == [1, layer]
     assert gathered[head] == 1
     assert sum(one.times for one in found.collectives if one.kind == GATHER) == layer + 4
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("h100:8", "shard_map", "1024x6", offload=1.0),
+        Setting("h100:8", "shard_map", "1024x6", offload=0.5, moments=("bfloat16", "bfloat16")),
+    ],
+    ids=str,
+)
+def test_moments_travel_while_others_are_updated(gpu: Compile, setting: Setting, tmp_path: Path):
+    assert_streamed(setting, gpu(setting))
+    assert_planned(setting, gpu(setting), 8, tmp_path)
+
+
+def test_bytes_of_scaled_moments_are_planned(gpu: Compile, tmp_path: Path):
+    setting = Setting("h100:8", "shard_map", "1024x6", offload=0.5, moments=("float8_e4m3fn", "float8_e5m2"))
+    assert_planned(setting, gpu(setting), 8, tmp_path)

@@ -6,6 +6,7 @@ installed, or another process holds libtpu.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.jax_impl.compilers.expected import (
     case,
     wrong,
 )
+from tests.jax_impl.compilers.updates import assert_planned, assert_streamed
 from tests.support.compilers.setting import Setting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -98,3 +100,16 @@ def test_a_step_needs_no_more_memory_than_one_by_hand(tpu: Compile, setting: Set
 )
 def test_gathers_and_reductions_run_beside_products_as_in_a_step_by_hand(tpu: Compile, setting: Setting):
     assert_as_much_overlap_as_by_hand(tpu(setting), tpu(by_hand(setting)), (GATHER, SCATTER, REDUCE))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("v5e:2x2", "shard_map", "1024x6", offload=1.0),
+        Setting("v5e:2x2", "shard_map", "1024x6", offload=0.5),
+    ],
+    ids=str,
+)
+def test_moments_travel_while_others_are_updated(tpu: Compile, setting: Setting, tmp_path: Path):
+    assert_streamed(setting, tpu(setting), tiles=1.01)
+    assert_planned(setting, tpu(setting), 4, tmp_path, tiles=1.01)

@@ -73,6 +73,7 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Of ``DecoderConfig``."""
+SIZES["1024x6"] = {**SIZES["1024"], "n_layers": 6, "vocab_size": 4096}
 SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
 
 
@@ -83,6 +84,9 @@ class Setting:
     ``inner``: devices of the inner of two data-parallel axes; 0 for one axis. ``tensors``: of a model axis, which cuts
     heads and features of the layers; 0 for none. ``align``: of layouts. ``recommended``: with XLA's
     options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients.
+
+    ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
+    for those. ``weights_on_host``: whether the weights are there, too. ``moments``: their dtypes.
     """
 
     target: str
@@ -102,6 +106,9 @@ class Setting:
     forward: bool = False
     align: int | Literal["auto"] = "auto"
     tensors: int = 0
+    offload: float | None = None
+    weights_on_host: bool = False
+    moments: tuple[str, str] = ("float32", "float32")
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
@@ -110,6 +117,8 @@ class Setting:
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
         parts += [f"tensors{self.tensors}"] if self.tensors else []
         parts += [] if self.align == "auto" else [f"align{self.align}"]
+        parts += [] if self.offload is None else [f"offload{self.offload:g}", *self.moments]
+        parts += ["weights"] if self.weights_on_host else []
         return "-".join(parts).replace(" ", "_")
 
     def to_json(self) -> dict[str, Any]:
@@ -130,14 +139,35 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Between the host's memory and a device's: to the device if ``into``; ``bytes`` of it.
+
+    ``computes``: whether some of an update runs while it is under way; ``against``: whether one the other way does.
+    """
+
+    into: bool
+    bytes: int
+    computes: bool
+    against: bool
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first."""
+    """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first.
+
+    Of an update: ``arguments`` and ``host`` are bytes of arguments on the device and in the host's memory,
+    ``travelling`` those of each key of the latter.
+    """
 
     seconds: float
     temporary: int
     collectives: tuple[Scheduled, ...]
     stored: tuple[Stored, ...] = ()
     shards: tuple[int, ...] = ()
+    arguments: int = 0
+    host: int = 0
+    travelling: tuple[int, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -149,7 +179,17 @@ class Compiled:
             for one in found["collectives"]
         )
         stored = tuple(Stored(**one) for one in found["stored"])
-        return Compiled(found["seconds"], found["temporary"], collectives, stored, tuple(found["shards"]))
+        return Compiled(
+            found["seconds"],
+            found["temporary"],
+            collectives,
+            stored,
+            tuple(found["shards"]),
+            found["arguments"],
+            found["host"],
+            tuple(found["travelling"]),
+            tuple(Transfer(**one) for one in found["transfers"]),
+        )
 
     def sizes(self) -> Counter[tuple[str, int]]:
         """How often an array of so many elements travels, by kind and number; scalars are left out."""

@@ -20,6 +20,7 @@ from bridge.planning.targets import target_named
 from bridge.planning.tpu_lock import held_lock
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import BY_HAND, BY_HAND_XLA, SIZES, Compiled, Setting, Stored
+from tests.support.compilers.updates import lowered_update, read_transfers
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -56,7 +57,8 @@ def unavailable(platform: str) -> str | None:
 
 def main() -> None:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        return compiled(Setting(**{**request, "units": tuple(request["units"])})).to_json()
+        lists = {name: tuple(request[name]) for name in ("units", "moments")}
+        return compiled(Setting(**{**request, **lists})).to_json()
 
     serve(answer)
 
@@ -67,13 +69,17 @@ def compiled(setting: Setting) -> Compiled:
 
     target = target_named(setting.target)
     stored: tuple[Stored, ...] = ()
+    travelling: list[int] = []
     mesh = mesh_of(setting)
     if setting.contestant in (BY_HAND, BY_HAND_XLA):
         lowered, shards = _by_hand(setting, mesh), tuple(mesh.shape.values())
     else:
         plan = plan_of(setting, mesh)
         stored, shards = tuple(_stored(plan)), plan.axes.sizes
-        lowered = _of_plan(setting, plan)
+        if setting.offload is None:
+            lowered = _of_plan(setting, plan)
+        else:
+            lowered, travelling = lowered_update(setting, plan)
     tpu_text.clear()
     begun = time.monotonic()
     program: jax.stages.Compiled = lowered.compile(options_of(target, setting.recommended))
@@ -83,6 +89,10 @@ def compiled(setting: Setting) -> Compiled:
     if folder := os.environ.get("TWINSHARD_DUMP"):
         Path(folder, f"{setting}.hlo").write_text(text)
         Path(folder, f"{setting}.costs.json").write_text(json.dumps(program.cost_analysis()))
+    if setting.offload is not None:
+        given, host = found.argument_size_in_bytes, found.host_argument_size_in_bytes
+        sizes, transfers = tuple(travelling), tuple(read_transfers(text))
+        return Compiled(seconds, found.temp_size_in_bytes, (), stored, shards, given, host, sizes, transfers)
     return Compiled(seconds, found.temp_size_in_bytes, tuple(read_collectives(text)), stored, shards)
 
 

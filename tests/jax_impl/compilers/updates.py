@@ -1,0 +1,51 @@
+"""What is expected of an update whose moments lie in the host's memory, on GPUs and TPUs alike."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from bridge.planning import Workload, make_plan, resolve_models
+from bridge.planning.moments import staged
+from bridge.planning.optimizers import Optimizer
+from bridge.sharding import ShardingPolicy, UnitPolicy
+from tests.support.compilers.setting import SIZES, Compiled, Setting
+
+
+def assert_streamed(setting: Setting, found: Compiled, tiles: float = 1.0) -> None:
+    """``tiles``: how much larger arguments may be for the compiler's tiles."""
+    travelling, temporary = found.travelling, found.temporary
+    assert setting.offload is not None
+    whole = sum(travelling)
+    assert whole <= found.host <= tiles * whole
+    ins, outs = ([one for one in found.transfers if one.into == into] for into in (True, False))
+    # All of it, asynchronously, once each way.
+    for one in (ins, outs):
+        assert sum(transfer.bytes for transfer in one) >= 0.95 * whole
+        assert sum(transfer.bytes for transfer in one) <= tiles * whole
+    # Two keys' moments, and half of one more.
+    assert temporary <= 2.5 * max(travelling) + 2**16
+    # Nothing runs beside the very first ones, and transfers one way run beside those the other way.
+    beside = sum(one.bytes for one in ins if one.computes or one.against)
+    assert beside >= 0.6 * whole
+    assert sum(one.bytes for one in ins if one.computes) >= 0.3 * whole
+
+
+def assert_planned(setting: Setting, found: Compiled, devices: int, folder: Path, tiles: float = 1.0) -> None:
+    """What lies on the device and on the host is what ``twinshard plan`` says."""
+    policy = ShardingPolicy((UnitPolicy("layers.*"), UnitPolicy("")))
+    sizes = folder / "sizes.toml"
+    sizes.write_text(
+        "[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES[setting.size].items())
+    )
+    share = Fraction(setting.offload or 0).limit_denominator(1000)
+    chosen = Optimizer("adamw", setting.moments, share)
+    model = resolve_models(f"decoder:{sizes}", ["jax"])["jax"]
+    plan = make_plan(model, policy, devices, "jax", Workload(1, 16), optimizer=chosen)
+    rest = plan.at_rest
+    assert rest.host == sum(found.travelling)
+    gradients = rest.main_weights.allocated
+    here = rest.main_weights.allocated + rest.moments.allocated + gradients
+    # The step count and the loss are arguments, too.
+    assert here < found.arguments <= tiles * here + 2**12
+    assert found.temporary <= staged(chosen, plan.placed(), "jax", 0) + gradients + 2**16

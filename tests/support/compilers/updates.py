@@ -1,0 +1,137 @@
+"""The update of a step whose moments lie in the host's memory: how it is lowered, and its transfers as scheduled."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tests.support.compilers.setting import Setting, Transfer
+
+if TYPE_CHECKING:
+    from jax_impl.runtime.sharding_plan import ShardingPlan
+
+_START = re.compile(r"%(\S+) = (.*?) (?:copy-start|dynamic-slice-start|fusion-start|async-start)\(")
+_DONE = re.compile(r"%\S+ = .*? (?:copy-done|dynamic-slice-done|fusion-done|async-done)\(%([^\s,)]+)")
+_ARRAY = re.compile(r"(?:f32|bf16|f16|f8e4m3fn|f8e5m2)\[([\d,]+)\](\{[^}]*\})?")
+_SIZES = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
+# Bytes below which an array is no moment: an element that is read back, scales.
+_LEAST = 1 << 16
+
+
+def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]]:
+    """The program, and bytes on a device of the moments of each key that lie in the host's memory, in the plan's order.
+
+    JAX gives GPUs that are not there no memory of the host: their sharding forgets its kind
+    (``Device.addressable_memories()`` is empty). There the kind is written into the program.
+    """
+    import jax
+
+    from jax_impl import Offload, abstract_state, main_weight_adamw, make_train_step
+    from jax_impl.optimizer.in_turn import key_of
+    from jax_impl.optimizer.offload import HOST
+
+    mu, nu = setting.moments
+    optimizer = main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)
+    offload = Offload(setting.offload, setting.weights_on_host)
+    state = abstract_state(plan, optimizer, offload=offload)
+    kinds = offload.kinds(plan, state.opt_state)
+    gradients = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(key))
+        for key, x in state.weights.items()
+    }
+    loss = jax.ShapeDtypeStruct((), "float32", sharding=plan.replicated)
+    step = make_train_step(plan, lambda model, rows: model(rows).sum(), optimizer)
+    sizes = dict.fromkeys(plan.arrays, 0)
+    for (path, leaf), kind in zip(
+        jax.tree.leaves_with_path((state.opt_state, state.weights)), jax.tree.leaves(kinds[::-1]), strict=True
+    ):
+        if kind:
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            sizes[key_of(plan, path, leaf) or ""] += math.prod(shard) * leaf.dtype.itemsize
+    if setting.target.startswith(("v4", "v5", "v6")):
+        return step._update(state).lower(state.weights, state.opt_state, gradients, loss), list(
+            sizes.values()
+        )
+
+    def update(weights: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
+        given = jax.tree.map(
+            lambda x, kind: jax.device_put(x, jax.memory.Space.Host) if kind else x,
+            (weights, opt_state),
+            kinds,
+        )
+        return step._updated(*given, gradients, loss)
+
+    lowered = jax.jit(update, donate_argnums=(0, 1)).lower(state.weights, state.opt_state, gradients, loss)
+    arguments = [kind == HOST for kind in jax.tree.leaves(kinds)]
+    _written(lowered.compiler_ir("stablehlo"), arguments)
+    return lowered, list(sizes.values())
+
+
+def _written(module: Any, on_host: list[bool]) -> None:
+    """Arguments that are moved to the host first lie there instead."""
+    from jaxlib.mlir import ir
+
+    with module.context:
+        (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
+        kinds = []
+        for number, attributes in enumerate(main.attributes["arg_attrs"]):
+            found = {one.name: one.attr for one in attributes}
+            lies = number < len(on_host) and on_host[number]
+            found["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if lies else "device")
+            kinds.append(ir.DictAttr.get(found))
+            if lies:
+                argument = main.regions[0].blocks[0].arguments[number]
+                (move,) = (use.owner for use in argument.uses)
+                assert "pinned_host" in str(move), str(move)
+                move.operation.results[0].replace_all_uses_with(argument)
+                move.operation.erase()
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(kinds)
+
+
+def read_transfers(text: str) -> Iterator[Transfer]:
+    """Those of arrays of 64 KiB or more between the host's memory and a device's, of a scheduled program."""
+    entry = text[text.index("\nENTRY") :].splitlines()
+    begun: dict[str, tuple[int, bool, int]] = {}
+    found: list[tuple[int, int, bool, int]] = []
+    for number, line in enumerate(entry):
+        if match := _START.search(line):
+            left = match[2]
+            arrays = [(_nbytes(one), "S(5)" in (one[2] or "")) for one in _ARRAY.finditer(left)]
+            on_host = [size for size, host in arrays if host]
+            here = [size for size, host in arrays if not host]
+            if not on_host or not here or max(here) < _LEAST:
+                continue
+            # The result of a copy comes first in its type.
+            into = "copy-start(" not in line or not _is_host(left)
+            begun[match[1]] = (number, into, max(here))
+        elif (match := _DONE.search(line)) and match[1] in begun:
+            start, into, size = begun.pop(match[1])
+            found.append((start, number, into, size))
+    for start, done, into, size in found:
+        between = entry[start + 1 : done]
+        computes = any(_is_update(line) for line in between)
+        against = any(a < done and start < b for a, b, other, _ in found if other != into)
+        yield Transfer(into, size, computes, against)
+
+
+def _is_host(left: str) -> bool:
+    """Whether the first array of a type lies in the host's memory."""
+    match = _ARRAY.search(left)
+    return match is not None and "S(5)" in (match[2] or "")
+
+
+def _is_update(line: str) -> bool:
+    """A fusion that makes arrays as large as a moment, of several operands."""
+    left, mark, right = line.partition(" fusion(")
+    return (
+        bool(mark) and any(_nbytes(one) >= _LEAST for one in _ARRAY.finditer(left)) and right.count("%") > 3
+    )
+
+
+def _nbytes(found: re.Match[str]) -> int:
+    size = _SIZES[found[0].split("[")[0]]
+    for one in found[1].split(","):
+        size *= int(one)
+    return size
