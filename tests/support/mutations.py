@@ -278,7 +278,7 @@ TORCH = [
         self._extras.committed()""",
         """        self._extras.committed()
         self._directory.commit()""",
-        "torch_impl/checkpoint/test_async_killed.py",
+        "torch_impl/checkpoint/test_manager.py",
     ),
     M(
         "manager: removes what it did not save",

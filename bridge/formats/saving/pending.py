@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class PendingSave:
             work()
         except BaseException as error:
             self._error = error
+            # The error may be kept for long, and copies of a state are large: its frames let go of them.
+            del work
+            _clear_frames(error)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Does not block."""
@@ -95,6 +99,13 @@ def settle() -> None:
     """
     if _latest is not None:
         _latest.settle()
+
+
+def _clear_frames(error: BaseException) -> None:
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 def _report() -> None:

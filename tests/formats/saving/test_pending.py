@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,25 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_settle_only() -> 
     ):
         pending.settle()
     pending.settle()
+
+
+class _Copies:
+    def write(self) -> None:
+        try:
+            _fail()
+        except OSError as error:
+            raise ValueError("no such luck") from error
+
+
+def test_a_save_that_failed_holds_no_copies() -> None:
+    copies = _Copies()
+    held = weakref.ref(copies)
+    save = pending.start(PATH, copies.write)
+    del copies
+    with pytest.raises(ValueError, match="no such luck"):
+        save.wait()
+    gc.collect()
+    assert held() is None
 
 
 PROGRAM = """

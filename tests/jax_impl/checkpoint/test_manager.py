@@ -12,6 +12,7 @@ import pytest
 
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError
+from bridge.formats.saving import manager as manager_module
 from jax_impl import CheckpointManager, load_checkpoint
 from tests.support.jax_impl import checkpoint_runs as runs
 
@@ -76,3 +77,18 @@ def test_a_directory_without_steps_and_a_place_that_cannot_be_written_are_errors
         CheckpointManager(tmp_path / "file").save(1, plan, state)
     with pytest.raises(ValueError, match="metrics: loss: expected a number"):
         manager.save(1, plan, state, metrics={"loss": "low"})  # type: ignore[dict-item]  # the case
+
+
+def test_a_step_goes_only_when_its_successor_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed, seen = manager_module._renamed, []
+
+    def watched(step: Path) -> Path:
+        seen.append((step.name, verify(tmp_path / str(int(step.name) + 1)).good))
+        return renamed(step)
+
+    monkeypatch.setattr(manager_module, "_renamed", watched)
+    go_on(tmp_path, 0, 3, max_to_keep=1)
+    assert seen == [("1", True), ("2", True)]
+    assert os.listdir(tmp_path) == ["3"]

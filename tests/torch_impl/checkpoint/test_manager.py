@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 from bridge.checkpoints.verify import verify
+from bridge.formats.saving import manager as manager_module
 from tests.support.torch_impl import async_jobs as jobs
+from torch_impl import CheckpointManager
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_the_latest_step_as_if_nothing_had_happened(ranks, tmp_path, asynchronous):
     whole = ranks.run(2, jobs.managed_run, "optim_grads_params", str(tmp_path / "a"), 0, 5)[0]
     path = str(tmp_path / "b")
@@ -45,3 +48,18 @@ def test_a_place_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path
     for load, save in ranks.run(2, jobs.manager_in_a_place_that_cannot_be_written, str(tmp_path / "file")):
         assert "expected a complete step, got none" in load
         assert "file is a file: expected a directory" in save
+
+
+def test_a_step_goes_only_when_its_successor_is_complete(tmp_path, monkeypatch):
+    renamed, seen = manager_module._renamed, []
+
+    def watched(step: Path) -> Path:
+        seen.append((step.name, verify(tmp_path / str(int(step.name) + 1)).good))
+        return renamed(step)
+
+    monkeypatch.setattr(manager_module, "_renamed", watched)
+    with CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, nn.Linear(2, 2))
+    assert seen == [("1", True), ("2", True)]
+    assert os.listdir(tmp_path) == ["3"]
