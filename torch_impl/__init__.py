@@ -33,10 +33,14 @@ averaged first, while they are copied. Between two backwards ``.grad`` is the wh
 a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both modes, also
 half-way through a step. Fused kernels may write gradients themselves: see ``FSDPModule.set_main_gradients``.
 
-**Unused parameters.** A group is what one unit holds of one dtype and trainability. If any parameter of a group got a
-gradient, the others count as zero, also in an optimizer's weight decay. If none did, all stay None. Ranks may use
-different inputs and parameters of a unit, but must agree on which groups take part. A unit that the last microbatch
-does not use reduces what earlier ones left at the end of that backward, as in FSDP2.
+**Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
+and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's
+weight decay. If none did, all stay None. Ranks may use different inputs and parameters of a unit, but must agree on
+which groups take part. A unit that the last microbatch does not use reduces what earlier ones left at the end of that
+backward, as in FSDP2.
+
+**Float8 weights.** With ``MixedPrecisionPolicy(gather_dtype=...)`` forward and backward compute with main weights that
+were quantized to float8, under every strategy, and the gradients are applied to the main weights as they are.
 
 **Irregular programs.** A program may skip units, call them repeatedly, recompute them (both kinds of activation
 checkpointing, with one gather for recomputation and backward), freeze or thaw them at any time, interrupt them by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
@@ -113,7 +114,8 @@ def fully_shard(
     if refusal is not None:
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
-    classes = [_sharded_class(type(one)) for one in modules]
+    products = options.policy.float8_products
+    classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
     accept_full_state_dicts()
     for one, cls in zip(modules, classes, strict=True):
@@ -134,7 +136,8 @@ def _build_unit(
     """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
     kind = " and ".join(type(module).__name__ for module in modules)
     failure: Exception | None = None
-    owned, plans = [], []
+    owned: list[OwnedParameter] = []
+    plans: list[_PlannedGroup] = []
     try:
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -150,15 +153,15 @@ def _build_unit(
         "parameters": [one.description for one in owned],
         **options.description,
         "error": None if failure is None else str(failure),
-        "layouts": [layout.fingerprint for _, layout in plans],
+        "layouts": [one.layout.fingerprint for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
     groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
-    for index, (members, layout) in enumerate(plans):
-        dtypes = group_dtypes(members[0].param.dtype, options.policy)
+    for index, (members, quantized, layout) in enumerate(plans):
+        dtypes = group_dtypes(members[0].param.dtype, options.policy, quantized)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if members[0].param.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
@@ -167,16 +170,32 @@ def _build_unit(
         )
     for one in owned:
         one.take(kind)
+        for module, _ in one.sites if options.policy.float8_products else ():
+            module.__class__ = computing_class(type(module), float8_products=True)
     return Unit(groups, context, options.policy, options.reshard_after_forward)
+
+
+class _PlannedGroup(NamedTuple):
+    """Parameters of one dtype and one trainability, all ``quantized`` or none."""
+
+    members: list[OwnedParameter]
+    quantized: bool
+    layout: Layout
 
 
 def _plan_groups(
     owned: Sequence[OwnedParameter], options: UnitOptions, num_shards: int
-) -> list[tuple[list[OwnedParameter], Layout]]:
-    """Parameters of one dtype and one trainability make a group, with a layout of their own."""
-    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+) -> list[_PlannedGroup]:
+    """The groups of a unit, in the order of their first parameters."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
     for one in owned:
-        groups.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        quantized = options.policy.is_quantized(one.param.dtype, one.local_shape)
+        if quantized and one.param.dtype == torch.float64:
+            raise ValueError(
+                f"{one.name}: expected weights of float32, bfloat16 or float16 beside "
+                f"gather_dtype={options.policy.gather!r}, which quantizes float32 main weights, got torch.float64"
+            )
+        groups.setdefault((one.param.dtype, one.param.requires_grad, quantized), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -186,13 +205,13 @@ def _plan_groups(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
     plans = []
-    for members in groups.values():
+    for (_, _, quantized), members in groups.items():
         shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
-        plans.append((members, layout))
+        plans.append(_PlannedGroup(members, quantized, layout))
     return plans
 
 

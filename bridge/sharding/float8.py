@@ -190,8 +190,8 @@ def _payload(values: Floats, scales: Bytes) -> Bytes:
 
 
 def _product(values: Floats, powers: Floats) -> Floats:
-    # Infinity is the product of finite numbers here.
-    with np.errstate(over="ignore"):
+    # Infinity is the product of finite numbers here, and NaN is of any kind.
+    with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(values * powers, np.float32)
 
 

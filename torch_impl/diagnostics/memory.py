@@ -50,8 +50,8 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
         if group.compute is not group.main:
             weights.append(group.compute.flat)
-        if group.resident is not None:
-            weights.append(group.resident.flat)
+        if group.gather.resident is not None:
+            weights.append(group.gather.resident)
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
         gradients += _storage_bytes(held + group.gradient.collecting)
         if optimizer is not None:

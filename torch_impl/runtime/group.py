@@ -1,5 +1,7 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
+With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one.
+
 The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -29,8 +30,10 @@ from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime import autograd, tensor_parallel
-from torch_impl.runtime.buffer import FlatBuffer, ShardLevels
+from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.float8 import QuantizedGather
+from torch_impl.runtime.gather import CastGather, WeightGather
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
@@ -106,10 +109,12 @@ class ParameterGroup:
         self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
         # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
         self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
-        self.resident: FlatBuffer | None = None
-        if 0 < strategy.parameters < strategy.optimizer:
-            self.resident = self.levels.buffer(strategy.parameters, dtypes.compute, device)
-        if not strategy.optimizer and dtypes.compute == dtypes.main:
+        self.gather: WeightGather = (
+            CastGather(self.levels, strategy, dtypes.compute, device)
+            if dtypes.gather is None
+            else QuantizedGather(self.levels, strategy, dtypes.gather, device, self.tensor_parallel)
+        )
+        if not strategy.optimizer and dtypes.compute == dtypes.main and dtypes.gather is None:
             self.compute = self.main
             views = [self.main.view(name) for name in self.names]
         else:
@@ -145,7 +150,7 @@ class ParameterGroup:
         self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
         self._transfer: Transfer | None = None
         self._gathered_version: int | None = None
-        self._resident_version: int | None = None
+        self._kept_version: int | None = None
         self._started_version: int | None = None
 
     def start_unshard(self, refresh: bool) -> bool:
@@ -195,34 +200,13 @@ class ParameterGroup:
             transfer, self._transfer = self._transfer, None
             transfer.finish()
             # Of the start: what changed since is not in the gathered weights.
-            self._gathered_version = self._resident_version = self._started_version
+            self._gathered_version = self._kept_version = self._started_version
 
     def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
-        """From the finest shards that hold current values to whole compute weights, an axis a step."""
-        level, source = self.strategy.optimizer, self.main.flat
-        resident = self.resident
-        # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
-        if resident is not None and self._resident_version == version:
-            level, source = self.strategy.parameters, resident.flat
-        # Cast before the gather: fewer bytes cross the network.
-        source = source.to(self.dtypes.compute)
-        if level == 0:
-            return [("gather", partial(_copy, target, source))]
-        steps: list[Step] = []
-        while level > 0:
-            level -= 1
-            if level == 0:
-                output = target
-            elif resident is not None and level == self.strategy.parameters:
-                output = resident.flat
-                self._resident_version = None  # until it has succeeded
-            else:
-                # Between the levels that are kept, memory for this gather only.
-                output = source.new_empty(self.levels.size(level))
-            lane = "gather" if level == 0 else "outer"
-            steps.append((lane, partial(self.levels.gather, level, output, source)))
-            source = output
-        return steps
+        current = self._kept_version == version
+        if not current:
+            self._kept_version = None  # until it has succeeded
+        return self.gather.steps(self.main.flat, target, current)
 
     def show(self, unsharded: bool) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
@@ -282,10 +266,6 @@ class ParameterGroup:
             mesh, others = given.joint_mesh(mesh), given.placements
         tensor = make_dtensor(view, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
         return nn.Parameter(tensor, requires_grad=param.requires_grad)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, async_op: bool) -> None:
-    target.copy_(source)
 
 
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:

@@ -1,0 +1,95 @@
+"""Linear modules that multiply in float8, where the device can: ``MixedPrecisionPolicy(float8_products=True)``.
+
+    output   = input @ weight^T        e4m3 by e4m3
+    d input  = d output @ weight       e5m2 by e4m3
+    d weight = d output^T @ input      in the dtype of the input
+
+Each factor of a rank's product has one power of two as its scale, from its largest magnitude; sums are float32. Weights
+that were gathered as float8_e4m3fn are cast back without loss: they are such numbers times a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_impl.runtime.float8 import inverse_of, magnitudes_of, powers_of, scales_of
+
+_WEIGHT = torch.float8_e4m3fn
+_GRADIENT = torch.float8_e5m2
+# Kernels take matrices whose dimensions are multiples of it.
+_MULTIPLE = 16
+
+
+class Float8Linear(nn.Linear):
+    """A linear module of a unit with ``float8_products``; other shapes and devices compute in the weight's dtype."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not can_multiply(input, self.weight):
+            return super().forward(input)
+        output: torch.Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight)
+        output = output.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+def computing_class(cls: type[nn.Module], float8_products: bool) -> type[nn.Module]:
+    """The class that a module of ``cls`` gets. Subclasses of ``nn.Linear`` may compute otherwise, and stay."""
+    return Float8Linear if float8_products and cls is nn.Linear else cls
+
+
+def can_multiply(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there are float8 kernels for these factors: on CPUs, and on GPUs from compute capability 8.9."""
+    # Weights of a model axis are DTensors; in float16 a small scale has changed the weight.
+    if type(weight) is not nn.Parameter or input.dtype != weight.dtype or weight.dtype == torch.float16:
+        return False
+    if any(size % _MULTIPLE for size in weight.shape) or not input.numel():
+        return False
+    if weight.is_cuda:
+        return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+    return weight.is_cpu
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        factors = (*_quantized(input, _WEIGHT), *_quantized(weight, _WEIGHT, transposed=True))
+        return _multiply(*factors, weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        input, weight = ctx.saved_tensors
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            # The kernels want the second factor by columns.
+            payload, power = _quantized(weight, _WEIGHT)
+            by_columns = payload.view(torch.uint8).t().contiguous().t().view(_WEIGHT)
+            of_input = _multiply(*_quantized(grad, _GRADIENT), by_columns, power, weight.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.t() @ input
+        return of_input, of_weight
+
+
+def _quantized(
+    values: torch.Tensor, dtype: torch.dtype, transposed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload of a matrix, and the float32 by which it is to be multiplied."""
+    wide, largest = values.float(), torch.finfo(dtype).max
+    scale = scales_of(magnitudes_of(wide).amax().view(1), int(math.log2(largest)))
+    payload = wide.mul(inverse_of(scale)).clamp_(-largest, largest).to(dtype)
+    return payload.t() if transposed else payload, powers_of(scale)
+
+
+def _multiply(
+    left: torch.Tensor,
+    left_power: torch.Tensor,
+    right: torch.Tensor,
+    right_power: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    whole = F.ScalingType.TensorWise
+    return F.scaled_mm(left, right, left_power, whole, right_power, whole, output_dtype=dtype)
