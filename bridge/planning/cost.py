@@ -6,6 +6,7 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
 from bridge.planning.peak_steps import StepUnit
-from bridge.planning.traffic import Calls, Traffic, step_calls
+from bridge.planning.traffic import Calls, Traffic, amax_calls, step_calls
 from bridge.planning.units import CutModel, UnitKind, cut
 from bridge.sharding import PolicyError, ShardingPolicy
 
@@ -116,6 +117,9 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
+            for layers in self._together(unit.paths):
+                for group in unit.groups:
+                    calls.update(amax_calls(group, self.runtime, layers))
         calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
@@ -150,6 +154,11 @@ class Plan:
     def peak_is_upper_bound(self) -> bool:
         """Whether the peak counts whole activations, of which model axes cut some."""
         return self.mesh.model_ranks > 1 and self.peak.complete
+
+    def _together(self, paths: Collection[str]) -> Collection[int]:
+        """How many of equal units are one: those of a stack's layers, in JAX."""
+        places = {path: self.model.layer_of(path) if self.runtime == "jax" else None for path in paths}
+        return Counter((one[0], one[2]) if one else path for path, one in places.items()).values()
 
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None

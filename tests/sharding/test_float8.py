@@ -195,7 +195,8 @@ def test_blocks_of_whole_tiles_have_their_scales_where_they_are_in_the_shard(sha
         held = [(s, part) for b, s in enumerate(layout.shard_slices) for part in layout.parts(rank, b)]
         assert found == [((s.start + p.start) // 32, (s.start + p.stop) // 32) for s, p in held]
         gaps += layout.shard_size // 32 - sum(stop - start for start, stop in found)
-    assert gaps == (layout.padded_size - layout.numel) // 32 and (gaps or shards < 3)
+    assert gaps == (layout.padded_size - layout.numel) // 32
+    assert gaps or shards < 3
     assert float8.scale_bytes(layout, "mxfp8") == -(-layout.shard_size // 32 // layout.align) * layout.align
 
 
