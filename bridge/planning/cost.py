@@ -117,9 +117,9 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
-            for layers in self._together(unit.paths):
+            for layers in self._together(unit.paths) if self.runtime == "jax" else ():
                 for group in unit.groups:
-                    calls.update(amax_calls(group, self.runtime, layers))
+                    calls.update(amax_calls(group, layers))
         calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
@@ -156,8 +156,8 @@ class Plan:
         return self.mesh.model_ranks > 1 and self.peak.complete
 
     def _together(self, paths: Collection[str]) -> Collection[int]:
-        """How many of equal units are one: those of a stack's layers, in JAX."""
-        places = {path: self.model.layer_of(path) if self.runtime == "jax" else None for path in paths}
+        """How many of equal units are one in JAX: those of a stack's layers."""
+        places = {path: self.model.layer_of(path) for path in paths}
         return Counter((one[0], one[2]) if one else path for path, one in places.items()).values()
 
     def _stack(self, path: str) -> str | None:

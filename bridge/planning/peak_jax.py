@@ -68,9 +68,7 @@ class _Sizes:
             sums=apart if microbatches > 1 else 0,
             updated=sum(g.size(g.strategy.optimizer) * g.main_bytes for g in trained),
             freed=sum(g.gather_bytes(0) for g in kept) if microbatches == 1 else 0,
-            sliced=sum(g.gather_bytes(0) for g in groups if not g.strategy.parameters)
-            if stacked
-            else 0,
+            sliced=sum(g.gather_bytes(0) for g in groups if not g.strategy.parameters) if stacked else 0,
             copied=sum(g.size(0) * g.main_bytes for g in groups if not g.strategy.optimizer)
             if stacked
             else 0,

@@ -80,9 +80,14 @@ def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
 
 
 def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, reruns: int = 0) -> Calls:
-    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``."""
+    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``.
+
+    In JAX without ``amax_calls``, which the layers of a stack share.
+    """
     calls: Calls = Counter()
     for group in groups:
+        if runtime == "torch" and group.shape.trainable:
+            calls += amax_calls(group)
         calls += _gathers(group, runtime, microbatches, reruns)
         if group.shape.trainable:
             calls += _reductions(group, microbatches)
@@ -99,10 +104,10 @@ def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) 
     return +calls
 
 
-def amax_calls(group: GroupBuffers, runtime: str, layers: int = 1) -> Calls:
+def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
     """All-reduces of the largest magnitudes, once a step; ``layers``: how many equal groups share them."""
     calls: Calls = Counter()
-    if group.shape.dtypes.gather == "float8_e4m3fn" and (runtime == "jax" or group.shape.trainable):
+    if group.shape.dtypes.gather == "float8_e4m3fn":
         for axis in range(group.strategy.optimizer):
             if group.mesh.size(axis) > 1:
                 nbytes = 4 * layers * len(group.layout.slots)

@@ -114,7 +114,13 @@ def _largest(values: jax.Array) -> jax.Array:
 def _tiles(layout: Layout) -> Layout:
     """Where the scales are: as the layout, a block for 32 elements."""
     slots = tuple(
-        Slot(slot.name, (*slot.shape[:-1], slot.shape[-1] // BLOCK), slot.block, slot.buffer, slot.offset // BLOCK)
+        Slot(
+            slot.name,
+            (*slot.shape[:-1], slot.shape[-1] // BLOCK),
+            slot.block,
+            slot.buffer,
+            slot.offset // BLOCK,
+        )
         for slot in layout.slots
     )
     return Layout(layout.num_shards, tuple(size // BLOCK for size in layout.shard_sizes), slots)

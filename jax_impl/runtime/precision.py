@@ -66,7 +66,7 @@ class Precision:
         """
         if self.gather_dtype is not None and main == np.float64:
             raise ValueError(
-                f'gather_dtype: expected None for float64 main weights, got {self.gather_dtype!r}, which quantizes '
+                f"gather_dtype: expected None for float64 main weights, got {self.gather_dtype!r}, which quantizes "
                 "float32 ones"
             )
         return self.gather_dtype if jnp.finfo(main).bits >= 16 else None
