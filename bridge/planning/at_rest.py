@@ -9,7 +9,8 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
     gradients         g S_o, until zero_grad                  0: they live in the step only
     compute weights   p = 0: c S_0, but 0 where the main      0
                       weights are whole and of the dtype;
-                      0 < p < o: c S_p; p = o: 0
+                      0 < p < o: c S_p, or float8
+                      payload and scales; p = o: 0
 
 Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
 the device's total. Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no
@@ -121,6 +122,10 @@ def _of_group(
         gradients = stored(strategy.optimizer, group.grad_bytes)
     if keeps_weights(group):
         compute = stored(strategy.parameters, group.compute_bytes)
+        if strategy.parameters and group.shape.dtypes.gather is not None:
+            # Payload and scales; which of them belong to parameters is that of the elements.
+            nbytes = group.gather_bytes(strategy.parameters)
+            compute = Stored(nbytes, min(nbytes, group.real(strategy.parameters, device)))
     return AtRest(main, moments, gradients, compute, own.host)
 
 

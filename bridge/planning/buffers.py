@@ -20,6 +20,7 @@ from bridge.planning.dtypes import size_of
 from bridge.planning.mesh import MeshShape
 from bridge.planning.units import GroupShape, UnitKind
 from bridge.sharding import Align, Layout, Strategy, plan_layout
+from bridge.sharding.float8 import piece_bytes
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,18 @@ class GroupBuffers:
         return size_of(self.shape.dtypes.compute)
 
     @property
+    def gather_dtype(self) -> str:
+        """In which compute weights cross the network."""
+        return self.shape.dtypes.compute if self.shape.dtypes.gather is None else "uint8"
+
+    def gather_bytes(self, level: int) -> int:
+        """Bytes of compute weights at ``level`` as they cross the network, padding and float8 scales included."""
+        gather = self.shape.dtypes.gather
+        if gather is None:
+            return self.size(level) * self.compute_bytes
+        return piece_bytes(self.layout, gather) * (self.layout.num_shards // self.mesh.shards(level))
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes of an element of a gradient that crosses the network."""
         return size_of(self.shape.dtypes.reduce)
@@ -96,7 +109,8 @@ class GroupBuffers:
     @property
     def computes_with_main(self) -> bool:
         """Whether forward and backward read the main weights themselves: these are whole and in the compute dtype."""
-        return self.strategy.optimizer == 0 and self.shape.dtypes.main == self.shape.dtypes.compute
+        dtypes = self.shape.dtypes
+        return self.strategy.optimizer == 0 and dtypes.main == dtypes.compute and dtypes.gather is None
 
     def _real_on(self, level: int) -> np.ndarray:
         known = self.__dict__.setdefault("_real_on_level", {})

@@ -26,7 +26,7 @@ from bridge.planning.offload import offloaded
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
 from bridge.planning.peak_steps import StepUnit
-from bridge.planning.traffic import Calls, Traffic, step_calls
+from bridge.planning.traffic import Calls, Traffic, amax_calls, step_calls
 from bridge.planning.units import CutModel, UnitKind, cut
 from bridge.sharding import PolicyError, ShardingPolicy
 
@@ -120,6 +120,9 @@ class Plan:
         calls: Calls = Calls()
         for unit in self.units:
             calls.update({one: times * unit.count for one, times in unit.calls.items()})
+            for layers in self._together(unit.paths) if self.runtime == "jax" else ():
+                for group in unit.groups:
+                    calls.update(amax_calls(group, layers))
         calls.update(self.exchanges or {})
         return Traffic(calls, int(self.runtime == "jax"))
 
@@ -163,6 +166,11 @@ class Plan:
     def peak_is_upper_bound(self) -> bool:
         """Whether the peak counts whole activations, of which model axes cut some."""
         return self.mesh.model_ranks > 1 and self.peak.complete
+
+    def _together(self, paths: Collection[str]) -> Collection[int]:
+        """How many of equal units are one in JAX: those of a stack's layers."""
+        places = {path: self.model.layer_of(path) for path in paths}
+        return Counter((one[0], one[2]) if one else path for path, one in places.items()).values()
 
     def _stack(self, path: str) -> str | None:
         place = self.model.layer_of(path) if self.runtime == "jax" else None

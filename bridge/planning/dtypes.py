@@ -4,6 +4,7 @@ main      the weights that the optimizer updates, and their moments (of bfloat16
 compute   forward and backward; None means main
 reduce    gradients on the network; None means compute
 grad      the reduced gradient that the optimizer reads (PyTorch); None means main
+gather    the float8 format in which matrices are gathered; None means compute
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-_FLOATING = ("float64", "float32", "bfloat16", "float16")
+FLOATING = ("float64", "float32", "bfloat16", "float16")
 
 
 def size_of(dtype: str) -> int:
@@ -48,15 +49,20 @@ class GroupDtypes:
     compute: str
     reduce: str
     grad: str
+    gather: str | None = None
 
     @staticmethod
-    def of(given: str, precision: PrecisionPolicy, *, kept: bool = False) -> GroupDtypes:
+    def of(
+        given: str, precision: PrecisionPolicy, *, kept: bool = False, quantized: bool = False
+    ) -> GroupDtypes:
         """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype.
 
-        kept: whether at rest floating-point ones do as well, as frozen ones in JAX.
+        kept: whether at rest floating-point ones do as well, as frozen ones in JAX. quantized: whether they are matrices,
+        which are gathered in the policy's format.
         """
-        if given not in _FLOATING:
+        if given not in FLOATING:
             return GroupDtypes(given, given, given, given)
         main = given if kept else precision.main
         compute = precision.compute or main
-        return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main)
+        gather = precision.gather if quantized else None
+        return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main, gather)

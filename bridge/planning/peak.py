@@ -39,6 +39,8 @@ JAX runs two programs, gradients and update, whose memory XLA assigns ahead. It 
   and the logits, too, where the root's weights are whole. There the loss also has a second array of the logits' size.
 * With K > 1 sums are made unit by unit beside the old ones, in a moment of their own.
 * The update is a program of its own. It makes the new main weights unit by unit and holds no compute weights.
+* Weights that are gathered as float8 are payload and scales during the step, p = o included: (1 + 1/32) S_p. While they
+  are used, the parameters in the compute dtype lie beside what was gathered; what waits for its use is bytes alone.
 * Scanned layers (``stacks``) hold the gradients of all layers from before the loop, and the activations and whole
   weights of all layers until its end. The layer that runs has slices of these, and ``no_shard`` a copy of all weights.
   Constants of forward, such as a mask and the number that stands for what is not seen, are arrays beside a loop, and so
@@ -67,7 +69,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.planning import peak_jax, peak_torch
-from bridge.planning.at_rest import AtRest, keeps_weights
+from bridge.planning.at_rest import AtRest
 from bridge.planning.model import Model
 from bridge.planning.peak_steps import StepUnit, steps_of
 
@@ -119,8 +121,8 @@ def step_peak(
     steps = list(steps_of(model, units, batch, length))
     kept = rest.compute_weights.allocated
     if runtime == "jax":
-        groups = [group for unit in units for group in unit.groups if keeps_weights(group)]
-        kept = sum(group.size(group.strategy.parameters) * group.compute_bytes for group in groups)
+        groups = [group for unit in units for group in unit.groups if peak_jax.holds_apart(group)]
+        kept = sum(group.gather_bytes(group.strategy.parameters) for group in groups)
     always = {
         "main_weights": rest.main_weights.allocated,
         "moments": rest.moments.allocated,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.planning.at_rest import keeps_weights
+from bridge.planning.buffers import GroupBuffers
 from bridge.planning.peak_steps import Moment, Step, StepUnit, is_inside, saved_before
 
 
@@ -43,18 +44,21 @@ class _Sizes:
         trained = [group for group in groups if group.shape.trainable]
         late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
         early = [g for g in trained if g not in late]
-        gathered = sum(g.size(0) * g.compute_bytes for g in groups if g.strategy.parameters)
+        ahead = sum(g.gather_bytes(0) for g in groups if g.strategy.parameters)
+        # Beside what was gathered as float8: the parameters of it.
+        narrow = [g for g in groups if g.shape.dtypes.gather is not None]
+        gathered = ahead + sum(g.numel * g.compute_bytes for g in narrow)
         buffer = sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
         left = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in late)
         reduced = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in early)
         # What is all-reduced at the end of the step is summed where the output will be, which is as large.
         scattered = [g for g in late if g.strategy.gradients != g.strategy.optimizer]
         apart = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in scattered)
-        kept = [g for g in groups if keeps_weights(g) and not g.strategy.parameters]
+        kept = [g for g in groups if holds_apart(g) and not g.strategy.parameters]
         stacked = unit.stack is not None
         return _Sizes(
             gathered=gathered,
-            ahead=gathered if prefetch else 0,
+            ahead=ahead if prefetch else 0,
             raw=sum(g.numel * g.compute_bytes for g in trained),
             buffer=buffer,
             beside=buffer if prefetch else 0,
@@ -63,15 +67,18 @@ class _Sizes:
             micro=left + (reduced if microbatches > 1 else 0),
             sums=apart if microbatches > 1 else 0,
             updated=sum(g.size(g.strategy.optimizer) * g.main_bytes for g in trained),
-            freed=sum(g.size(0) * g.compute_bytes for g in kept) if microbatches == 1 else 0,
-            sliced=sum(g.size(0) * g.compute_bytes for g in groups if not g.strategy.parameters)
-            if stacked
-            else 0,
+            freed=sum(g.gather_bytes(0) for g in kept) if microbatches == 1 else 0,
+            sliced=sum(g.gather_bytes(0) for g in groups if not g.strategy.parameters) if stacked else 0,
             copied=sum(g.size(0) * g.main_bytes for g in groups if not g.strategy.optimizer)
             if stacked
             else 0,
             whole=not any(g.strategy.parameters for g in groups),
         )
+
+
+def holds_apart(group: GroupBuffers) -> bool:
+    """Whether a step holds compute weights of this group beside the main weights, whole, coarser or as float8."""
+    return keeps_weights(group) or group.shape.dtypes.gather is not None
 
 
 def moments(

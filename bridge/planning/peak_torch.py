@@ -32,7 +32,11 @@ class _Sizes:
     @staticmethod
     def of(unit: StepUnit, microbatches: int, prefetch: int) -> _Sizes:
         trained = [group for group in unit.groups if group.shape.trainable]
-        gathered = sum(g.size(0) * g.compute_bytes for g in unit.groups if g.strategy.parameters)
+        # Payload lies beside the weights that are made of it.
+        payload = sum(
+            g.gather_bytes(0) for g in unit.groups if g.shape.dtypes.gather and g.strategy.parameters
+        )
+        gathered = payload + sum(g.size(0) * g.compute_bytes for g in unit.groups if g.strategy.parameters)
         buffer = sum(g.size(0) * g.reduce_bytes for g in trained)
         return _Sizes(
             gathered=gathered,

@@ -3,15 +3,17 @@
 For a group with strategy (p, g, o) on a mesh of d axes (axis 0 innermost; level a is cut over the a innermost ones)::
 
     when                 what                              over axis            bytes of the whole buffer
-    once a step          gather levels o .. p              o-1 ... p            c S_(axis)        (c: compute dtype)
-    forward, backward    gather levels p .. 0              p-1 ... 0            c S_(axis)
+    once a step          gather levels o .. p              o-1 ... p            c S_(axis)        (c: compute dtype, or
+    forward, backward    gather levels p .. 0              p-1 ... 0            c S_(axis)        payload and scales)
+    once a step          all-reduce of magnitudes          0 ... o-1            4 a parameter     float8_e4m3fn only
     each microbatch      reduce-scatter levels 0 .. g      0 ... g-1            r S_(axis)        (r: reduce dtype)
     once a step          reduce-scatter levels g .. o      g ... o-1            r S_(axis)
     once a step          all-reduce the shard of level o   o ... d-1            r S_o
 
 * An axis of one device takes no collective.
-* A frozen group has gathers only. PyTorch leaves out the gathers once a step, since the weights are unchanged. JAX, a
-  function of its inputs, repeats them.
+* A frozen group has gathers only. PyTorch leaves out what is once a step, since the weights are unchanged. JAX, a
+  function of its inputs, repeats it. In JAX scanned layers have one all-reduce of magnitudes together.
+* Magnitudes of parts that model axes cut are compared over these axes as well, which is not listed.
 * JAX sums the loss in one more all-reduce, which is not listed here, see ``Traffic.loss``.
 
 The buffers of a group are one collective. A gather fills the "whole buffer", and a reduction reads it. On the wire each
@@ -78,9 +80,14 @@ def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
 
 
 def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, reruns: int = 0) -> Calls:
-    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``."""
+    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``.
+
+    In JAX without ``amax_calls``, which the layers of a stack share.
+    """
     calls: Calls = Counter()
     for group in groups:
+        if runtime == "torch" and group.shape.trainable:
+            calls += amax_calls(group)
         calls += _gathers(group, runtime, microbatches, reruns)
         if group.shape.trainable:
             calls += _reductions(group, microbatches)
@@ -93,8 +100,21 @@ def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) 
     for axis in range(strategy.optimizer):
         if group.mesh.size(axis) > 1:
             times = (2 + reruns) * microbatches if axis < strategy.parameters else once
-            calls[_collective(group, "all_gather", axis, axis, group.shape.dtypes.compute)] += times
+            calls[_collective(group, "all_gather", axis, axis, group.gather_dtype)] += times
     return +calls
+
+
+def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
+    """All-reduces of the largest magnitudes, once a step; ``layers``: how many equal groups share them."""
+    calls: Calls = Counter()
+    if group.shape.dtypes.gather == "float8_e4m3fn":
+        for axis in range(group.strategy.optimizer):
+            if group.mesh.size(axis) > 1:
+                nbytes = 4 * layers * len(group.layout.slots)
+                calls[
+                    Collective("all_reduce", group.mesh.name(axis), group.mesh.size(axis), "float32", nbytes)
+                ] += 1
+    return calls
 
 
 def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
@@ -110,6 +130,6 @@ def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
 
 
 def _collective(group: GroupBuffers, kind: str, axis: int, level: int, dtype: str) -> Collective:
-    size = group.compute_bytes if kind == "all_gather" else group.reduce_bytes
     mesh = group.mesh
-    return Collective(kind, mesh.name(axis), mesh.size(axis), dtype, group.size(level) * size)
+    nbytes = group.gather_bytes(level) if kind == "all_gather" else group.size(level) * group.reduce_bytes
+    return Collective(kind, mesh.name(axis), mesh.size(axis), dtype, nbytes)

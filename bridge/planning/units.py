@@ -2,8 +2,9 @@
 
     Unit "layers.3"    owns every parameter below it that no inner unit owns
       group 0          its parameters of one dtype and one trainability, in definition order
-      group 1          frozen, or (PyTorch) given in another dtype: flat buffers of its own
-  group 2          (JAX) cut over other model axes
+      group 1          where matrices are gathered as float8, its vectors and scalars
+      group 2          frozen, or (PyTorch) given in another dtype: flat buffers of its own
+  group 3          (JAX) cut over other model axes
 
 Shapes are those of the part of a parameter that one place of the model axes has.
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from bridge.planning.dtypes import GroupDtypes
+from bridge.planning.dtypes import FLOATING, GroupDtypes
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model, Parameter
 from bridge.planning.model_axes import Cuts, cuts_of
 from bridge.sharding import Align, ShardingPolicy, Strategy, local_shape
+from bridge.sharding.float8 import is_quantized
 from bridge.sharding.recompute import Recompute, why_not_around
 
 ROOT = ""
@@ -135,6 +138,15 @@ def outward(path: str) -> Iterable[str]:
     yield ROOT
 
 
+class _Kind(NamedTuple):
+    """What the parameters of a group have in common. ``over``: model axes that cut them, in JAX."""
+
+    dtype: str
+    trainable: bool
+    quantized: bool
+    over: tuple[str, ...]
+
+
 def _groups(
     path: str,
     owned: Iterable[Parameter],
@@ -143,17 +155,19 @@ def _groups(
     cuts: Cuts,
     model_axes: Mapping[str, int],
 ) -> tuple[GroupShape, ...]:
-    members: dict[tuple[str, bool, tuple[str, ...]], list[Parameter]] = {}
+    members: dict[_Kind, list[Parameter]] = {}
     for parameter in owned:
         # In JAX the main weights that a unit trains have one dtype, whatever they were given in.
         own = runtime == "torch" or not parameter.trainable
         dtype = parameter.dtype if own else policy.precision.main
         over = tuple(one.axis for one in cuts.get(parameter.path, ())) if runtime == "jax" else ()
-        members.setdefault((dtype, parameter.trainable, over), []).append(parameter)
-    dtypes = list(dict.fromkeys(kind[:2] for kind in members))
+        narrow = policy.precision.gather is not None and dtype in FLOATING and is_quantized(parameter.shape)
+        members.setdefault(_Kind(dtype, parameter.trainable, narrow, over), []).append(parameter)
+    dtypes = list(dict.fromkeys((kind.dtype, kind.trainable) for kind in members))
 
-    def order(kind: tuple[str, bool, tuple[str, ...]]) -> tuple[bool, int, int, tuple[str, ...]]:
-        return not kind[1], dtypes.index(kind[:2]), len(kind[2]), kind[2]
+    def order(kind: _Kind) -> tuple[bool, int, bool, int, tuple[str, ...]]:
+        place = dtypes.index((kind.dtype, kind.trainable))
+        return not kind.trainable, place, not kind.quantized, len(kind.over), kind.over
 
     kinds = list(members) if runtime == "torch" else sorted(members, key=order)
     start = len(path) + 1 if path else 0
@@ -161,8 +175,13 @@ def _groups(
         GroupShape(
             names=tuple(one.path[start:] for one in members[kind]),
             shapes=tuple(local_shape(one.shape, cuts.get(one.path, ()), model_axes) for one in members[kind]),
-            trainable=kind[1],
-            dtypes=GroupDtypes.of(kind[0], policy.precision, kept=runtime == "jax" and not kind[1]),
+            trainable=kind.trainable,
+            dtypes=GroupDtypes.of(
+                kind.dtype,
+                policy.precision,
+                kept=runtime == "jax" and not kind.trainable,
+                quantized=kind.quantized,
+            ),
         )
         for kind in kinds
     )

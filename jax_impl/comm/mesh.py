@@ -59,9 +59,9 @@ class DataParallelMesh:
         """Into how many shards ``level`` cuts an array."""
         return math.prod(self.sizes[:level])
 
-    def shard_index(self, level: int) -> jax.Array | int:
-        """The number of this device's shard, inside of a step that is manual on these axes."""
-        return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else 0
+    def shard_index(self, level: int) -> jax.Array | None:
+        """The number of this device's shard, inside of a step that is manual on these axes; None of one shard."""
+        return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else None
 
     def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
         """An array of ``level`` that is cut along ``dimension``; each shard is cut further over the axes ``inner``."""

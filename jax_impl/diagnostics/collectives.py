@@ -40,6 +40,7 @@ _DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
     "s32": "int32",
+    "u8": "uint8",
     "pred": "bool",
 }
 

@@ -49,11 +49,11 @@ class Float8Group(FlatGroup):
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         levels, layout = self.strategy, self.layout
         values = arrays[0].astype(jnp.float32)
-        rank = self.wire.axes.shard_index(levels.optimizer) if layout.num_shards > 1 else None
+        rank = self.wire.axes.shard_index(levels.optimizer)
         scales: tuple[jax.Array, ...] = ()
         if self._by_tensor:
             found = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
-            amax = self.wire.largest(lax.bitcast_convert_type(found, jnp.float32), levels.optimizer)
+            amax = self._of_whole_tensors(lax.bitcast_convert_type(found, jnp.float32))
             scales = (scales_of(lax.bitcast_convert_type(amax, jnp.int32)),)
             pieces = self._on_layers(lambda x, s: quantize_tensors(layout, x, s, rank), values, *scales)
         else:
@@ -87,6 +87,9 @@ class Float8Group(FlatGroup):
             ]
         return tuple(leaf.astype(self.wire.compute) for leaf in found)
 
+    def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
+        return self.wire.largest(amax, self.strategy.optimizer)
+
     @property
     def _by_tensor(self) -> bool:
         return self.wire.float8 == "float8_e4m3fn"
@@ -102,4 +105,8 @@ class Float8Group(FlatGroup):
 
 @dataclass(frozen=True)
 class CutFloat8Group(CutGroup, Float8Group):
-    """On a mesh with model axes, where each part of a parameter is quantized by itself."""
+    """On a mesh with model axes: rows, and their blocks, are those of parts, a tensor's scale is of all its parts."""
+
+    def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
+        found = super()._of_whole_tensors(amax)
+        return lax.pmax(found, self.axes) if self.axes else found

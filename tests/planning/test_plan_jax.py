@@ -15,11 +15,17 @@ from hypothesis import given
 
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
+from bridge.planning.model import Model, Parameter
 from tests.planning.test_plan_torch import PART, cases, model_of, policy_text
 from tests.support.examples import examples
 from tests.support.parity.plan_runs import Spec
 
-PRIMITIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
+PRIMITIVES = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "psum": "all_reduce",
+    "pmax": "all_reduce",
+}
 
 
 class Part(nnx.Module):
@@ -145,6 +151,58 @@ def test_bytes_and_collectives_of_every_strategy(
 ) -> None:
     policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "reduce": "float32"})
     assert_measured(mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
+
+
+WIDE = [
+    Spec((64, 64)),
+    Spec((7, 33)),
+    Spec((5,)),
+    Spec((4, 64), frozen=True),
+    Spec((6, 32), frozen=True, narrow=True),
+]
+
+
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [((3,), "optim_grads_params"), ((2,), "optim"), ((2, 2), "hsdp"), ((2, 3), "hfsdp")]
+)
+def test_bytes_and_collectives_of_weights_that_are_gathered_as_float8(
+    mesh: tuple[int, ...], strategy: str, gather: str
+) -> None:
+    policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "gather": gather})
+    assert_measured(mesh, policy, [WIDE, [Spec((8, 64))]], [Spec((9, 4)), Spec((3,))], 2)
+
+
+class Stacked(nnx.Module):
+    def __init__(self) -> None:
+        self.layers = jax_impl.stack_layers([Part(WIDE[:3]) for _ in range(3)])
+        self.own = Part([Spec((9, 4))])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.own(jax_impl.scan_layers(self.layers, x))
+
+
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+def test_magnitudes_of_scanned_layers_are_compared_together(gather: str) -> None:
+    strategy = "optim_grads_params"
+    policy = policy_text((4,), strategy, strategy, {"gather": gather}).replace("parts.*", "layers.*")
+    mesh = jax_impl.data_parallel_mesh({"axis0": 4})
+    plan, weights = jax_impl.fully_shard(
+        Stacked(), mesh, jax_impl.ShardingPolicy.parse(policy, "test"), stacked=["layers"]
+    )
+    rows = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    measured = Counter(
+        dict(counted(jax.make_jaxpr(jax_impl.make_gradients(plan, loss))(weights, rows).jaxpr))
+    )
+    parameters = [
+        Parameter(f"layers.{n}.p{k}", one.shape) for n in range(3) for k, one in enumerate(WIDE[:3])
+    ]
+    modules = ("", "own", *(f"layers.{n}" for n in range(3)))
+    model = Model("test", modules, (*parameters, Parameter("own.p0", (9, 4))), stacks=("layers",))
+    planned = make_plan(model, parse_policy(policy, "test"), 4, "jax", Workload(1, 3, 1))
+    assert measured == expected(planned)
+    compared = [one for one in planned.traffic.calls if one.kind == "all_reduce"]
+    assert [one.nbytes for one in compared] == ([] if gather == "mxfp8" else [4 * 3 * 2, 4])
 
 
 @pytest.mark.parametrize("recomputing", [(), ("own",), ("parts.*",), ("", "parts.*")])

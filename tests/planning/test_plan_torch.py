@@ -165,3 +165,24 @@ def test_all_devices_together_hold_every_element_once() -> None:
         for device in range(6)
     ]
     assert sum(held) == 4 * model.numel
+
+
+WIDE = [Spec((64, 64)), Spec((7, 33)), Spec((5,)), Spec((4, 64), frozen=True), Spec((6, 32), frozen=True)]
+
+
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ((3,), "optim_grads_params"),
+        ((2,), "optim"),
+        ((1,), "no_shard"),
+        ((2, 2), "hsdp"),
+        ((2, 2), "hfsdp"),
+    ],
+)
+def test_bytes_and_collectives_of_weights_that_are_gathered_as_float8(
+    ranks: RankGroup, mesh: tuple[int, ...], strategy: str, gather: str
+) -> None:
+    policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "gather": gather})
+    assert_measured(ranks, mesh, policy, [WIDE, [Spec((8, 64))]], [Spec((9, 4)), Spec((3,))], 2)
