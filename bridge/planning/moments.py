@@ -36,7 +36,9 @@ from bridge.sharding.rows import rows_of
 
 _FACTORED_FROM = 128
 _BATCH = 1 << 20
-"""Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
+"""Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
+# Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
+_VECTOR = 16
 # Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
 # compiler.
 _CONVERTED = 5
@@ -75,16 +77,19 @@ class _Piece:
 
 @dataclass
 class _Batch:
-    """The tensors of an update that PyTorch works on together. ``largest``: elements of the largest of them."""
+    """The tensors of an update that PyTorch works on together. ``largest``: elements that cannot be cut apart."""
 
     numel: int = 0
     all_bytes: int = 0
     largest: int = 0
 
-    def add(self, numel: int, nbytes: int, times: int) -> None:
-        self.numel += numel * times
+    def add(self, piece: _Piece, nbytes: int, times: int, *, scaled: bool) -> None:
+        """``scaled``: whether moments have scales for whole rows."""
+        self.numel += piece.numel * times
         self.all_bytes += nbytes * times
-        self.largest = max(self.largest, numel)
+        row_size, _ = rows_of(piece.shape)
+        together = math.lcm(row_size, _VECTOR) if scaled and row_size else 1
+        self.largest = max(self.largest, min(piece.numel, together))
 
     @property
     def nbytes(self) -> int:
@@ -129,14 +134,15 @@ def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int
     if optimizer.name != "adamw":
         return 0
     moved, converted = _Batch(), _Batch()
+    scaled = any(dtype in SCALED for dtype in optimizer.moments)
     for placed in groups:
         group = placed.group
         for piece in _pieces(group, device):
             if piece.name in placed.on_host:
-                moved.add(piece.numel, _in_torch(optimizer, group, piece), placed.layers)
+                moved.add(piece, _in_torch(optimizer, group, piece), placed.layers, scaled=scaled)
             wide = sum(group.main_bytes for dtype in optimizer.moments if dtype not in (None, "float32"))
             if wide:
-                converted.add(piece.numel, wide * piece.numel, placed.layers)
+                converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
     return min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes
 
 

@@ -159,7 +159,6 @@ def test_state_at_rest_in_jax(
 @pytest.mark.parametrize(
     ("name", "dtype", "length"),
     [
-        # So few tokens that the update holds most.
         ("adamw", "bfloat16", 16),
         *(
             pytest.param(name, dtype, length, marks=pytest.mark.slow)
@@ -180,8 +179,6 @@ def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, l
     plan = make_plan(model, parse_policy(text, "test"), 2, "torch", Workload(1, length), optimizer=chosen)
     peaks = ranks.run(2, peak_bytes, text, name, dtype, [], 1, length)
     assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
-    if (dtype, length) == ("bfloat16", 16):
-        assert plan.peak.moment == "update"
 
 
 @pytest.mark.slow
@@ -266,8 +263,18 @@ def test_pytorch_stages_two_batches_of_a_state_in_cpu_memory() -> None:
         plan = make_plan(
             model, parse_policy('[[unit]]\nmatch = ""\n', "x"), 1, "torch", Workload(), optimizer=chosen
         )
-        # A batch has 2^22 elements, of all tensors more than that.
-        assert staged(chosen, plan.placed(), "torch", 0) == each << 22
+        # A batch has 2^20 elements of the tensors, which have more.
+        assert staged(chosen, plan.placed(), "torch", 0) == each << 20
+
+
+def test_rows_with_a_scale_that_lie_together_make_a_larger_batch_in_pytorch() -> None:
+    # 16 rows of odd length are the fewest whose elements fill vector registers.
+    model = Model.of("m", [Parameter("weight", (64, 100_001))])
+    chosen = Optimizer("adamw", ("float8_e4m3fn", None))
+    plan = make_plan(
+        model, parse_policy('[[unit]]\nmatch = ""\n', "x"), 1, "torch", Workload(), optimizer=chosen
+    )
+    assert staged(chosen, plan.placed(), "torch", 0) == 4 * 16 * 100_001
 
 
 def test_a_share_of_the_state_splits_equal_units() -> None:
