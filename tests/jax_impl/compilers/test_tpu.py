@@ -20,6 +20,7 @@ from tests.jax_impl.compilers.expected import (
     assert_collectives,
     assert_gathers,
     assert_no_more_memory_than_by_hand,
+    assert_payload_travels,
     assert_reduce_scatters,
     by_hand,
     case,
@@ -98,3 +99,14 @@ def test_a_step_needs_no_more_memory_than_one_by_hand(tpu: Compile, setting: Set
 )
 def test_gathers_and_reductions_run_beside_products_as_in_a_step_by_hand(tpu: Compile, setting: Setting):
     assert_as_much_overlap_as_by_hand(tpu(setting), tpu(by_hand(setting)), (GATHER, SCATTER, REDUCE))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        tpu_case("v5e:4x4", "shard_map", "256", gather="mxfp8"),
+        tpu_case("v5e:4x4", "pjit", "256", gather="float8_e4m3fn"),
+    ],
+)
+def test_what_travels_of_float8_weights_is_their_payload(tpu: Compile, setting: Setting):
+    assert_payload_travels(setting, tpu(setting))

@@ -82,7 +82,8 @@ class Setting:
 
     ``inner``: devices of the inner of two data-parallel axes; 0 for one axis. ``tensors``: of a model axis, which cuts
     heads and features of the layers; 0 for none. ``align``: of layouts. ``recommended``: with XLA's
-    options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients.
+    options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients. ``gather``: a
+    float8 format.
     """
 
     target: str
@@ -102,6 +103,7 @@ class Setting:
     forward: bool = False
     align: int | Literal["auto"] = "auto"
     tensors: int = 0
+    gather: str | None = None
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
@@ -109,6 +111,7 @@ class Setting:
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
         parts += [f"tensors{self.tensors}"] if self.tensors else []
+        parts += [] if self.gather is None else [self.gather]
         parts += [] if self.align == "auto" else [f"align{self.align}"]
         return "-".join(parts).replace(" ", "_")
 
