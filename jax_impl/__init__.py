@@ -88,10 +88,11 @@ names is recognized as a stack where flax's own layers in it (``nnx.Linear``) sh
 "dots_with_no_batch_dims_saveable" the results of such products as well. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
-**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is
-the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main
-weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it
-multiplied.
+**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather.
+``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values.
+``reduce_dtype`` is the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None``
+computes in the main weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the
+dtype in which it multiplied.
 
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
 takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,11 +21,14 @@ from jax_impl import (
     data_parallel_mesh,
     fully_shard,
     init_state,
+    load_checkpoint,
     main_weight_adamw,
     make_gradients,
     make_train_step,
     plan_sharding,
+    save_checkpoint,
     shard_batch,
+    shard_weights,
     unshard,
 )
 from jax_impl.models import Decoder
@@ -338,3 +342,32 @@ def test_what_is_asked_for_is_checked() -> None:
         wide = {"w": jnp.ones((4, 4), jnp.float64)}
         with pytest.raises(ValueError, match="expected None for float64 main weights, got 'mxfp8'"):
             plan_sharding(wide, mesh, units=[], gather_dtype="mxfp8")
+
+
+def test_a_run_goes_on_from_its_checkpoint_also_with_weights_gathered_otherwise(tmp_path: Path) -> None:
+    tree = {"w": jnp.asarray(values_of(EVEN)["gate"] / 1e3), "b": jnp.ones(128)}
+    optimizer = main_weight_adamw(1e-2)
+
+    def loss(model: Any, rows: jax.Array) -> jax.Array:
+        return jnp.mean((rows @ model["w"] + model["b"]) ** 2)
+
+    def plan_of(gather: str | None) -> Any:
+        return plan_sharding(tree, data_parallel_mesh(2), units=[], gather_dtype=gather)
+
+    rows = [np.random.default_rng(n).standard_normal((4, 13)).astype(np.float32) for n in range(4)]
+    plan = plan_of("mxfp8")
+    step = make_train_step(plan, loss, optimizer)
+    state = init_state(plan, shard_weights(plan, tree), optimizer)
+    for batch in rows[:2]:
+        state, _ = step(state, batch)
+    save_checkpoint(tmp_path / "a", plan, state)
+    other = plan_of(None)
+    loaded = load_checkpoint(tmp_path / "a", other, optimizer).state
+    save_checkpoint(tmp_path / "b", other, loaded)
+    again = load_checkpoint(tmp_path / "b", plan, optimizer).state
+    for batch in rows[2:]:
+        state, expected = step(state, batch)
+        again, found = step(again, batch)
+        assert float(found["loss"]) == float(expected["loss"])
+    whole, its = unshard(plan, state.weights), unshard(plan, again.weights)
+    assert all(np.array_equal(whole[path], its[path]) for path in tree)
