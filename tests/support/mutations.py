@@ -670,7 +670,7 @@ JAX = [
     ),
     M(
         "a step whose save did not finish is loaded",
-        "jax_impl/checkpoint",
+        "bridge/formats/saving",
         "([step for step in trees if _has(step, COMMIT_FILE)] or trees)",
         "trees",
         "jax_impl/checkpoint/test_steps.py",
