@@ -215,6 +215,7 @@ from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
 from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
+from jax_impl.optimizer.offload import Offload
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train import make_train_step
@@ -230,6 +231,7 @@ __all__ = [
     "MemoryReport",
     "NonFinite",
     "NonFiniteOutput",
+    "Offload",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",

@@ -11,12 +11,13 @@ import optax
 
 from jax_impl.batch import place_shared, shard_batch
 from jax_impl.comm.mesh import is_simulated
+from jax_impl.optimizer.in_turn import update_in_turn
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
-from jax_impl.runtime.memory_kinds import as_before, memory_kinds, on_device
+from jax_impl.runtime.memory_kinds import constrained, memory_kinds, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
@@ -66,7 +67,8 @@ class TrainStep:
         self._plan = plan
         self._microbatches = microbatches
         self._options = options
-        self._optimizer = optimizer
+        own = isinstance(optimizer, MainWeightTransformation)
+        self._optimizer = optimizer.on_plan(plan) if own else optimizer
         self._fitted = fitted(plan, optimizer)
         self._gradients = jax.jit(
             unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor)
@@ -87,10 +89,9 @@ class TrainStep:
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
         loss, gradients, variables = self._run(state.weights, batch, state.variables, shared)
         if _is_traced((state, gradients)):
-            shardings = self._plan.shardings, shardings_of(self._plan, state.opt_state)
             *updated, found = self._updated(state.weights, state.opt_state, gradients, loss.value)
-            updated = jax.lax.with_sharding_constraint(tuple(updated), shardings)
-            weights, opt_state = as_before(updated, (state.weights, state.opt_state))
+            shardings = self._plan.shardings, shardings_of(self._plan, state.opt_state)
+            weights, opt_state = constrained(tuple(updated), shardings)
         else:
             kinds = memory_kinds((state.weights, state.opt_state))
             if kinds not in self._updates:
@@ -174,19 +175,26 @@ class TrainStep:
     def _updated(
         self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array
     ) -> tuple[Buffers, Any, Metrics]:
-        trained, before = on_device((trainable(self._plan, weights), opt_state))
-        opt_state = before
         found: Metrics = {}
         if GRAD_NORM in self._options.metrics:
             found[GRAD_NORM] = grad_norm(gradients)
-        if isinstance(self._optimizer, MainWeightTransformation):
-            trained, opt_state = self._optimizer.apply(gradients, opt_state, trained)
-        else:
-            updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
-            trained = optax.apply_updates(trained, updates)
+        trained = trainable(self._plan, weights)
+        shardings = shardings_of(self._plan, opt_state), {key: self._plan.sharding(key) for key in trained}
+        after, trained = update_in_turn(
+            self._plan, self._optimized, gradients, opt_state, trained, loss, shardings
+        )
         if LEARNING_RATE in self._options.metrics:
-            found[LEARNING_RATE] = learning_rate(self._optimizer, before, opt_state)
-        return {key: trained.get(key, array) for key, array in weights.items()}, opt_state, found
+            found[LEARNING_RATE] = learning_rate(self._optimizer, on_device(opt_state), after)
+        return {key: trained.get(key, array) for key, array in weights.items()}, after, found
+
+    def _optimized(
+        self, gradients: Buffers, opt_state: Any, trained: Buffers, loss: jax.Array
+    ) -> tuple[Any, Buffers]:
+        if isinstance(self._optimizer, MainWeightTransformation):
+            weights, opt_state = self._optimizer.apply(gradients, opt_state, trained)
+            return opt_state, weights
+        updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
+        return opt_state, optax.apply_updates(trained, updates)
 
     def _settled(self, result: Any) -> Any:
         return settled(self._plan, result, self._options.wait)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,13 @@ from jax.sharding import NamedSharding
 
 from jax_impl.batch import place_whole
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
-from jax_impl.runtime.memory_kinds import on_device
+from jax_impl.optimizer.offload import Offload
+from jax_impl.runtime.memory_kinds import HOST, in_memory, moved, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
+
+# Bytes of moments on a device that are on their way to the host's memory.
+_AT_ONCE = 1 << 28
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +41,8 @@ def init_state(
     weights: Buffers,
     optimizer: optax.GradientTransformation,
     variables: Mapping[str, jax.Array] | None = None,
+    *,
+    offload: Offload | None = None,
 ) -> TrainState:
     """The state before the first step; moments are born sharded, and frozen weights have none.
 
@@ -43,18 +50,71 @@ def init_state(
     got. Raises ``ValueError`` for others than the plan's, and where ``plan_sharding`` made the plan and none are given:
     ``variable_leaves(model)`` has them. A ``RuntimeWarning`` names parameters whose moments are whole on every device,
     because the optimizer looks at shapes and no dimension divides.
+
+    ``offload``: what of the state lies in the host's memory from the start, such as ``Offload(moments=0.5)``; the
+    devices never hold more than 256 MiB of it at once. Of weights there it has copies: drop the given ones.
     """
     if variables is None:
         # Copies, because a program of the whole step may be given all of the state (donated).
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
-    opt_state = initial_moments(plan, weights, optimizer)
+    opt_state = initial_moments(plan, weights, optimizer, offload)
     warn_of_whole_moments(plan, opt_state)
+    if offload is not None and offload.main_weights:
+        weights = {key: moved(array, HOST) for key, array in weights.items()}
     return TrainState(weights, opt_state, place_variables(plan, variables))
 
 
-def initial_moments(plan: ShardingPlan, weights: Buffers, optimizer: optax.GradientTransformation) -> Any:
+def initial_moments(
+    plan: ShardingPlan,
+    weights: Buffers,
+    optimizer: optax.GradientTransformation,
+    offload: Offload | None = None,
+) -> Any:
     """The optimizer's state before the first step, born sharded."""
-    return _placed(plan, fitted(plan, optimizer).init, trainable(plan, weights))
+    init = fitted(plan, optimizer).init
+
+    def on_devices(weights: Buffers) -> Any:
+        return init(on_device(weights))
+
+    given = trainable(plan, weights)
+    shapes = jax.eval_shape(init, given)
+    shardings = shardings_of(plan, shapes)
+    if offload is None:
+        return jax.jit(on_devices, out_shardings=shardings)(given)
+    leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+    kinds = jax.tree.leaves(offload.kinds(plan, shapes)[1])
+    found: dict[int, jax.Array] = {}
+    for numbers in _batches(leaves, places, kinds):
+
+        def some(weights: Buffers, numbers: Sequence[int] = numbers) -> list[jax.Array]:
+            every = jax.tree.leaves(on_devices(weights))
+            return [every[number] for number in numbers]
+
+        born = jax.jit(some, out_shardings=[places[number] for number in numbers])(given)
+        # Before the next ones are born.
+        found |= jax.block_until_ready(
+            {n: moved(array, kinds[n]) for n, array in zip(numbers, born, strict=True)}
+        )
+    return jax.tree.unflatten(jax.tree.structure(shapes), [found[number] for number in range(len(leaves))])
+
+
+def _batches(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], kinds: Sequence[str]
+) -> Iterator[list[int]]:
+    """Numbers of arrays that are born together: those of the devices, and a few of the host's memory at a time."""
+    yield [number for number, kind in enumerate(kinds) if not kind]
+    batch: list[int] = []
+    size = 0
+    for number in (number for number, kind in enumerate(kinds) if kind):
+        leaf = leaves[number]
+        own = math.prod(shardings[number].shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if batch and size + own > _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(number)
+        size += own
+    if batch:
+        yield batch
 
 
 def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
@@ -62,18 +122,21 @@ def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
     return {key: array for key, array in weights.items() if key in plan.trainable}
 
 
-def abstract_state(plan: ShardingPlan, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes, dtypes and shardings of ``init_state``'s result, without values: what ``TrainStep.lower`` needs."""
+def abstract_state(
+    plan: ShardingPlan, optimizer: optax.GradientTransformation, *, offload: Offload | None = None
+) -> TrainState:
+    """Shapes, dtypes and shardings of ``init_state``'s result, without values.
+
+    It is what ``TrainStep.lower`` needs, and what ``load_checkpoint`` takes as ``like``.
+    """
     weights: Any = {
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
         for key, stored in plan.arrays.items()
     }
     moments = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
-    opt_state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moments,
-        shardings_of(plan, moments),
-    )
+    own, kinds = (offload or Offload(0.0)).kinds(plan, moments)
+    weights = {key: _abstract(array, array.sharding, own[key]) for key, array in weights.items()}
+    opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), kinds)
     variables: Any = {
         path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.replicated)
         for path, info in plan.variables.items()
@@ -81,9 +144,8 @@ def abstract_state(plan: ShardingPlan, optimizer: optax.GradientTransformation) 
     return TrainState(weights, opt_state, variables)
 
 
-def _placed(plan: ShardingPlan, init: Callable[[Buffers], Any], weights: Buffers) -> Any:
-    shardings = shardings_of(plan, jax.eval_shape(init, weights))
-    return jax.jit(lambda weights: init(on_device(weights)), out_shardings=shardings)(weights)
+def _abstract(leaf: Any, sharding: NamedSharding, kind: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_memory(sharding, kind))
 
 
 def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:

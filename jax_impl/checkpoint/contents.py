@@ -19,7 +19,6 @@ from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.names import as_stored, kinds, optimizer_tensors
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.runtime.buffer import Piece
-from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.logical_group import LogicalArray
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.train_state import TrainState
@@ -81,13 +80,13 @@ class Contents:
                     writer.write(info.name, box, values[box.slices()])
 
     def _declare(self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Buffers) -> None:
-        for path, param in self.plan.parameters.items():
+        for path in self.plan.parameters:
             key = self.plan.holding(by_key, path)
             if key is not None:
-                dtype = np.dtype(by_key[key].dtype)
-                blocks = _blocks(self.plan, key, param.shape, dtype.itemsize)
+                dtype, shape = np.dtype(by_key[key].dtype), self.plan.tensor_shape(key, path) or ()
+                blocks = _blocks(self.plan, key, shape, dtype.itemsize)
                 chunks.add_tensor(
-                    writer.add_tensor((*name.split("/"), *path.split("/")), param.shape, dtype, blocks)
+                    writer.add_tensor((*name.split("/"), *path.split("/")), shape, dtype, blocks)
                 )
 
 
@@ -101,11 +100,7 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
     if isinstance(stored, LogicalArray):
         large = math.prod(shape) * itemsize > _SLABS
         return tuple(plan.sharding(key).shard_shape(shape)) if any(stored.spec[1:]) and large else None
-    if (
-        not isinstance(stored, FlatGroup)
-        or stored.layers is None
-        or math.prod(shape[1:]) * itemsize <= _SLABS
-    ):
+    if stored.layers is None or math.prod(shape[1:]) * itemsize <= _SLABS:
         return None
     slabs = -(-math.prod(shape[1:]) * itemsize // _SLABS)
     return (1, -(-shape[1] // slabs), *shape[2:])
@@ -122,7 +117,7 @@ def _pieces(plan: ShardingPlan, key: str, array: jax.Array) -> Iterator[Piece]:
         array.shape, array.sharding, [shard.data for shard in array.addressable_shards]
     )
     shards = [shard for shard in view.addressable_shards if shard.replica_id == 0]
-    if isinstance(stored, FlatGroup) and stored.layers is not None:
+    if stored.layers is not None:
         # On the CPU a layer is on the host already.
         layered: list[Any] = [
             np.asarray(shard.data) if is_simulated(plan.mesh) else _Layers(shard.data) for shard in shards

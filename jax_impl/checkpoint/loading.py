@@ -19,11 +19,11 @@ from bridge.formats import CheckpointError, TreePath
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
-from jax_impl.checkpoint.placing import Tensors, moved
+from jax_impl.checkpoint.placing import Tensors
 from jax_impl.checkpoint.steps import choose_step
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
-from jax_impl.runtime.memory_kinds import kinds_like
+from jax_impl.runtime.memory_kinds import kinds_like, moved
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
@@ -76,7 +76,7 @@ def load_checkpoint(
         plan: from ``fully_shard`` or ``plan_sharding``, of the model that was saved.
         optimizer: the one that the run goes on with. None: weights only, with ``opt_state`` None in the result.
         like: a state of this plan and optimizer, in whose kinds of memory (``pinned_host``) arrays are placed; by
-            default all are in the devices' own. ``abstract_state`` with other ``sharding``s will do.
+            default all are in the devices' own. ``abstract_state(plan, optimizer, offload=...)`` will do.
         step: the number of another step to take.
         strict: whether the checkpoint must have this plan's and optimizer's tensors and no others. If False, tensors
             that nothing asks for are ignored, and moments that are missing, or of another shape or dtype, are fresh

@@ -71,10 +71,11 @@ def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kin
     expected = {}
     for name, value in {"params": weights, **optimizer_tensors(plan, opt_state)}.items():
         if isinstance(value, Mapping):
-            for path, param in plan.parameters.items():
+            for path in plan.parameters:
                 key = plan.holding(value, path)
                 if key is not None:
-                    expected[f"{name}/{path}"] = Kind(param.shape, np.dtype(value[key].dtype))
+                    shape = plan.tensor_shape(key, path) or ()
+                    expected[f"{name}/{path}"] = Kind(shape, np.dtype(value[key].dtype))
         else:
             expected[name] = Kind(tuple(value.shape), np.dtype(value.dtype))
     for path, variable in plan.variables.items():

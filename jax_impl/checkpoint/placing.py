@@ -14,7 +14,7 @@ import numpy as np
 from bridge.formats import Box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.names import is_key, parts_of
-from jax_impl.runtime.memory_kinds import in_memory
+from jax_impl.runtime.memory_kinds import moved
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 
@@ -109,8 +109,3 @@ class Tensors:
         return jax.make_array_from_callback(
             values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
         )
-
-
-def moved(array: Any, kind: str) -> Any:
-    """The array in memory of this kind, "" for the device's own: one array at a time is in both."""
-    return array if not kind else jax.device_put(array, in_memory(array.sharding, kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,23 @@ from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
 
+KINDS = ("main_weights", "moments", "padding", "other")
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a device's part of the state that lie in the host's memory, by the kinds of ``DeviceMemory``."""
+
+    main_weights: int = 0
+    moments: int = 0
+    padding: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.main_weights + self.moments + self.padding + self.other
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes at rest on one device.
@@ -18,8 +36,8 @@ class DeviceMemory:
     With P parameters in buffers of W shards, ``main_weights`` is 4P / W on average, ``moments`` 8P / W, and
     ``padding`` fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step
     count), and variables that are no parameters.
-    ``host``: of all four kinds, what lies in the host's memory (``pinned_host``) instead; not in ``total``.
-    Compute weights and gradients live only inside a step.
+    ``on_host``: what lies in the host's memory (``pinned_host``) instead, and ``host`` its total; neither is in
+    ``total``. Compute weights and gradients live only inside a step.
     """
 
     device: str
@@ -27,11 +45,15 @@ class DeviceMemory:
     moments: int
     padding: int
     other: int
-    host: int = 0
+    on_host: HostMemory = HostMemory()
 
     @property
     def total(self) -> int:
         return self.main_weights + self.moments + self.padding + self.other
+
+    @property
+    def host(self) -> int:
+        return self.on_host.total
 
 
 @dataclass(frozen=True)
@@ -41,13 +63,15 @@ class MemoryReport:
     devices: tuple[DeviceMemory, ...]
 
     def __str__(self) -> str:
-        kinds: tuple[str, ...] = ("main_weights", "moments", "padding", "other", "total")
-        if any(device.host for device in self.devices):
-            kinds = (*kinds, "host")
-        lines = [f"{'bytes at rest':<16}" + "".join(f"{kind:>16}" for kind in kinds)]
-        lines += [
-            f"{d.device:<16}" + "".join(f"{getattr(d, kind):>16,}" for kind in kinds) for d in self.devices
-        ]
+        kinds = (*KINDS, "total")
+        rows: list[tuple[str, DeviceMemory | HostMemory]] = []
+        for device in self.devices:
+            rows.append((device.device, device))
+            if device.host:
+                rows.append(("  in host memory", device.on_host))
+        width = max(16, *(len(name) + 1 for name, _ in rows))
+        lines = [f"{'bytes at rest':<{width}}" + "".join(f"{kind:>16}" for kind in kinds)]
+        lines += [f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows]
         return "\n".join(lines)
 
 
@@ -57,24 +81,27 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
     Arrays in a kind of memory that is not the device's own count as the host's.
     """
     devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
-    main = dict.fromkeys(devices, 0)
-    moments, padding, other, host = dict(main), dict(main), dict(main), dict(main)
+    # By device, and whether on the host.
+    found = {(device, host): Counter[str]() for device in devices for host in (False, True)}
 
-    def add(tree: Any, kind: dict[jax.Device, int]) -> None:
+    def add(tree: Any, kind: str) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             located = plan.locate_buffer(path, leaf)
             for shard in leaf.addressable_shards:
+                host = leaf.sharding.memory_kind not in (None, shard.device.default_memory().kind)
                 stored = shard.data.nbytes
-                if leaf.sharding.memory_kind not in (None, shard.device.default_memory().kind):
-                    host[shard.device] += stored
-                    continue
                 real = plan.stored(located[0]).numel(shard.index) * leaf.dtype.itemsize if located else stored
-                (kind if located else other)[shard.device] += real
-                padding[shard.device] += stored - real
+                own = found[shard.device, host]
+                own[kind if located else "other"] += real
+                own["padding"] += stored - real
 
-    add(state.weights, main)
-    add(state.opt_state, moments)
-    add(state.variables, other)
+    add(state.weights, "main_weights")
+    add(state.opt_state, "moments")
+    add(state.variables, "other")
+
+    def of(device: jax.Device, host: bool) -> dict[str, int]:
+        return {kind: found[device, host][kind] for kind in KINDS}
+
     return MemoryReport(
-        tuple(DeviceMemory(str(d), main[d], moments[d], padding[d], other[d], host[d]) for d in devices)
+        tuple(DeviceMemory(str(d), **of(d, False), on_host=HostMemory(**of(d, True))) for d in devices)
     )

@@ -39,9 +39,9 @@ def fitted(
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
-    # What this one does to an element depends on nothing else, by its own specification.
+    # What this one does to an element depends on its row at most, by its own specification.
     if isinstance(optimizer, MainWeightTransformation):
-        return taking_loss(optimizer)
+        return taking_loss(optimizer.on_plan(plan))
     arrays, model = arrays_of(plan), tree_of(plan)
     form = tried(optimizer, arrays, model, plan.engine == "shard_map")
     able = taking_loss(optimizer)

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,7 +42,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_impl.optimizer.update import Constants, step_scalars, updated, vanishing_step
+from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
+from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.optimizer.update import Constants, StepScalars, step_scalars, updated, vanishing_step
+from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _LONGEST_TABLE = 1 << 22
 
@@ -49,11 +54,17 @@ _LONGEST_TABLE = 1 << 22
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdamWState:
-    """``count``: int32 scalar, steps done. ``mu``, ``nu``: moments, shaped and sharded like the weights."""
+    """``count``: int32 scalar, steps done. ``mu``, ``nu``: moments, shaped and sharded like the weights.
+
+    ``mu_scale``, ``nu_scale``: a float32 scale for each row of what has one; None for formats without scales. See
+    ``optimizer/moment_arrays.py``.
+    """
 
     count: jax.Array
     mu: Any
     nu: Any
+    mu_scale: Any = None
+    nu_scale: Any = None
 
 
 class MainWeightTransformation(optax.GradientTransformation):
@@ -61,17 +72,19 @@ class MainWeightTransformation(optax.GradientTransformation):
 
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
     more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
-    over the steps done before.
+    over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
     learning_rate: float | optax.Schedule
+    on_plan: Callable[[ShardingPlan], MainWeightTransformation]
 
     def __new__(
         cls,
         init: Callable[[Any], Any],
         apply: Callable[[Any, Any, Any], tuple[Any, Any]],
         learning_rate: float | optax.Schedule,
+        on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
@@ -84,6 +97,7 @@ class MainWeightTransformation(optax.GradientTransformation):
         self = super().__new__(cls, init, update)
         self.apply = apply
         self.learning_rate = learning_rate
+        self.on_plan = on_plan or (lambda _: self)
         return self
 
 
@@ -94,16 +108,20 @@ def main_weight_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     *,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
     torch_vector_bytes: int | None = None,
 ) -> MainWeightTransformation:
     """AdamW with decoupled weight decay; defaults are PyTorch's.
 
-    Works on any pytree of float32 or float64 arrays; moments take their dtype. Gradients are arrays of the same shapes
-    in any floating dtype.
+    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
         gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with
         ``lr=float(x)``; a schedule's own arithmetic rounds in a compiled program otherwise than op by op.
+    mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
+        float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
+        where rows are single elements, in the dtype of the weights.
     torch_vector_bytes: what PyTorch's CPU kernel computes at once; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
         array then has the bits of one tensor, also in its last elements; where arrays end hence shows in the bits.
 
@@ -112,33 +130,90 @@ def main_weight_adamw(
     """
     constants = Constants(b1, b2, eps, weight_decay)
     _check(learning_rate, constants, torch_vector_bytes)
+    formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
+    return _transformation(_AdamW(learning_rate, constants, formats, torch_vector_bytes), TreeMoments())
 
+
+@dataclass(frozen=True)
+class _AdamW:
+    """What the user gave."""
+
+    learning_rate: float | optax.Schedule
+    constants: Constants
+    formats: tuple[MomentFormat, MomentFormat]
+    vector_bytes: int | None
+
+
+def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> AdamWState:
         _check_weights(weights)
-        return AdamWState(
-            jnp.zeros((), jnp.int32),
-            jax.tree.map(jnp.zeros_like, weights),
-            jax.tree.map(jnp.zeros_like, weights),
-        )
+        zeros = [[rows.zeros(kind) for rows in arrays.rows(kind, weights)] for kind in given.formats]
+        return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
     def apply(gradients: Any, state: AdamWState, weights: Any) -> tuple[Any, AdamWState]:
-        _check_weights(weights)
-        count = state.count + 1
-        rate = _scheduled(learning_rate, state.count) if callable(learning_rate) else learning_rate
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(weights)}
-        scalars = {dtype: step_scalars(count, dtype, rate, constants) for dtype in dtypes}
+        return _applied(given, arrays, gradients, state, weights)
 
-        def step(path: Any, w: Any, m: Any, v: Any, g: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-            _check_gradient(path, w, g)
-            return updated(w, m, v, g, scalars[w.dtype], constants, torch_vector_bytes)
+    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
+        # Others do the same to each element wherever the element lies.
+        scaled = any(kind.scaled for kind in given.formats)
+        return _transformation(given, PlanMoments(plan)) if scaled else own
 
-        stepped = jax.tree.map_with_path(step, weights, state.mu, state.nu, gradients)
-        new_weights, mu, nu = (
-            jax.tree.map(lambda _, parts, i=part: parts[i], weights, stepped) for part in range(3)
-        )
-        return new_weights, AdamWState(count, mu, nu)
+    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan)
+    return own
 
-    return MainWeightTransformation(init, apply, learning_rate)
+
+def _state(given: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
+    (mu, mu_scale), (nu, nu_scale) = (
+        arrays.joined(kind, weights, own) for kind, own in zip(given.formats, parts, strict=True)
+    )
+    return AdamWState(count, mu, nu, mu_scale, nu_scale)
+
+
+def _applied(
+    given: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
+) -> tuple[Any, AdamWState]:
+    _check_weights(weights)
+    count = state.count + 1
+    rate: Any = given.learning_rate
+    if callable(rate):
+        rate = _scheduled(rate, state.count)
+    paths, structure = jax.tree.flatten_with_path(weights)
+    dtypes = {leaf.dtype for _, leaf in paths}
+    scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}
+    rows = [arrays.rows(kind, weights) for kind in given.formats]
+    firsts = arrays.parts(rows[0], weights, state.mu, state.mu_scale)
+    seconds = arrays.parts(rows[1], weights, state.nu, state.nu_scale)
+    slopes = structure.flatten_up_to(gradients)
+    done: list[tuple[jax.Array, Parts, Parts]] = []
+    for number, (path, weight) in enumerate(paths):
+        _check_gradient(path, weight, slopes[number])
+        compute = partial(_one, given, (rows[0][number], rows[1][number]))
+        numbers = (count, scalars[weight.dtype])
+        arguments = (weight, slopes[number], firsts[number], seconds[number])
+        done.append(arrays.computed(number, weights, compute, *arguments, numbers))
+    new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
+    parts = [first for _, first, _ in done], [second for _, _, second in done]
+    return new, _state(given, arrays, count, weights, parts)
+
+
+def _one(
+    given: _AdamW,
+    rows: tuple[MomentRows, MomentRows],
+    weight: jax.Array,
+    gradient: jax.Array,
+    first: Parts,
+    second: Parts,
+    numbers: tuple[jax.Array, StepScalars],
+) -> tuple[jax.Array, Parts, Parts]:
+    """The update of one array, or of the shard that a device has of it."""
+    count, scalars = numbers
+    moments = rows[0].decode(first), rows[1].decode(second)
+    weight, m, v = updated(weight, *moments, gradient, scalars, given.constants, given.vector_bytes)
+    new = rows[0].encode(given.formats[0], m, count)
+    if given.formats[1].scaled:
+        # Largest magnitudes of rows that are cut over devices come one after another.
+        v, new = fence((v, new))
+    return weight, new, rows[1].encode(given.formats[1], v, count)
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:

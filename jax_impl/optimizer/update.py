@@ -38,6 +38,7 @@ class Constants:
     weight_decay: float
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepScalars:
     """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in weights' dtype."""

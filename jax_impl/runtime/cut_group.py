@@ -58,6 +58,12 @@ class CutGroup(FlatGroup):
     def cuts_of(self, path: str) -> tuple[Cut, ...]:
         return self.cuts[self.paths.index(path)]
 
+    def layer_shape(self, path: str) -> tuple[int, ...]:
+        shape = list(super().layer_shape(path))
+        for cut in self.cuts_of(path):
+            shape[cut.dimension] *= self.model.by_name[cut.axis]
+        return tuple(shape)
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.parameters == self.strategy.optimizer:
             return super().hold(arrays)
@@ -104,9 +110,9 @@ class CutGroup(FlatGroup):
         shards = rows.reshape(*stack, self.rows, layout.num_shards, layout.shard_size)
         return (shards.swapaxes(-3, -2).reshape(self.shape),)
 
-    def _boxes(self, index: Index) -> Boxes:
+    def boxes(self, index: Index) -> Boxes:
         places = self._places(index)
-        for path, offsets, sizes, where in super()._boxes(index):
+        for path, offsets, sizes, where in super().boxes(index):
             shifted = list(offsets)
             for cut in self.cuts_of(path):
                 dimension = cut.dimension + len(self._stack)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,13 @@ class FlatGroup:
     def cuts_of(self, path: str) -> tuple[Cut, ...]:
         """How a parameter is cut over model axes, by dimensions of a layer."""
         return ()
+
+    def layer_shape(self, path: str) -> tuple[int, ...]:
+        """Of a parameter; of a stack, of one layer's."""
+        return self.layout.slots[self._numbers[path]].shape
+
+    def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return shape if path in self._numbers else None
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
@@ -137,13 +145,13 @@ class FlatGroup:
 
     def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
         """The parameters' pieces in a shard of the array; ``Piece.values`` are views of ``values``."""
-        for path, offsets, sizes, where in self._boxes(index):
+        for path, offsets, sizes, where in self.boxes(index):
             yield Piece(path, offsets, sizes, values[where].reshape(sizes))
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         """A shard's values from ``read(path, offsets, sizes)``; padding is zero."""
         values = np.zeros((*self._stack, self.layout.shard_size), dtype)
-        for path, offsets, sizes, where in self._boxes(index):
+        for path, offsets, sizes, where in self.boxes(index):
             found = np.asarray(read(path, offsets, sizes))
             if found.shape != sizes:
                 raise ValueError(
@@ -152,7 +160,8 @@ class FlatGroup:
             values[where] = found.reshape(-1)
         return values
 
-    def _boxes(self, index: Index) -> Boxes:
+    def boxes(self, index: Index) -> Boxes:
+        """The boxes of parameters in the shard of the array at ``index``, in the order of ``paths``."""
         paths = dict(zip((slot.name for slot in self.layout.slots), self.paths, strict=True))
         boxes = list(shard_boxes(self.layout, self._rank(index)))
         if self.layers is None:
@@ -173,6 +182,10 @@ class FlatGroup:
                 "nnx.vmap, jax.lax.scan), since it is a stack, got one call with all of them: where it is none, name "
                 "all that are by fully_shard(..., stacked=[...])"
             )
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {path: number for number, path in enumerate(self.paths)}
 
     @property
     def _row(self) -> int | None:

@@ -54,6 +54,11 @@ class LogicalArray:
     def spec(self) -> PartitionSpec:
         return self.spec_of(self.level)
 
+    @property
+    def layers(self) -> None:
+        """A stack is one array like others."""
+        return None
+
     def spec_of(self, level: int, layers: int = 0) -> PartitionSpec:
         """At another level; ``layers``: how many leading axes are left out."""
         by_dimension = {cut.dimension: (cut.axis,) for cut in self.cuts}
@@ -64,6 +69,9 @@ class LogicalArray:
         while used and not used[-1]:
             used.pop()
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in used))
+
+    def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return self.shape if path == self.path else None
 
     def numel(self, index: Index) -> int:
         return int(np.prod(self._sizes(index), dtype=np.int64))
@@ -134,6 +142,9 @@ class LogicalGroup:
     def cuts_of(self, path: str) -> tuple[Cut, ...]:
         stack = 0 if self.layers is None else 1
         return tuple(Cut(cut.axis, cut.dimension - stack) for cut in self.stored[path].cuts)
+
+    def layer_shape(self, path: str) -> tuple[int, ...]:
+        return self.stored[path].shape[0 if self.layers is None else 1 :]
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if 0 < self.strategy.parameters == self.strategy.optimizer:

@@ -12,14 +12,26 @@ import jax
 from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
-_DEVICE = jax.memory.Space.Device
+HOST = "pinned_host"
+"""The kind of the host's memory from which devices copy by themselves."""
+_DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 # Before, the CPU compiler refuses transfers in a program of several devices.
 _MOVES_ON_CPU = (0, 10, 2)
 
 
 def on_device(tree: Tree) -> Tree:
     """Inside of a program: the same arrays, all of them in the device's memory."""
-    return jax.tree.map(lambda x: x if _space(x) == _DEVICE else _put(x, _DEVICE), tree)
+    return jax.tree.map(lambda x: x if is_on_device(x) else _put(x, _DEVICE), tree)
+
+
+def in_host(tree: Tree) -> Tree:
+    """Inside of a program: arrays that lie on the device, in the host's memory."""
+    return jax.tree.map(lambda x: _put(x, _HOST), tree)
+
+
+def is_on_device(x: jax.Array) -> bool:
+    """Inside of a program."""
+    return bool(_space(x) == _DEVICE)
 
 
 def as_before(tree: Tree, before: Tree) -> Tree:
@@ -29,14 +41,26 @@ def as_before(tree: Tree, before: Tree) -> Tree:
     )
 
 
+def constrained(tree: Tree, shardings: Any) -> Tree:
+    """Inside of a program: arrays on the device lie so; others are as they are."""
+    return jax.tree.map(
+        lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x, tree, shardings
+    )
+
+
 def memory_kinds(tree: object) -> tuple[str | None, ...]:
     """Of the arrays of a tree."""
     return tuple(leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree))
 
 
-def in_memory(sharding: NamedSharding, kind: str | None) -> NamedSharding:
+def in_memory(sharding: Any, kind: str | None) -> Any:
     """``sharding`` in memory of this kind; "" or None: the default."""
     return sharding.with_memory_kind(kind) if kind else sharding
+
+
+def moved(array: jax.Array, kind: str) -> jax.Array:
+    """Outside of programs: the array in memory of this kind, "" for the device's own."""
+    return jax.device_put(array, in_memory(array.sharding, kind)) if kind else array
 
 
 def kinds_like(example: object, expected: Tree) -> Tree:

@@ -36,6 +36,7 @@ from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
 from jax_impl.runtime.model_axes import ModelAxes, data_spec
+from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, row_arrays
 from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
@@ -105,6 +106,12 @@ class ShardingPlan:
         return MappingProxyType({key: stored for group in groups for key, stored in group.stored.items()})
 
     @cached_property
+    def row_arrays(self) -> Mapping[str, Stored]:
+        """Arrays that an optimizer's state has where moments have a scale for each row (``row_arrays.py``)."""
+        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
+        return MappingProxyType({key: one for group in groups for key, one in row_arrays(group).items()})
+
+    @cached_property
     def trainable(self) -> frozenset[str]:
         """Keys of the arrays that have gradients and moments."""
         groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
@@ -168,16 +175,24 @@ class ShardingPlan:
 
     def stored(self, key: str) -> Stored:
         """Raises ``ValueError`` for an unknown key."""
-        if key in self.arrays:
-            return self.arrays[key]
+        for known in (self.arrays, self.row_arrays):
+            if key in known:
+                return known[key]
         if key not in self.logical:
             raise ValueError(f"expected an array among {list(self.arrays)[:12]}, got {key!r}")
         return self.logical[key]
 
     def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
         """The key under which ``buffers`` have the parameter: its array's, or its own path; None if they lack it."""
-        keys = (self.parameters[path].key, path)
-        return next((key for key in keys if key in buffers), None)
+        own = self.parameters[path].key
+        keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES)
+        return next(
+            (key for key in keys if key in buffers and self.tensor_shape(key, path) is not None), None
+        )
+
+    def tensor_shape(self, key: str, path: str) -> tuple[int, ...] | None:
+        """The shape of what the array ``key`` has of a parameter, None where it has nothing."""
+        return self.stored(key).tensor_shape(path, self.parameters[path].shape)
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
         """The key of the array that ``leaf`` at the tree path ``path`` is, and the path without that key.
@@ -189,7 +204,9 @@ class ShardingPlan:
         # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
         for i in reversed(places):
             key = path[i].key
-            if key in self.arrays and leaf.shape == self.arrays[key].shape:
+            if any(
+                key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
+            ):
                 return key, (*path[:i], *path[i + 1 :])
         names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
         # The longest name that is known, and of equally long ones the innermost.

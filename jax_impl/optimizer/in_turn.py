@@ -1,0 +1,155 @@
+"""The update, one array of weights after another, with what lies in the host's memory on the device only for its turn.
+
+An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
+the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
+fence stands between two keys, so that the temporary arrays of an update are those of one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.streaming import Stream
+from jax_impl.runtime.memory_kinds import as_before, is_on_device, on_device
+from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.traced import Env, evaluate, inlined, operands, read, variables
+
+Update = Callable[[Buffers, Any, Buffers, jax.Array], tuple[Any, Buffers]]
+"""``(gradients, optimizer state, weights, loss) -> (optimizer state, weights)``."""
+
+
+def update_in_turn(
+    plan: ShardingPlan,
+    update: Update,
+    gradients: Buffers,
+    opt_state: Any,
+    weights: Buffers,
+    loss: jax.Array,
+    shardings: tuple[Any, Any],
+) -> tuple[Any, Buffers]:
+    """``update(gradients, opt_state, weights, loss)``, where what was in the host's memory is there again.
+
+    ``shardings``: of ``opt_state`` and of ``weights``. An update that needs the moments or weights of several keys at
+    once (Muon's parameters of a unit, trust ratios of a global norm) is run as a whole, with all of them on the device.
+    """
+    given = (opt_state, weights)
+    keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(given)]
+    # All keys may use a step count, wherever that lies.
+    leaves = [
+        leaf if key is not None else on_device(leaf)
+        for leaf, key in zip(jax.tree.leaves(given), keys, strict=True)
+    ]
+    program, structure = _traced(update, gradients, given, loss)
+    others = [*jax.tree.leaves(gradients), loss]
+    if jax.tree.structure(given) != structure:
+        return update(gradients, *on_device(given), loss)
+    turns = _Turns.of(program, len(others), keys, [key for key in plan.arrays if key in keys])
+    if turns is None:
+        return as_before(update(gradients, *on_device(given), loss), given)
+    stream = Stream(plan.mesh, [sharding.spec for sharding in jax.tree.leaves(shardings)])
+    return jax.tree.unflatten(structure, as_before(turns.run(others, leaves, stream), jax.tree.leaves(given)))
+
+
+def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
+    """The key of the weights to which an array of a train state belongs; None where it belongs to no one key."""
+    located = plan.locate_buffer(path, leaf)
+    if located is None:
+        return None
+    key, _ = located
+    if key in plan.parameters and key not in plan.arrays:
+        return plan.parameters[key].key
+    # Scales, and parts of an array, have names of their own behind its key.
+    return key if key in plan.arrays else key.rpartition(" (")[0]
+
+
+def _traced(
+    update: Update, gradients: Buffers, given: tuple[Any, Buffers], loss: jax.Array
+) -> tuple[ClosedJaxpr, Any]:
+    """The update as a program of gradients, loss and state, all on the device; and the structure of its results."""
+
+    def run(gradients: Buffers, loss: jax.Array, given: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
+        return update(gradients, *given, loss)
+
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)),
+        (gradients, loss, given),
+    )
+    program, results = jax.make_jaxpr(run, return_shape=True)(*shapes)
+    return inlined(program), jax.tree.structure(results)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """``shared``: equations that no one key has for itself. ``own``: those of each key, in the order of the weights.
+
+    ``keys``: of each leaf of the state.
+    """
+
+    program: ClosedJaxpr
+    keys: Sequence[str | None]
+    shared: Sequence[Any]
+    own: dict[str, list[Any]]
+
+    @staticmethod
+    def of(
+        program: ClosedJaxpr, others: int, keys: Sequence[str | None], order: Sequence[str]
+    ) -> _Turns | None:
+        """``others``: how many inputs come before the state. None where keys cannot be updated one by one."""
+        jaxpr = program.jaxpr
+        # The one key that uses a variable, None for several.
+        users: dict[Any, str | None] = {}
+
+        def use(atoms: Sequence[Any], key: str | None) -> None:
+            for variable in operands(atoms):
+                users[variable] = key if users.get(variable, key) == key else None
+
+        for variable, key in zip(jaxpr.outvars, keys, strict=True):
+            use([variable], key)
+        shared: list[Any] = []
+        own: dict[str, list[Any]] = {key: [] for key in order}
+        for equation in reversed(jaxpr.eqns):
+            made = {users[variable] for variable in equation.outvars if variable in users}
+            if not made and not equation.effects:
+                continue
+            key = made.pop() if len(made) == 1 and not equation.effects else None
+            use(equation.invars, key)
+            (shared if key is None else own[key]).append(equation)
+        for variable, key in zip(jaxpr.invars[others:], keys, strict=True):
+            if key is not None and users.get(variable, key) != key:
+                return None
+        return _Turns(program, keys, shared[::-1], {key: found[::-1] for key, found in own.items()})
+
+    def run(self, others: Sequence[Any], leaves: Sequence[Any], stream: Stream) -> list[Any]:
+        """The new leaves of the state, each in the memory where it was."""
+        jaxpr = self.program.jaxpr
+        env = variables(self.program, [*others, *leaves])
+        inputs, outputs = jaxpr.invars[len(others) :], jaxpr.outvars
+        unowned = [number for number, key in enumerate(self.keys) if key is None]
+        found: dict[int, Any] = {}
+        evaluate(jaxpr, self.shared, env, [*(outputs[n] for n in unowned), *self._taken(outputs)])
+        found = dict(zip(unowned, read(env, [outputs[n] for n in unowned]), strict=True))
+        numbers = {key: [n for n, one in enumerate(self.keys) if one == key] for key in self.own}
+        homes = [{n: leaves[n] for n in own if not is_on_device(leaves[n])} for own in numbers.values()]
+        last: dict[int, Any] = {}
+        for (key, own), fetched in zip(numbers.items(), stream.fetched(homes), strict=True):
+            arrays = {n: fetched.get(n, leaves[n]) for n in own}
+            # What leaves a fence and is not used is dropped, so the results of the key before go on from here.
+            arrays, last = fence((arrays, last))
+            found.update(last)
+            inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
+            evaluate(jaxpr, self.own[key], inner, [outputs[n] for n in own])
+            # All of them: what is sent says by one element that the key is done.
+            results = fence(dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True)))
+            found.update(stream.sent({n: results[n] for n in fetched}))
+            last = {n: array for n, array in results.items() if n not in fetched}
+        return [{**found, **last}[n] for n in range(len(leaves))]
+
+    def _taken(self, outputs: Sequence[Any]) -> list[Any]:
+        """What keys take of the shared part."""
+        return [v for equations in self.own.values() for one in equations for v in operands(one.invars)]

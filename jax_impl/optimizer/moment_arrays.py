@@ -1,0 +1,224 @@
+"""Where an optimizer's moments are in its state: by the leaves of any pytree, or by the arrays of a plan.
+
+::
+
+    weights                   mu                                              mu_scale
+    any pytree                the like                                        the like, None where nothing is scaled
+    plan, pjit                by path                                         "<path> (scales)"
+    plan, shard_map           "<key>", or "<key> (scaled)" and                "<key> (scales)"
+                              "<key> (unscaled)"
+
+``mu_scale`` is None where the format has no scales. Of a pytree that belongs to no plan, rows are those of each leaf's
+own shape; a plan knows which leading dimension counts the layers of a stack, and rows are those of one layer.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from bridge.sharding.rows import rows_of
+from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.optimizer.shard_rows import ShardRows
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.row_arrays import SCALES
+from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.unit_plan import Group
+
+VALUES = ""
+# The arrays of a moment of one array of weights, by suffix of their keys.
+Parts = Mapping[str, jax.Array]
+
+
+class MomentRows(Protocol):
+    """How a moment of one array of weights is stored."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of its arrays' keys."""
+
+    def zeros(self, kind: MomentFormat) -> Parts: ...
+    def decode(self, parts: Parts) -> jax.Array: ...
+    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts: ...
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Without scales: an array like the weights."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    suffixes = (VALUES,)
+
+    def zeros(self, kind: MomentFormat) -> Parts:
+        return {VALUES: jnp.zeros(self.shape, kind.unscaled_dtype(self.dtype))}
+
+    def decode(self, parts: Parts) -> jax.Array:
+        return parts[VALUES].astype(self.dtype)
+
+    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+        return {VALUES: kind.plain(values)}
+
+
+@dataclass(frozen=True)
+class ArrayRows:
+    """Of parameters as the model has them; ``layers``: whether the first dimension counts those of a stack."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    layers: bool = False
+    suffixes = (VALUES, SCALES)
+
+    def zeros(self, kind: MomentFormat) -> Parts:
+        scales = jnp.zeros((*self.shape[:-1], 1), jnp.float32)
+        return {VALUES: jnp.zeros(self.shape, kind.dtype), SCALES: scales}
+
+    def decode(self, parts: Parts) -> jax.Array:
+        return decoded(parts[VALUES], parts[SCALES]).astype(self.dtype)
+
+    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+        lead = self.shape[:-1]
+        numbers = jnp.zeros(lead, np.int32)
+        for dimension in range(1 if self.layers else 0, len(lead)):
+            below = np.int32(math.prod(lead[dimension + 1 :]))
+            numbers += lax.broadcasted_iota(np.int32, lead, dimension) * below
+        stored, scale = kind.encode(values.astype(jnp.float32), Rows(numbers), step)
+        return {VALUES: stored.astype(kind.dtype), SCALES: scale}
+
+
+class MomentArrays(ABC):
+    """How moments of all weights make an optimizer's state."""
+
+    @abstractmethod
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        """Of each array of the weights."""
+
+    @abstractmethod
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        """Of each array of the weights, from the two trees of the state."""
+
+    @abstractmethod
+    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        """The two trees of the state, the second None where the format has no scales."""
+
+    @abstractmethod
+    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """``compute(array, gradient, parts, parts, numbers)`` of an array of the weights, where its rows are known.
+
+        All but ``numbers``, which are scalars, are arrays that lie as the weights do, and so are the results.
+        """
+
+
+class TreeMoments(MomentArrays):
+    """Of any pytree."""
+
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        def of(leaf: Any) -> MomentRows:
+            scaled = kind.scaled and rows_of(leaf.shape)[0] > 1
+            return (ArrayRows if scaled else Alike)(tuple(leaf.shape), leaf.dtype)
+
+        return [of(leaf) for leaf in jax.tree.leaves(weights)]
+
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        structure = jax.tree.structure(weights)
+        trees = {VALUES: structure.flatten_up_to(values)}
+        if scales is not None:
+            trees[SCALES] = structure.flatten_up_to(scales)
+        return [{suffix: trees[suffix][i] for suffix in one.suffixes} for i, one in enumerate(rows)]
+
+    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        structure = jax.tree.structure(weights)
+        values = jax.tree.unflatten(structure, [own[VALUES] for own in parts])
+        scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
+        return values, scales if kind.scaled else None
+
+    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+        return compute(*arguments)
+
+
+class PlanMoments(MomentArrays):
+    """Of the arrays of a plan, by their keys."""
+
+    def __init__(self, plan: ShardingPlan) -> None:
+        self._plan = plan
+        self._groups: dict[str, Group] = {
+            key: group for unit in plan.units.values() for group in unit.groups for key in group.stored
+        }
+
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        def of(key: str, array: Any) -> MomentRows:
+            shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
+            if not kind.scaled or key + SCALES not in self._plan.row_arrays:
+                return Alike(shape, dtype)
+            return (
+                ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype, _stacked(group))
+            )
+
+        return [of(*item) for item in _items(weights)]
+
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        return [
+            {suffix: (scales if suffix == SCALES else values)[key + suffix] for suffix in one.suffixes}
+            for (key, _), one in zip(_items(weights), rows, strict=True)
+        ]
+
+    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        values: dict[str, jax.Array] = {}
+        scales: dict[str, jax.Array] = {}
+        for (key, _), own in zip(_items(weights), parts, strict=True):
+            for suffix, array in own.items():
+                (scales if suffix == SCALES else values)[key + suffix] = array
+        return values, scales if kind.scaled else None
+
+    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+        key, _ = _items(weights)[number]
+        group = self._groups[key]
+        if not isinstance(group, FlatGroup) or all(tuple(parts) == (VALUES,) for parts in arguments[2:4]):
+            return compute(*arguments)
+        one = compute if group.layers is None else _by_layer(compute, group.layers)
+        *arrays, numbers = arguments
+        specs = jax.tree.map(lambda _: group.spec, tuple(arrays))
+        whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
+        # Weights and parts of moments come back as they were given; the gradient does not.
+        results = (specs[0], *specs[2:])
+        placed = jax.shard_map(
+            one, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=results, check_vma=False
+        )
+        return placed(*arrays, numbers)
+
+
+def _items(weights: Any) -> list[tuple[str, Any]]:
+    """In the order of the leaves."""
+    return sorted(weights.items())
+
+
+def _stacked(group: Group) -> bool:
+    return group.layers is not None
+
+
+def _by_layer(compute: Callable[..., Any], layers: int) -> Callable[..., Any]:
+    """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
+
+    def computed(array: Any, gradient: Any, first: Parts, second: Parts, numbers: Any) -> Any:
+        def layer(number: Any, held: Any) -> Any:
+            def of(x: jax.Array) -> jax.Array:
+                return lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+            own, *moments = jax.tree.map(of, held)
+            new = compute(own, of(gradient), *moments, numbers)
+            return jax.tree.map(
+                lambda x, y: lax.dynamic_update_index_in_dim(x, y, number, 0), held, tuple(new)
+            )
+
+        return lax.fori_loop(0, layers, layer, (array, first, second))
+
+    return computed

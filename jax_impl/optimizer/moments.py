@@ -1,0 +1,149 @@
+"""How optimizer moments are stored: float32 as they are, half precision rounded, float16 and float8 with a scale a row.
+
+    moment   |m00 m01 m02|          stored  |q00 q01 q02|   scale |s0|        moment = stored * scale
+             |m10 m11 m12|                  |q10 q11 q12|         |s1|        s = largest magnitude of the row / Q
+
+Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16): the
+largest element of a row is kept, and nothing overflows whatever its size. The scale is float32. Parameters whose rows
+are single elements (vectors, scalars) stay float32.
+
+Rounding is to nearest, with two exceptions:
+
+* A second moment that is not zero is stored as at least the smallest positive number: zero would make the next update
+  huge.
+* With b2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8: rounded to nearest it
+  would stay where it is. Float8 second moments are dithered: the position between two stored numbers decides how often
+  the upper one is taken over the steps, in a fixed sequence of (row, column, step), the same on every device.
+
+Stored values, scales and what is read from them have the bits of ``torch_impl.optimizer.moments`` on CPU, but where
+numbers are too small to be normal: JAX takes those for zero. ``update.py`` says what keeps the roundings; every result
+here is rounded to a number of the stored dtype before the cast to it, because XLA's own casts to float8 and of
+subnormal float16 numbers round otherwise, and because XLA may drop a pair of casts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_impl.comm.collectives import divide_exactly, round_to
+
+_UNSCALED = ("float32", "bfloat16")
+_SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
+
+# From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval evenly.
+_STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a parameter values are, for the sequence of dithering.
+
+    ``numbers``: int32, of one shape less than the values; any number for what is no row. ``column``: of the first
+    element of each row, where a row is cut over devices; ``whole``: what makes the largest magnitudes of a part those
+    of the whole row.
+    """
+
+    numbers: jax.Array
+    column: int | jax.Array = 0
+    columns: int | None = None
+    whole: Callable[[jax.Array], jax.Array] = lambda largest: largest
+
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """How a moment is stored: ``dtype`` by name, ``positive`` for second moments, ``option`` in error messages.
+
+    Raises ``ValueError`` for a dtype other than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
+    """
+
+    option: str
+    dtype: np.dtype
+    positive: bool = False
+
+    @classmethod
+    def of(cls, option: str, dtype: Any, *, positive: bool = False) -> MomentFormat:
+        """``dtype``: a dtype or its name; None: float32."""
+        try:
+            known = np.dtype(jnp.float32 if dtype is None else jnp.dtype(dtype))
+        except TypeError:
+            known = np.dtype(object)
+        if known.name not in (*_UNSCALED, *_SCALED):
+            raise ValueError(f"{option}: expected one of {', '.join((*_UNSCALED, *_SCALED))}, got {dtype!r}")
+        return cls(option, known, positive)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there is a scale for each row that has several elements."""
+        return self.dtype.name in _SCALED
+
+    def unscaled_dtype(self, weights: np.dtype) -> np.dtype:
+        """The stored dtype where there is no scale; float32 means float64 beside float64 weights."""
+        return self.dtype if self.dtype == jnp.bfloat16 else weights
+
+    def plain(self, values: jax.Array) -> jax.Array:
+        """Values as they are stored where there is no scale."""
+        if self.dtype != jnp.bfloat16:
+            return values
+        # Also of float64 values, as PyTorch does: first to float32.
+        return round_to(values.astype(jnp.float32), self.dtype)
+
+    def encode(self, values: jax.Array, rows: Rows, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """float32 ``values`` [..., columns] -> numbers of the stored dtype, as float32, and scales [..., 1]; ``step``:
+        int32, from 1."""
+        limits = jnp.finfo(self.dtype)
+        smallest, most = np.float32(limits.smallest_normal), np.float32(limits.max)
+        # As integers, of which those of NaN are largest: XLA's maximum of floats may pass over NaN.
+        bits = lax.bitcast_convert_type(values, np.int32) & np.int32(0x7FFFFFFF)
+        largest = rows.whole(jnp.max(bits, -1, keepdims=True))
+        magnitudes = lax.bitcast_convert_type(largest, np.float32)
+        scale = divide_exactly(magnitudes, most)
+        scaled = divide_exactly(values, jnp.where(scale == 0, np.float32(1), scale))
+        power = lax.bitcast_convert_type(
+            lax.bitcast_convert_type(scaled, np.int32) & np.int32(0x7F800000), np.float32
+        )
+        # Below the smallest normal number the spacing stays.
+        spacing = jnp.maximum(power, smallest) * np.float32(limits.eps)
+        if self.positive and self.dtype.itemsize == 1:
+            number = jnp.floor(scaled / spacing + _turns(rows, scaled.shape[-1], step)) * spacing
+        else:
+            number = lax.round(scaled / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+        if self.positive:
+            least = jnp.where(values > 0, smallest * np.float32(limits.eps), np.float32(0))
+            number = jnp.where(number < least, least, number)
+        return jnp.where(number > most, most, jnp.where(number < -most, -most, number)), scale
+
+
+def decoded(stored: jax.Array, scale: jax.Array) -> jax.Array:
+    """The moment, float32, of numbers in units of their scale."""
+    # A product that arrives rounded wherever it is used: see update.py.
+    return jnp.where(scale >= 0, stored.astype(jnp.float32) * scale, np.float32(np.nan))
+
+
+def _turns(rows: Rows, columns: int, step: jax.Array) -> jax.Array:
+    """For each element a number in [0, 1): when it takes the upper neighbour."""
+    with jax.enable_x64(True):
+        numbers = lax.convert_element_type(rows.numbers, np.float64) * np.float64(_ROW_TURN)
+        shift = lax.convert_element_type(step, np.float64) * np.float64(_STEP_TURN)
+        # True of all rows, but no compiler knows: neither product may become a part of the sum.
+        rounded = rows.numbers >= -step
+        turn = jnp.where(rounded, numbers, np.nan) + jnp.where(rounded, shift, np.nan)
+        by_row = lax.convert_element_type(turn - jnp.trunc(turn), np.float32)[..., None]
+    by_column = jnp.asarray(_column_turns(rows.columns or columns))
+    if rows.columns is not None:
+        by_column = lax.dynamic_slice_in_dim(by_column, rows.column, columns)
+    turn = by_row + by_column
+    return turn - jnp.trunc(turn)
+
+
+@functools.cache
+def _column_turns(columns: int) -> np.ndarray:
+    turns = np.arange(columns, dtype=np.float64) * _COLUMN_TURN
+    return (turns - np.trunc(turns)).astype(np.float32)

@@ -1,0 +1,216 @@
+"""Moments with a scale for each row, in the shard of a flat group that a device has.
+
+Which rows a device has differs from rank to rank, but all run one program. A *window* is a part of a shard, as long on
+every rank, that has all rows of a parameter wherever there are some, and maybe rows of others::
+
+    rank 0   |c c c c a a a|        window of a, 5 rows:   [ . . a a a ]     the last 5, where the shard ends with a
+    rank 1   |a a a a a b b|                               [ a a a a a ]     else the first 5
+    rank 2   |d d d d d d d|                               [ . . . . . ]     nothing in it is a's
+
+Windows are read, computed and written one after the other; rows that are not the parameter's are written back as they
+were. So the program grows with the number of parameters, not with that of devices, and works on one copy of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bridge.sharding.parallel import Cut
+from bridge.sharding.slot import Slot
+from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
+
+Parts = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Where rows of a parameter are on ranks ``first`` to ``last``, ``held`` of them on the first.
+
+    ``rows``: how many the window has. ``whole``: how many a shard full of them has. ``start``: of the window in a
+    shard, on the first rank and on later ones; ``place``: of the rows' numbers in their array, likewise.
+    """
+
+    path: str
+    scaled: bool
+    slot: Slot
+    rows: int
+    first: int
+    last: int
+    held: int
+    whole: int
+    start: tuple[int, int]
+    place: tuple[int, int]
+
+    def number(self, rank: Any) -> Any:
+        """Which row of the parameter is the first in the window; negative where it comes before."""
+        later = self.held + (rank - self.first - 1) * self.whole
+        return _on_first(self, rank, self.held - self.rows, later)
+
+    def owned(self, rank: Any) -> jax.Array:
+        """Which rows in the window are the parameter's, [rows]."""
+        numbers = self.number(rank) + lax.iota(np.int32, self.rows)
+        there = (numbers >= 0) & (numbers < self.slot.num_rows)
+        return there & (rank >= self.first) & (rank <= self.last)
+
+    def read(self, shard: jax.Array, rank: Any) -> jax.Array:
+        """[rows, columns]"""
+        start = _on_first(self, rank, *self.start)
+        values = lax.dynamic_slice_in_dim(shard, start, self.rows * self.slot.row_size)
+        return values.reshape(self.rows, self.slot.row_size)
+
+    def write(self, shard: jax.Array, rank: Any, values: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(
+            shard, values.reshape(-1), _on_first(self, rank, *self.start), 0
+        )
+
+
+def _on_first(window: _Window, rank: Any, there: int, later: Any) -> Any:
+    if window.first == window.last:
+        return there
+    return jnp.where(rank == window.first, there, later)
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of a flat group. Its methods run where all axes of the mesh are manual, on one layer of a shard."""
+
+    group: FlatGroup
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return (SCALED, *self._numbers)
+
+    def zeros(self, kind: MomentFormat) -> dict[str, jax.Array]:
+        """Whole arrays."""
+        group = self.group
+        found = {SCALED: jnp.zeros(group.shape, kind.dtype)}
+        for suffix, array in self._numbers.items():
+            found[suffix] = jnp.zeros(array.shape, array.dtype)
+        return found
+
+    def decode(self, parts: Parts) -> jax.Array:
+        rank, numbers = self._rank, self._padded(parts)
+        values = parts[SCALED].astype(self.group.dtype)
+        for window in self._windows:
+            (old,) = fence((window.read(values, rank),))
+            own = window.owned(rank)[:, None]
+            number = self._number(window, numbers, rank)[:, None]
+            new = decoded(old, number).astype(old.dtype) if window.scaled else number
+            values = window.write(values, rank, jnp.where(own, new, old))
+        return values
+
+    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+        rank = self._rank
+        numbers = self._padded(
+            {suffix: jnp.zeros(array.rows, array.dtype) for suffix, array in self._numbers.items()}
+        )
+        last: Any = ()
+        for window in self._windows:
+            # One after the other: collectives that do not depend on each other hang the simulator.
+            (old, _) = fence((window.read(values, rank), last))
+            own = window.owned(rank)
+            if window.scaled:
+                rows = self._rows(window, rank)
+                new, number = kind.encode(old.astype(jnp.float32), rows, step)
+                last = number
+            else:
+                new, number = jnp.zeros_like(old), old
+            suffix = SCALES if window.scaled else UNSCALED
+            kept = jnp.where(own, number[:, 0], self._number(window, numbers, rank))
+            numbers[suffix] = lax.dynamic_update_slice_in_dim(
+                numbers[suffix], kept, self._place(window, rank), 0
+            )
+            values = window.write(values, rank, jnp.where(own[:, None], new.astype(old.dtype), old))
+        found = {SCALED: values.astype(kind.dtype)}
+        for suffix, array in self._numbers.items():
+            margin = self._margins[suffix]
+            found[suffix] = numbers[suffix][margin : margin + array.rows]
+        return found
+
+    @property
+    def _rank(self) -> Any:
+        levels = self.group.wire.axes.names[: self.group.strategy.optimizer]
+        return lax.axis_index(levels) if levels and self.group.layout.num_shards > 1 else np.int32(0)
+
+    def _number(self, window: _Window, numbers: Parts, rank: Any) -> jax.Array:
+        """What the array of the rows' numbers has for those in the window, [rows]."""
+        array = numbers[SCALES if window.scaled else UNSCALED]
+        return lax.dynamic_slice_in_dim(array, self._place(window, rank), window.rows)
+
+    def _place(self, window: _Window, rank: Any) -> Any:
+        margin = self._margins[SCALES if window.scaled else UNSCALED]
+        return _on_first(window, rank, *(place + margin for place in window.place))
+
+    def _padded(self, parts: Parts) -> dict[str, jax.Array]:
+        """Arrays of the rows' numbers with margins, so that every window is inside."""
+        return {suffix: jnp.pad(parts[suffix], margin) for suffix, margin in self._margins.items()}
+
+    def _rows(self, window: _Window, rank: Any) -> Rows:
+        """Which rows of the whole parameter those in the window are."""
+        numbers = window.number(rank) + lax.iota(np.int32, window.rows)
+        cuts = self.group.cuts_of(window.path)
+        part, whole = window.slot.shape, self.group.layer_shape(window.path)
+        if not cuts:
+            return Rows(numbers)
+        *lead, last = (_offset(dimension, cuts, part) for dimension in range(len(part)))
+        whole_numbers: Any = 0
+        for dimension in reversed(range(len(lead))):
+            below = int(np.prod(whole[dimension + 1 : -1], dtype=np.int64))
+            whole_numbers += (numbers % part[dimension] + lead[dimension]) * below
+            numbers = numbers // part[dimension]
+        over = tuple(cut.axis for cut in cuts if cut.dimension == len(part) - 1)
+        if not over:
+            return Rows(whole_numbers)
+        return Rows(whole_numbers, last, whole[-1], lambda largest: lax.pmax(largest, over))
+
+    @cached_property
+    def _numbers(self) -> dict[str, RowArray]:
+        """Arrays with a number for each row, by suffix."""
+        both = {SCALES: RowArray(self.group, scaled=True), UNSCALED: RowArray(self.group, scaled=False)}
+        return {suffix: array for suffix, array in both.items() if array.rows}
+
+    @cached_property
+    def _margins(self) -> dict[str, int]:
+        return {
+            suffix: max(window.rows for window in self._windows if window.scaled == array.scaled)
+            for suffix, array in self._numbers.items()
+        }
+
+    @cached_property
+    def _windows(self) -> tuple[_Window, ...]:
+        pairs = zip(self.group.paths, self.group.layout.slots, strict=True)
+        return tuple(self._window(path, slot) for path, slot in pairs if slot.numel)
+
+    def _window(self, path: str, slot: Slot) -> _Window:
+        layout, scaled = self.group.layout, is_scaled(self.group, path)
+        numbers = self._numbers[SCALES if scaled else UNSCALED]
+        size, base = layout.shard_sizes[slot.buffer], layout.shard_slices[slot.buffer].start
+        first, last = slot.offset // size, (slot.end - 1) // size
+        whole = size // slot.row_size
+        held = slot.rows_before((first + 1) * size)
+        place = numbers.first_rows[slot.name]
+        if first == last:
+            start, rows = slot.offset - first * size, held
+        else:
+            tail = slot.num_rows - slot.rows_before(last * size)
+            rows = max(held, tail, whole if last - first > 1 else 0)
+            start, place = size - rows * slot.row_size, place - (rows - held)
+        starts, places = (base + start, base), (place, numbers.starts[slot.buffer])
+        return _Window(path, scaled, slot, rows, first, last, held, whole, starts, places)
+
+
+def _offset(dimension: int, cuts: tuple[Cut, ...], part: tuple[int, ...]) -> Any:
+    """Where the part that a device has begins in the whole parameter."""
+    axis = next((cut.axis for cut in cuts if cut.dimension == dimension), None)
+    return 0 if axis is None else lax.axis_index(axis) * part[dimension]

@@ -1,0 +1,231 @@
+"""Arrays of an optimizer's state beside those of the weights, where moments have a scale for each row.
+
+Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32 moments. Of a flat
+group there are then up to three arrays for each moment, all cut over devices as the weights are::
+
+    rank                              |------- 0 -------|------- 1 -------|
+    weights                           |a0a0a0a1a1a1b.b.b|b.b.c0c0c0c1c1c1.|      a, c: scaled, b: a vector
+    "layers/0 (scaled)"   low prec.   |q q q q q q . . .|. . q q q q q q .|      as the weights are, b left out
+    "layers/0 (scales)"   float32     |s0 s1|s0 s1|                              one for each row
+    "layers/0 (unscaled)" float32     |b b b|b b .|                              elements of b
+
+In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long as the rank with
+most rows needs it. Of the pjit engine's arrays only the scales are apart: ``"layers/0/kernel (scales)"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from bridge.sharding.rows import rows_of
+from bridge.sharding.slot import Slot
+from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.flat_group import FlatGroup, Index
+from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup
+from jax_impl.runtime.unit_plan import Group, Stored
+
+SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
+_SCALE = np.dtype(np.float32)
+
+
+def is_scaled(group: Group, path: str) -> bool:
+    """Whether the rows of a parameter, of a stack of one layer's, have several elements."""
+    return rows_of(group.layer_shape(path))[0] > 1
+
+
+def row_arrays(group: Group) -> Mapping[str, Stored]:
+    """The arrays by key that scaled moments of a group may have beside or in place of those like the weights."""
+    scaled = [path for path in group.paths if is_scaled(group, path)]
+    if isinstance(group, LogicalGroup):
+        return {path + SCALES: _scales_of(group.stored[path]) for path in scaled}
+    assert isinstance(group, FlatGroup)
+    if not scaled:
+        return {}
+    found: dict[str, Stored] = {group.key + SCALED: ScaledPart(group)}
+    for key, part in ((SCALES, RowArray(group, scaled=True)), (UNSCALED, RowArray(group, scaled=False))):
+        if part.rows:
+            found[group.key + key] = part
+    return found
+
+
+def _scales_of(array: LogicalArray) -> LogicalArray:
+    last = len(array.shape) - 1
+    return replace(
+        array,
+        shape=(*array.shape[:-1], 1),
+        dtype=_SCALE,
+        dimension=None if array.dimension == last else array.dimension,
+        cuts=tuple(cut for cut in array.cuts if cut.dimension != last),
+    )
+
+
+@dataclass(frozen=True)
+class ScaledPart:
+    """The scaled parameters of a flat group, each where its weights are; zeros where others are."""
+
+    group: FlatGroup
+
+    @property
+    def layers(self) -> int | None:
+        return self.group.layers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.group.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.group.dtype
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.group.spec
+
+    def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return shape if path in self._own else None
+
+    def numel(self, index: Index) -> int:
+        return sum(int(np.prod(sizes)) for path, _, sizes, _ in self.group.boxes(index) if path in self._own)
+
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+        return (piece for piece in self.group.pieces(index, values) if piece.path in self._own)
+
+    def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
+        def scaled(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+            return read(path, offsets, sizes) if path in self._own else np.zeros(sizes, dtype)
+
+        return self.group.shard(index, dtype, scaled)
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset(path for path in self.group.paths if is_scaled(self.group, path))
+
+
+@dataclass(frozen=True)
+class RowArray:
+    """A number for each row of a flat group's parameters that are ``scaled``, or that are not."""
+
+    group: FlatGroup
+    scaled: bool
+
+    @property
+    def layers(self) -> int | None:
+        return self.group.layers
+
+    @cached_property
+    def rows(self) -> int:
+        """How many a shard has."""
+        return sum(self._most)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shards = self.group.shape[-1] // self.group.layout.shard_size
+        return (*self.group.shape[:-1], shards * self.rows)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return _SCALE if self.scaled else self.group.dtype
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.group.spec
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the part of each buffer starts in a shard."""
+        return (0, *accumulate(self._most))[:-1]
+
+    @cached_property
+    def first_rows(self) -> Mapping[str, int]:
+        """By slot, where its rows start on the first rank that has some; on the others it is first in its buffer."""
+        layout, found = self.group.layout, dict[str, int]()
+        for buffer, start in enumerate(self.starts):
+            for rank in range(layout.num_shards):
+                place = start
+                for slot, rows in self._held(rank, buffer):
+                    found.setdefault(slot, place)
+                    place += rows
+        return found
+
+    def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        if path not in self._own:
+            return None
+        return (*shape[:-1], 1) if self.scaled else shape
+
+    def numel(self, index: Index) -> int:
+        return sum(int(np.prod(sizes)) for _, _, sizes, _ in self._boxes(index))
+
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+        for path, offsets, sizes, where in self._boxes(index):
+            # Of rows that are cut over a model axis, the first part has the scales.
+            if not self.scaled or offsets[-1] == 0:
+                yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes))
+
+    def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
+        values = np.zeros((*self.group.shape[:-1], self.rows), dtype)
+        for path, offsets, sizes, where in self._boxes(index):
+            found = np.asarray(read(path, self._of_scale(offsets, 0), sizes))
+            if found.shape != sizes:
+                raise ValueError(
+                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
+                )
+            values[where] = found.reshape(-1)
+        return values
+
+    def _boxes(
+        self, index: Index
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]:
+        """As those of the group, with the place of the rows' numbers, and sizes of one column for scales."""
+        size = self.group.layout.shard_size
+        shard = (index[-1].start or 0) // self.rows
+        whole = (*index[:-1], slice(shard * size, (shard + 1) * size))
+        places: dict[tuple[str, int], int] = {}
+        for path, offsets, sizes, (*layer, elements) in self.group.boxes(whole):
+            if path not in self._own:
+                continue
+            # The first box of a slot on a rank says where its rows start.
+            key = (path, layer[0] if layer else 0)
+            start = places.get(key, self._start(path, elements))
+            sizes = self._of_scale(sizes, 1)
+            places[key] = start + int(np.prod(sizes))
+            yield path, offsets, sizes, (*layer, slice(start, places[key]))
+
+    def _start(self, path: str, elements: slice) -> int:
+        layout = self.group.layout
+        slot = self._own[path]
+        buffer = layout.shard_slices[slot.buffer].start
+        # What starts within the first rank's shard is there; the rest of a slot starts a shard.
+        first = slot.offset % layout.shard_sizes[slot.buffer]
+        return self.first_rows[slot.name] if elements.start - buffer == first else self.starts[slot.buffer]
+
+    def _of_scale(self, numbers: tuple[int, ...], last: int) -> tuple[int, ...]:
+        return (*numbers[:-1], last) if self.scaled else numbers
+
+    @cached_property
+    def _most(self) -> tuple[int, ...]:
+        """For each buffer, the rows of the rank that has most of them."""
+        layout = self.group.layout
+        return tuple(
+            max(sum(rows for _, rows in self._held(rank, buffer)) for rank in range(layout.num_shards))
+            for buffer in range(len(layout.shard_sizes))
+        )
+
+    def _held(self, rank: int, buffer: int) -> Iterator[tuple[str, int]]:
+        """Slots and numbers of rows, by offset."""
+        layout = self.group.layout
+        for part in layout.parts(rank, buffer):
+            slot = layout.slots[part.number]
+            if self.group.paths[part.number] in self._own:
+                yield slot.name, (part.stop - part.start) // slot.row_size
+
+    @cached_property
+    def _own(self) -> Mapping[str, Slot]:
+        """Parameters that have rows in the array, and their slots."""
+        pairs = zip(self.group.paths, self.group.layout.slots, strict=True)
+        return {path: slot for path, slot in pairs if is_scaled(self.group, path) == self.scaled}

@@ -1,0 +1,179 @@
+"""Moments in low precision: ``main_weight_adamw`` stores what PyTorch's ``MainWeightAdamW`` stores, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import ShardingPlan, data_parallel_mesh, fully_shard, init_state, main_weight_adamw
+from jax_impl.checkpoint.contents import Contents
+from torch_impl import MainWeightAdamW
+
+pytestmark = [pytest.mark.optimized, pytest.mark.filterwarnings("ignore:pjit engine")]
+
+STEPS = 100
+Arrays = Mapping[str, np.ndarray]
+# Whole vectors of PyTorch's kernel, but rows and numbers of rows that no number of devices divides.
+SHAPES = {
+    "embed": (11, 8),
+    "experts": (3, 5, 8),
+    "norm": (16,),
+    "thin": (8, 1),
+    "wide": (1, 48),
+    "layers/up": (3, 7, 8),
+    "layers/bias": (3, 8),
+    "layers/down": (3, 2, 20),
+}
+LAYERS = 3
+FORMATS = ["bfloat16", "float16", "float8_e4m3fn"]
+BYTES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def parameters() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {path: (0.1 * rng.normal(size=shape)).astype(np.float32) for path, shape in SHAPES.items()}
+
+
+@functools.cache
+def gradients(step: int) -> Arrays:
+    """Of scales from 1e-6 to 1, with elements and a whole row of zero."""
+    rng = np.random.default_rng(1 + step)
+    found = {}
+    for path, shape in SHAPES.items():
+        value = rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, size=shape)
+        value[rng.uniform(size=shape) < 0.1] = 0
+        value[-1] = 0 if path in ("embed", "experts") else value[-1]
+        found[path] = value.astype(np.float32)
+    return found
+
+
+def of_layers(arrays: Arrays) -> dict[str, np.ndarray]:
+    """As a model without stacks has them."""
+    found = {}
+    for path, value in arrays.items():
+        if path.startswith("layers/"):
+            found |= {path.replace("/", f"/{layer}/"): value[layer] for layer in range(LAYERS)}
+        else:
+            found[path] = value
+    return found
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    size = tensor.element_size()
+    return tensor.detach().view(kinds[size]).numpy().view(BYTES[size])
+
+
+def torch_run(
+    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients, **options: Any
+) -> dict[str, np.ndarray]:
+    """Bits of weights, moments and scales by their names in a checkpoint."""
+    weights = {path: torch.nn.Parameter(torch.tensor(x)) for path, x in of_layers(parameters()).items()}
+    kinds = {"exp_avg_dtype": getattr(torch, mu), "exp_avg_sq_dtype": getattr(torch, nu)}
+    optimizer = MainWeightAdamW(list(weights.values()), lr=1e-2, **kinds, **options)
+    for step in range(steps):
+        for path, slope in of_layers(slopes(step)).items():
+            weights[path].grad = torch.tensor(slope)
+        optimizer.step()
+    found = {}
+    names = {"exp_avg": "mu", "exp_avg_scale": "mu_scale", "exp_avg_sq": "nu", "exp_avg_sq_scale": "nu_scale"}
+    for path, weight in weights.items():
+        found[f"params/{path}"] = bits(weight)
+        for key, value in optimizer.state[weight].items():
+            if key != "step":
+                found[f"opt_state/{names[key]}/{path}"] = bits(value)
+    return found
+
+
+def stored(plan: ShardingPlan, state: Any) -> dict[str, np.ndarray]:
+    """The bits of what a checkpoint has of the state, cut from its shards."""
+    found: dict[str, np.ndarray] = {}
+    for name, by_key in Contents.of(plan, state).arrays.items():
+        for key, array in by_key.items():
+            for piece in plan.local_pieces(key, array):
+                size = piece.values.dtype.itemsize
+                shape = plan.tensor_shape(key, piece.path)
+                whole = found.setdefault(f"{name}/{piece.path}", np.zeros(shape, BYTES[size]))
+                where = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+                whole[where] = np.ascontiguousarray(piece.values).view(BYTES[size])
+    return {
+        f"{name}/{path}": value
+        for full, array in found.items()
+        for name, tail in [_split(full)]
+        for path, value in of_layers({tail: array}).items()
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    path = next(path for path in SHAPES if name.endswith(f"/{path}"))
+    return name.removesuffix(f"/{path}"), path
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in arrays.items():
+        *above, name = path.split("/")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return tree
+
+
+def jax_run(
+    mu: str, nu: str, steps: int = STEPS, slopes: Any = gradients, options: Any = None, **sharding: Any
+) -> dict[str, np.ndarray]:
+    devices = sharding.pop("devices", 1)
+    plan, weights = fully_shard(
+        nested({path: jnp.asarray(x) for path, x in parameters().items()}),
+        data_parallel_mesh(devices),
+        stacked=["layers"],
+        **sharding,
+    )
+    optimizer = main_weight_adamw(1e-2, mu_dtype=mu, nu_dtype=nu, **(options or {}))
+    state = init_state(plan, weights, optimizer)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+    step = jax.jit(optimizer.on_plan(plan).apply, out_shardings=shardings, donate_argnums=(1, 2))
+    held, opt_state = state.weights, state.opt_state
+    for number in range(steps):
+        given = slopes(number)
+
+        def read(path: str, offsets: Any, sizes: Any, given: Arrays = given) -> np.ndarray:
+            return given[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+        held, opt_state = step({key: plan.build_buffer(key, read) for key in plan.arrays}, opt_state, held)
+        jax.block_until_ready(held)
+    return stored(plan, type(state)(held, opt_state))
+
+
+def assert_same(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+expected = functools.cache(torch_run)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_moments_and_scales_equal_torchs_bit_for_bit(kind: str, engine: str, devices: int) -> None:
+    assert_same(jax_run(kind, kind, engine=engine, devices=devices), expected(kind, kind))
