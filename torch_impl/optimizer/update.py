@@ -1,4 +1,4 @@
-"""One AdamW update of many local tensors by torch's fused kernel.
+"""One update of many local tensors; AdamW by torch's fused kernel.
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
 staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
@@ -20,9 +20,9 @@ The two forms of line 4 are why the same elements, cut otherwise, may differ in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +33,17 @@ from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
 
+Kernel: TypeAlias = Callable[
+    [
+        Sequence[torch.Tensor],
+        Sequence[torch.Tensor],
+        Sequence[Sequence[torch.Tensor]],
+        Sequence[torch.Tensor],
+        Mapping[str, Any],
+    ],
+    None,
+]
+"""Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
 # Elements of the tensors that are staged together, unless one tensor is larger.
 _CHUNK = 1 << 22
 
@@ -41,13 +52,14 @@ _CHUNK = 1 << 22
 class ParameterUpdate:
     """What an update of one parameter needs of it, looked up once. ``state`` is the optimizer's, in ``formats``.
 
-    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``.
+    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``; there may be none,
+    and then no step either.
     ``made_by_unit``: the parameter is what ``fully_shard`` makes of one.
     """
 
     param: nn.Parameter
     state: dict[str, torch.Tensor]
-    formats: tuple[MomentFormat, MomentFormat]
+    formats: tuple[MomentFormat, ...]
     offloaded: bool
     made_by_unit: bool = field(init=False)
     placements: Any = field(init=False)
@@ -57,12 +69,11 @@ class ParameterUpdate:
     dtype: torch.dtype = field(init=False)
     resident: bool = field(init=False)
     step: torch.Tensor = field(init=False)
-    _held: tuple[torch.Tensor, torch.Tensor] = field(init=False)
+    _held: tuple[torch.Tensor, ...] = field(init=False)
     _weight_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        first, second = self.formats
-        self._held = self.state[first.key], self.state[second.key]
+        self._held = tuple(self.state[one.key] for one in self.formats)
         self.made_by_unit = isinstance(self.param, RowDTensor)
         self.placements = self.param.placements if isinstance(self.param, DTensor) else None
         self.shape = self.param.shape
@@ -83,7 +94,7 @@ class ParameterUpdate:
             self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
         self.resident = uniform and unscaled and alike and not self.offloaded
-        self.step = self.state["step"]
+        self.step = self.state["step"] if self.formats else torch.zeros(())
         self._weight_dtype = self.weight.dtype
 
     def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -92,9 +103,8 @@ class ParameterUpdate:
             state is self.state
             and local_of(self.param) is self.weight
             and self.weight.dtype == self._weight_dtype
-            and state[self.formats[0].key] is self._held[0]
-            and state[self.formats[1].key] is self._held[1]
-            and state["step"] is self.step
+            and all(state[one.key] is held for one, held in zip(self.formats, self._held, strict=True))
+            and (not self.formats or state["step"] is self.step)
         )
 
     def travelling(self) -> list[torch.Tensor]:
@@ -107,10 +117,11 @@ def update(
     grads: Sequence[torch.Tensor],
     group: Mapping[str, Any],
     transfers: Transfers,
+    kernel: Kernel,
 ) -> None:
     """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
 
-    Their steps are counted already. Local tensors without elements are skipped.
+    ``kernel`` computes, on tensors of one dtype. Steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
     staged: list[tuple[ParameterUpdate, torch.Tensor]] = []
@@ -122,17 +133,16 @@ def update(
         else:
             staged.append((one, grad))
     for pairs in resident.values():
-        _fused(
+        kernel(
             [one.weight for one, _ in pairs],
             [grad for _, grad in pairs],
-            [one.moments[0][0] for one, _ in pairs],
-            [one.moments[1][0] for one, _ in pairs],
+            [[tensor for tensor, _ in one.moments] for one, _ in pairs],
             [one.step for one, _ in pairs],
             group,
         )
     at_home = [pair for pair in staged if not pair[0].offloaded]
     for pairs in _chunks(at_home):
-        _update_staged(pairs, [one.moments for one, _ in pairs], group)
+        _update_staged(pairs, [one.moments for one, _ in pairs], group, kernel)
     chunks = list(_chunks([pair for pair in staged if pair[0].offloaded]))
     batches = [[tensor for one, _ in pairs for tensor in one.travelling()] for pairs in chunks]
     for pairs, copies in zip(chunks, transfers.stream(batches), strict=True):
@@ -141,7 +151,7 @@ def update(
             [(next(fetched), None if scale is None else next(fetched)) for _, scale in one.moments]
             for one, _ in pairs
         ]
-        _update_staged(pairs, moments, group)
+        _update_staged(pairs, moments, group, kernel)
 
 
 def _chunks(
@@ -164,6 +174,7 @@ def _update_staged(
     pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
     moments: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
     group: Mapping[str, Any],
+    kernel: Kernel,
 ) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
     dtype = pairs[0][0].dtype
@@ -177,9 +188,7 @@ def _update_staged(
             if scale is not None:
                 kind.decode(tensor, scale, value)
             values[-1].append(value)
-    _fused(
-        weights, grads, [v[0] for v in values], [v[1] for v in values], [one.step for one, _ in pairs], group
-    )
+    kernel(weights, grads, values, [one.step for one, _ in pairs], group)
     for (one, _), weight, stored, new in zip(pairs, weights, moments, values, strict=True):
         if weight is not one.weight:
             one.weight.copy_(weight)
@@ -205,25 +214,25 @@ def _like(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
     return _empty(weight, dtype).copy_(tensor)
 
 
-def _fused(
-    weights: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    firsts: list[torch.Tensor],
-    seconds: list[torch.Tensor],
-    steps: list[torch.Tensor],
+def fused_adamw(
+    weights: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    moments: Sequence[Sequence[torch.Tensor]],
+    steps: Sequence[torch.Tensor],
     group: Mapping[str, Any],
 ) -> None:
+    """AdamW of tensors on one device in one dtype, in place. ``moments``: of each weight the first and the second."""
     device = weights[0].device
     if device.type != "cpu":
         # One transfer for all, without waiting for the device.
         steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
     torch._fused_adamw_(
-        weights,
-        grads,
-        firsts,
-        seconds,
+        list(weights),
+        list(grads),
+        [first for first, _ in moments],
+        [second for _, second in moments],
         [],
-        steps,
+        list(steps),
         lr=group["lr"],
         beta1=group["betas"][0],
         beta2=group["betas"][1],
