@@ -102,7 +102,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             for device, (updates, grads) in by_device.items():
                 # Counted also for ranks without rows: all ranks must agree that the weights have changed.
                 torch.autograd.graph.increment_version([one.weight for one in updates])
-                torch._foreach_add_([one.step for one in updates if one.formats], 1.0)
+                torch._foreach_add_([one.step for one in updates], 1.0)
                 if device not in self._transfers:
                     self._transfers[device] = transfers_for(device)
                 self._update(updates, grads, group, self._transfers[device])

@@ -131,11 +131,8 @@ def _only_rows(param: DTensor) -> bool:
 
 
 def _whole_matrices(one: ParameterUpdate, grad: torch.Tensor) -> list[_Matrix]:
-    """Of a parameter that this rank has whole, in the parameter's shape or, of a ``RowDTensor``, as rows."""
+    """Of a parameter that this rank has whole, and in its own shape."""
     shape = tuple(one.shape)
-    if isinstance(one.param, RowDTensor):
-        count = math.prod(shape[:-2])
-        return [_rows(one, grad, number * shape[-2], (number + 1) * shape[-2]) for number in range(count)]
 
     def at(index: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: tensor[index]
