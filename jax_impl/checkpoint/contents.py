@@ -71,7 +71,8 @@ class Contents:
             self._declare(writer, chunks, name, by_key)
             for key, array in by_key.items():
                 for piece in _pieces(self.plan, key, array):
-                    chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
+                    if not piece.repeated:
+                        chunks.add(f"{name}/{piece.path}", Box(piece.offsets, piece.sizes), piece.values)
         for name, value in self.whole.items():
             info = writer.add_tensor(tuple(name.split("/")), value.shape, np.dtype(value.dtype))
             if first:
@@ -107,7 +108,8 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
 
 
 def _pieces(plan: ShardingPlan, key: str, array: jax.Array) -> Iterator[Piece]:
-    """The pieces of parameters that this process holds; over all processes every element comes exactly once.
+    """The pieces of parameters that this process holds; over all processes every element comes exactly once, but for
+    repeated pieces.
 
     Of a stack, layer by layer: all of it may be as large as the model.
     """

@@ -17,6 +17,7 @@ import optax
 
 from bridge.formats import CheckpointError, TreePath
 from jax_impl.checkpoint.by_path import TreeReader
+from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
 from jax_impl.checkpoint.placing import Tensors
@@ -60,6 +61,7 @@ def load_checkpoint(
     initial: TrainState | Buffers | None = None,
     variables: Mapping[str, jax.Array] | None = None,
     tree: str | None = None,
+    moments: str = "same",
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
     """Load a checkpoint onto the plan's devices, whoever saved it on however many: Orbax, DCP or safetensors.
@@ -91,17 +93,22 @@ def load_checkpoint(
             those that are of another shape or dtype. Default: those of a state that ``initial`` is.
         tree: the place of the weights in a checkpoint that has several models', such as "student" or "ema/params". The
             tree is searched like a whole checkpoint; an optimizer's state may also be beside it. All else is ignored.
+        moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
+            those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
+            for the while.
         timeout: seconds that processes wait for one another.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        ValueError: ``variables`` of another model, ``like`` of another plan or optimizer, ``initial`` of another plan,
-            donated or with ``strict``.
+        ValueError: another word for ``moments``; ``variables`` of another model, ``like`` of another plan or optimizer,
+            ``initial`` of another plan, donated or with ``strict``.
         CheckpointError: damaged, of another format, or of another model or optimizer (the differences are listed);
             without the step, or any complete one; or another process failed or was not heard of.
     """
     processes = Processes(plan.mesh, "load", timeout)
     with processes.step("choose") as chosen:
+        if moments not in ("same", "convert"):
+            raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
         given = _given(plan, initial, variables, strict=strict)
         directory = Path(os.path.abspath(path))
         if processes.first:
@@ -110,7 +117,8 @@ def load_checkpoint(
     directory = directory / chosen.shared
     with processes.step("read"):
         with TreeReader(directory) as reader:
-            loaded = _load(reader, plan, optimizer, given, like, strict=strict, tree=(tree or "").strip("/"))
+            asked = _Asked(strict, (tree or "").strip("/"), moments == "convert")
+            loaded = _load(reader, plan, optimizer, given, like, asked)
         warn_of_whole_moments(plan, loaded.state.opt_state)
         return loaded
 
@@ -121,6 +129,13 @@ class _Given:
 
     weights: Buffers | None
     variables: Variables | None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    strict: bool
+    tree: str
+    convert: bool
 
 
 def _given(
@@ -162,9 +177,7 @@ def _load(
     optimizer: optax.GradientTransformation | None,
     given: _Given,
     like: TrainState | None,
-    *,
-    strict: bool,
-    tree: str,
+    asked: _Asked,
 ) -> LoadedCheckpoint:
     weights: dict[str, Any] = {
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
@@ -173,14 +186,20 @@ def _load(
     if optimizer is not None:
         opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
     places = _places(plan, TrainState(weights, opt_state), like)
+    changes: Conversion | None = None
+    if asked.convert and optimizer is not None:
+        changes = conversion(reader, plan, optimizer, weights, opt_state, asked.tree)
+        reader, optimizer = changes.reader, changes.optimizer
+        opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
     wanted = Wanted(
         kinds(plan, weights, opt_state),
         plan.parameters.keys(),
         with_optimizer=optimizer is not None,
         with_weights=given.weights is not None,
         with_variables=given.variables is not None,
-        strict=strict,
-        tree=tree,
+        strict=asked.strict,
+        tree=asked.tree,
+        convert=asked.convert,
     )
     try:
         matched = match(reader.path, kinds_of(reader.tensors), wanted)
@@ -215,7 +234,13 @@ def _load(
     fresh = None
     if optimizer is not None and any(name.startswith("opt_state/") for name in matched.fresh):
         fresh = initial_moments(plan, arrays, optimizer)
-    state = TrainState(arrays, tensors.optimizer(opt_state, fresh, places.opt_state), variables)
+    if changes is None:
+        opt_state = tensors.optimizer(opt_state, fresh, places.opt_state)
+    else:
+        anywhere = jax.tree.map(lambda _: "", opt_state)
+        opt_state = changes.converted(tensors.optimizer(opt_state, fresh, anywhere))
+        opt_state = jax.tree.map(moved, opt_state, places.opt_state)
+    state = TrainState(arrays, opt_state, variables)
     train = train_values(reader)
     if matched.step is not None:
         train.setdefault("step", int(reader.read(matched.step)))

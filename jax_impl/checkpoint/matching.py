@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from bridge.formats import CheckpointError
-from jax_impl.checkpoint.moments import match_moments, parameter_of
+from jax_impl.checkpoint.moments import SCALE, match_moments, parameter_of
 from jax_impl.checkpoint.names import Kind, listed
 from jax_impl.checkpoint.roots import (
     bare,
@@ -33,6 +34,8 @@ from jax_impl.checkpoint.roots import (
     step_beside,
     trees_of_weights,
 )
+
+_CONVERT = 'moments="convert" turns moments that were saved in another format into this optimizer\'s'
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Wanted:
 
     ``tensors``: as ``names.kinds`` gives them. ``parameters``: their paths. ``with_weights``, ``with_variables``:
     whether the caller has values for those that the checkpoint lacks. ``tree``: which one has the weights, "" for
-    whichever has most of them.
+    whichever has most of them. ``convert``: whether moments may be in another floating dtype.
     """
 
     tensors: Mapping[str, Kind]
@@ -64,6 +67,7 @@ class Wanted:
     with_variables: bool
     strict: bool
     tree: str = ""
+    convert: bool = False
 
 
 def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
@@ -90,7 +94,8 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
         and (wanted.with_optimizer or not is_of_optimizer(name, wanted.tree))
     ]
     if missing or unexpected:
-        hint = _hint_of_trees(found, missing, unexpected, wanted, root) or _hint(missing, wanted, some)
+        hint = _hint_of_trees(found, missing, unexpected, wanted, root)
+        hint = hint or _hint_of_scales(missing, unexpected, wanted) or _hint(missing, wanted, some)
         raise CheckpointError(
             f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: {listed(missing)}; unexpected: "
             f"{listed(unexpected)}"
@@ -104,7 +109,9 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
         ]
         if wrong:
             hint = ""
-            if field == "dtype" and wanted.strict:
+            if field == "dtype" and any(name.startswith("opt_state/") for name in wrong):
+                hint = f"; {_CONVERT}"
+            elif field == "dtype" and wanted.strict:
                 hint = "; strict=False casts floating-point weights"
             elif field == "shape" and not wanted.with_weights and wrong[0].startswith("params/"):
                 hint = "; strict=False with initial=state goes on with the state's own weights for these"
@@ -116,10 +123,13 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
 
 
 def _may_be_cast(name: str, wanted: Wanted, found: Kind) -> bool:
-    """Whether these are weights in another floating dtype, such as a bfloat16 copy for inference."""
+    """Whether these are weights in another floating dtype, such as a bfloat16 copy for inference, or moments."""
     both = (wanted.tensors[name].dtype, found.dtype)
-    floating = all(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16 for dtype in both)
-    return not wanted.strict and name.startswith("params/") and floating
+    floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in both)
+    if name.startswith("opt_state/"):
+        return wanted.convert and floating
+    wide = floating and all(jnp.finfo(dtype).bits >= 16 for dtype in both)
+    return not wanted.strict and name.startswith("params/") and wide
 
 
 def _sources(found: Mapping[str, Kind], wanted: Wanted, root: str) -> dict[str, str]:
@@ -148,11 +158,17 @@ def _sources(found: Mapping[str, Kind], wanted: Wanted, root: str) -> dict[str, 
         }
         stored = {n: k for n, k in found.items() if n.startswith(f"{optimizer}/")}
         sources |= match_moments(
-            {bare(n, "opt_state"): (n, kind) for n, kind in moments.items()},
-            {bare(n, optimizer): (n, kind) for n, kind in stored.items()},
+            {bare(n, "opt_state"): (n, _comparable(kind, wanted)) for n, kind in moments.items()},
+            {bare(n, optimizer): (n, _comparable(kind, wanted)) for n, kind in stored.items()},
             wanted.parameters,
         )
     return sources
+
+
+def _comparable(kind: Kind, wanted: Wanted) -> Kind:
+    """The same for all floating dtypes that a load converts."""
+    convertible = wanted.convert and jnp.issubdtype(kind.dtype, jnp.floating)
+    return Kind(kind.shape, np.dtype(np.float32)) if convertible else kind
 
 
 def _is_replaced(wanted: Wanted, name: str, found: Kind) -> bool:
@@ -187,6 +203,13 @@ def _hint_of_trees(
     return (
         f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}){rest}. "
     )
+
+
+def _hint_of_scales(missing: Collection[str], unexpected: Collection[str], wanted: Wanted) -> str:
+    """What to do where nothing but scales tells two formats of moments apart."""
+    differing = [*missing, *unexpected]
+    only = all(any(word.endswith(SCALE) for word in name.split("/")) for name in differing)
+    return f"Its moments are in another format: {_CONVERT}. " if only and not wanted.convert else ""
 
 
 def _hint(missing: list[str], wanted: Wanted, some: bool) -> str:

@@ -7,8 +7,9 @@ A part is what one transformation keeps: its arrays by parameter, and numbers th
                                2    count
 
 All numbers of a part are taken, or nothing of it. All moments of a parameter are taken, or none: new second moments
-beside old first ones would make its first steps far too large. The more kinds of arrays two parts share, and the more
-of their places' ends, the better they fit; positions in a chain may differ.
+beside old first ones would make its first steps far too large. Moments with scales (``mu_scale`` beside ``mu``) fit
+others with scales only. The more kinds of arrays two parts share, and the more of their places' ends, the better they
+fit; positions in a chain may differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _Key = tuple[str, bool]
 _Place = tuple[str, ...]
 _Part = dict[_Key, dict[str, tuple[str, Kind]]]
 _NUMBERS = ""
+SCALE = "_scale"
+"""What the name of the scales of a moment has behind that of the moment."""
 Tensors = Mapping[str, tuple[str, Kind]]
 
 
@@ -61,7 +64,8 @@ def _shared(part: _Part, stored: _Part) -> dict[str, str]:
     for key, tensors in part.items():
         for path, (name, kind) in tensors.items():
             source, other = stored.get(key, {}).get(path, (None, None))
-            by_path[path][name] = source if other == kind else None
+            fits = other == kind and _has_scales(part, key, path) == _has_scales(stored, key, path)
+            by_path[path][name] = source if fits else None
     complete = {path: found for path, found in by_path.items() if None not in found.values()}
     # Numbers have no path. Bias is corrected for the steps that a count says: it must be the one of just these moments.
     if (_NUMBERS in by_path and _NUMBERS not in complete) or (
@@ -71,6 +75,10 @@ def _shared(part: _Part, stored: _Part) -> dict[str, str]:
     return {
         name: source for found in complete.values() for name, source in found.items() if source is not None
     }
+
+
+def _has_scales(part: _Part, key: _Key, path: str) -> bool:
+    return path in part.get((key[0] + SCALE, key[1]), {})
 
 
 def _pairs(own: dict[_Place, _Part], saved: dict[_Place, _Part]) -> list[tuple[_Place, _Place]]:

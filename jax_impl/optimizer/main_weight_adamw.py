@@ -12,6 +12,9 @@ once::
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
+``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with ``bias_correction=False`` both
+``1 - b**t`` are 1.
+
 Fed the same gradients, the compiled step gives the weights and moments of ``torch.optim.AdamW(fused=True)`` on CPU bit
 for bit, in float32 and float64, whatever the number of devices and wherever shards begin and end. Bias corrections come
 from a table of host doubles that is part of the program, so the step count stays on the device. The equality leans on
@@ -32,8 +35,8 @@ contracts fewer products, and its bits are others. No equality is promised where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,11 +76,15 @@ class MainWeightTransformation(optax.GradientTransformation):
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
     more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
     over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
+    ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
+    ``with_formats``: the same with others.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
     learning_rate: float | optax.Schedule
     on_plan: Callable[[ShardingPlan], MainWeightTransformation]
+    formats: Mapping[str, MomentFormat]
+    with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation]
 
     def __new__(
         cls,
@@ -85,6 +92,8 @@ class MainWeightTransformation(optax.GradientTransformation):
         apply: Callable[[Any, Any, Any], tuple[Any, Any]],
         learning_rate: float | optax.Schedule,
         on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
+        formats: Mapping[str, MomentFormat] | None = None,
+        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
@@ -98,6 +107,8 @@ class MainWeightTransformation(optax.GradientTransformation):
         self.apply = apply
         self.learning_rate = learning_rate
         self.on_plan = on_plan or (lambda _: self)
+        self.formats = formats or {}
+        self.with_formats = with_formats or (lambda _: self)
         return self
 
 
@@ -108,17 +119,22 @@ def main_weight_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     *,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     torch_vector_bytes: int | None = None,
 ) -> MainWeightTransformation:
-    """AdamW with decoupled weight decay; defaults are PyTorch's.
+    """AdamW, or Adam; defaults are those of PyTorch's AdamW.
 
     Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
         gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with
         ``lr=float(x)``; a schedule's own arithmetic rounds in a compiled program otherwise than op by op.
+    adam_w_mode: False for Adam, whose ``weight_decay`` is a part of the gradient (L2): the bits of
+        ``torch.optim.Adam(fused=True)``.
+    bias_correction: False for updates as if moments had been gathered for ever: both corrections are 1.
     mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
         float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
         where rows are single elements, in the dtype of the weights.
@@ -128,10 +144,10 @@ def main_weight_adamw(
     Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype,
     ``update`` for gradients of another shape and for a schedule that gives no scalar.
     """
-    constants = Constants(b1, b2, eps, weight_decay)
+    constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
     formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
-    return _transformation(_AdamW(learning_rate, constants, formats, torch_vector_bytes), TreeMoments())
+    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), TreeMoments())
 
 
 @dataclass(frozen=True)
@@ -140,8 +156,13 @@ class _AdamW:
 
     learning_rate: float | optax.Schedule
     constants: Constants
-    formats: tuple[MomentFormat, MomentFormat]
+    mu: MomentFormat
+    nu: MomentFormat
     vector_bytes: int | None
+
+    @property
+    def formats(self) -> tuple[MomentFormat, MomentFormat]:
+        return self.mu, self.nu
 
 
 def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
@@ -158,7 +179,12 @@ def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransforma
         scaled = any(kind.scaled for kind in given.formats)
         return _transformation(given, PlanMoments(plan)) if scaled else own
 
-    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan)
+    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        kinds: dict[str, Any] = dict(formats)
+        return _transformation(replace(given, **kinds), arrays)
+
+    formats = {"mu": given.mu, "nu": given.nu}
+    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats)
     return own
 
 
@@ -177,6 +203,7 @@ def _applied(
     rate: Any = given.learning_rate
     if callable(rate):
         rate = _scheduled(rate, state.count)
+    structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {leaf.dtype for _, leaf in paths}
     scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}
@@ -188,9 +215,9 @@ def _applied(
     for number, (path, weight) in enumerate(paths):
         _check_gradient(path, weight, slopes[number])
         compute = partial(_one, given, (rows[0][number], rows[1][number]))
+        held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[weight.dtype])
-        arguments = (weight, slopes[number], firsts[number], seconds[number])
-        done.append(arrays.computed(number, weights, compute, *arguments, numbers))
+        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
     return new, _state(given, arrays, count, weights, parts)
@@ -199,14 +226,12 @@ def _applied(
 def _one(
     given: _AdamW,
     rows: tuple[MomentRows, MomentRows],
-    weight: jax.Array,
+    held: tuple[jax.Array, Parts, Parts],
     gradient: jax.Array,
-    first: Parts,
-    second: Parts,
     numbers: tuple[jax.Array, StepScalars],
 ) -> tuple[jax.Array, Parts, Parts]:
-    """The update of one array, or of the shard that a device has of it."""
-    count, scalars = numbers
+    """Weights and moments of one array, or of the shard that a device has of it, after the step."""
+    (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     weight, m, v = updated(weight, *moments, gradient, scalars, given.constants, given.vector_bytes)
     new = rows[0].encode(given.formats[0], m, count)

@@ -37,6 +37,7 @@ from jax_impl.runtime.unit_plan import Group
 VALUES = ""
 # The arrays of a moment of one array of weights, by suffix of their keys.
 Parts = Mapping[str, jax.Array]
+Compute = Callable[[Any, Any, Any], Any]
 
 
 class MomentRows(Protocol):
@@ -71,11 +72,10 @@ class Alike:
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """Of parameters as the model has them; ``layers``: whether the first dimension counts those of a stack."""
+    """Of parameters as the model has them. Of a stack ``decode`` and ``encode`` take one layer."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    layers: bool = False
     suffixes = (VALUES, SCALES)
 
     def zeros(self, kind: MomentFormat) -> Parts:
@@ -86,9 +86,9 @@ class ArrayRows:
         return decoded(parts[VALUES], parts[SCALES]).astype(self.dtype)
 
     def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
-        lead = self.shape[:-1]
+        lead = values.shape[:-1]
         numbers = jnp.zeros(lead, np.int32)
-        for dimension in range(1 if self.layers else 0, len(lead)):
+        for dimension in range(len(lead)):
             below = np.int32(math.prod(lead[dimension + 1 :]))
             numbers += lax.broadcasted_iota(np.int32, lead, dimension) * below
         stored, scale = kind.encode(values.astype(jnp.float32), Rows(numbers), step)
@@ -111,10 +111,12 @@ class MomentArrays(ABC):
         """The two trees of the state, the second None where the format has no scales."""
 
     @abstractmethod
-    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """``compute(array, gradient, parts, parts, numbers)`` of an array of the weights, where its rows are known.
+    def computed(
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    ) -> Any:
+        """``compute(held, given, numbers)`` for an array of the weights, where its rows are known: ``held`` anew.
 
-        All but ``numbers``, which are scalars, are arrays that lie as the weights do, and so are the results.
+        ``held`` and ``given`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
         """
 
 
@@ -129,7 +131,7 @@ class TreeMoments(MomentArrays):
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
-        structure = jax.tree.structure(weights)
+        structure: Any = jax.tree.structure(weights)
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
             trees[SCALES] = structure.flatten_up_to(scales)
@@ -141,8 +143,10 @@ class TreeMoments(MomentArrays):
         scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
         return values, scales if kind.scaled else None
 
-    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
-        return compute(*arguments)
+    def computed(
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    ) -> Any:
+        return compute(held, given, numbers)
 
 
 class PlanMoments(MomentArrays):
@@ -159,9 +163,7 @@ class PlanMoments(MomentArrays):
             shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
             if not kind.scaled or key + SCALES not in self._plan.row_arrays:
                 return Alike(shape, dtype)
-            return (
-                ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype, _stacked(group))
-            )
+            return ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype)
 
         return [of(*item) for item in _items(weights)]
 
@@ -179,21 +181,20 @@ class PlanMoments(MomentArrays):
                 (scales if suffix == SCALES else values)[key + suffix] = array
         return values, scales if kind.scaled else None
 
-    def computed(self, number: int, weights: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+    def computed(
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    ) -> Any:
         key, _ = _items(weights)[number]
         group = self._groups[key]
-        if not isinstance(group, FlatGroup) or all(tuple(parts) == (VALUES,) for parts in arguments[2:4]):
-            return compute(*arguments)
         one = compute if group.layers is None else _by_layer(compute, group.layers)
-        *arrays, numbers = arguments
-        specs = jax.tree.map(lambda _: group.spec, tuple(arrays))
+        if not isinstance(group, FlatGroup):
+            return one(held, given, numbers)
+        specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, given)]
         whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
-        # Weights and parts of moments come back as they were given; the gradient does not.
-        results = (specs[0], *specs[2:])
         placed = jax.shard_map(
-            one, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=results, check_vma=False
+            one, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=specs[0], check_vma=False
         )
-        return placed(*arrays, numbers)
+        return placed(held, given, numbers)
 
 
 def _items(weights: Any) -> list[tuple[str, Any]]:
@@ -201,24 +202,17 @@ def _items(weights: Any) -> list[tuple[str, Any]]:
     return sorted(weights.items())
 
 
-def _stacked(group: Group) -> bool:
-    return group.layers is not None
-
-
-def _by_layer(compute: Callable[..., Any], layers: int) -> Callable[..., Any]:
+def _by_layer(compute: Compute, layers: int) -> Compute:
     """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
 
-    def computed(array: Any, gradient: Any, first: Parts, second: Parts, numbers: Any) -> Any:
+    def computed(held: Any, given: Any, numbers: Any) -> Any:
         def layer(number: Any, held: Any) -> Any:
             def of(x: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(x, number, keepdims=False)
 
-            own, *moments = jax.tree.map(of, held)
-            new = compute(own, of(gradient), *moments, numbers)
-            return jax.tree.map(
-                lambda x, y: lax.dynamic_update_index_in_dim(x, y, number, 0), held, tuple(new)
-            )
+            new = compute(jax.tree.map(of, held), jax.tree.map(of, given), numbers)
+            return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, number, 0), held, new)
 
-        return lax.fori_loop(0, layers, layer, (array, first, second))
+        return lax.fori_loop(0, layers, layer, held)
 
     return computed

@@ -104,7 +104,7 @@ class MomentFormat:
         bits = lax.bitcast_convert_type(values, np.int32) & np.int32(0x7FFFFFFF)
         largest = rows.whole(jnp.max(bits, -1, keepdims=True))
         magnitudes = lax.bitcast_convert_type(largest, np.float32)
-        scale = divide_exactly(magnitudes, most)
+        scale = divide_exactly(magnitudes, float(limits.max))
         scaled = divide_exactly(values, jnp.where(scale == 0, np.float32(1), scale))
         power = lax.bitcast_convert_type(
             lax.bitcast_convert_type(scaled, np.int32) & np.int32(0x7F800000), np.float32

@@ -30,12 +30,14 @@ _NEGLIGIBLE = 2.0**-56
 
 @dataclass(frozen=True)
 class Constants:
-    """What is the same in every step, but for a learning rate that is not scheduled."""
+    """What is the same in every step, but for a learning rate that is not scheduled; see ``main_weight_adamw``."""
 
     b1: float
     b2: float
     eps: float
     weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -64,11 +66,15 @@ def updated(
     number = w.dtype.type
 
     def opaque(x: Any) -> jax.Array:
-        return jnp.where(v >= 0, x, number(np.nan))
+        # NaN of a second moment is none of the gradient.
+        return jnp.where(v < 0, number(np.nan), x)
 
     # A gradient that the same program computed may be a product.
     g = opaque(g.astype(w.dtype))
-    w = opaque(w * scalars.decay)
+    if constants.adam_w_mode:
+        w = opaque(w * scalars.decay)
+    elif constants.weight_decay:
+        g = opaque(g + opaque(w) * number(constants.weight_decay))
     m = _lerp(m, g, number(1 - constants.b1))
     new, old = number(1 - constants.b2) * g, v * number(constants.b2)
     tail = _tail(w, vector_bytes)
@@ -105,7 +111,9 @@ def step_scalars(
     doubles. What depends on a learning rate that only the program knows is computed in doubles in the program, also
     where JAX's 64-bit types are off.
     """
-    bias1, bias2 = 1 - powers(constants.b1), 1 - powers(constants.b2)
+    bias1, bias2 = (
+        1 - powers(beta) if constants.bias_correction else np.ones(1) for beta in (constants.b1, constants.b2)
+    )
     correction = _at(count, np.sqrt(bias2).astype(dtype))
     if not isinstance(learning_rate, jax.Array):
         # PyTorch's compiler contracts this, too. A fraction becomes a float with one rounding.

@@ -26,12 +26,16 @@ Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 
 class Piece(NamedTuple):
-    """A box of one parameter, in its global coordinates, with its values (shape ``sizes``)."""
+    """A box of one parameter, in its global coordinates, with its values (shape ``sizes``).
+
+    ``repeated``: whether another device has the same, in a shard that is no replica.
+    """
 
     path: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     values: np.ndarray
+    repeated: bool = False
 
 
 def row_size(layout: Layout) -> int | None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -163,9 +164,9 @@ class RowArray:
 
     def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
         for path, offsets, sizes, where in self._boxes(index):
-            # Of rows that are cut over a model axis, the first part has the scales.
-            if not self.scaled or offsets[-1] == 0:
-                yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes))
+            # Each part of rows that are cut over a model axis has their scales.
+            repeated = self.scaled and offsets[-1] > 0
+            yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes), repeated)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         values = np.zeros((*self.group.shape[:-1], self.rows), dtype)
@@ -185,12 +186,13 @@ class RowArray:
         size = self.group.layout.shard_size
         shard = (index[-1].start or 0) // self.rows
         whole = (*index[:-1], slice(shard * size, (shard + 1) * size))
-        places: dict[tuple[str, int], int] = {}
+        places: dict[tuple[Any, ...], int] = {}
         for path, offsets, sizes, (*layer, elements) in self.group.boxes(whole):
             if path not in self._own:
                 continue
+            assert isinstance(elements, slice)
             # The first box of a slot on a rank says where its rows start.
-            key = (path, layer[0] if layer else 0)
+            key = (path, *layer)
             start = places.get(key, self._start(path, elements))
             sizes = self._of_scale(sizes, 1)
             places[key] = start + int(np.prod(sizes))

@@ -227,7 +227,8 @@ class ShardingPlan:
         self.check_array(key, array)
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                yield from stored.pieces(shard.index, np.asarray(shard.data))
+                pieces = stored.pieces(shard.index, np.asarray(shard.data))
+                yield from (piece for piece in pieces if not piece.repeated)
 
     def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
         """The array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for each addressable shard's

@@ -39,11 +39,20 @@ def problem(sizes: tuple[int, ...], dtype: type, steps: int = STEPS) -> tuple[Ar
 
 
 def torch_run(
-    weights: Arrays, gradients: list[Arrays], rates: Sequence[float] | None = None, **options: Any
+    weights: Arrays,
+    gradients: list[Arrays],
+    rates: Sequence[float] | None = None,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    first: int = 0,
+    **options: Any,
 ) -> Result:
-    """What torch.optim.AdamW(fused=True) makes of them; ``rates``: the learning rate of each step."""
+    """What torch.optim.AdamW(fused=True) makes of them; ``rates``: the learning rate of each step. ``first``: the steps
+    that are counted already."""
     parameters = [torch.nn.Parameter(torch.tensor(weight)) for weight in weights]
-    optimizer = torch.optim.AdamW(parameters, fused=True, **options)
+    fused: dict[str, Any] = {"fused": True, **options}
+    optimizer = kind(parameters, **fused)
+    if first:
+        optimizer.load_state_dict(_counted(optimizer, parameters, first))
     for step, slopes in enumerate(gradients):
         if rates is not None:
             optimizer.param_groups[0]["lr"] = rates[step]
@@ -55,6 +64,21 @@ def torch_run(
         for key in ("exp_avg", "exp_avg_sq")
     ]
     return [parameter.detach().numpy() for parameter in parameters], moments[0], moments[1]
+
+
+def _counted(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], steps: int
+) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    state["state"] = {
+        number: {
+            "step": torch.tensor(float(steps)),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+        for number, parameter in enumerate(parameters)
+    }
+    return state
 
 
 def jax_run(
@@ -122,6 +146,42 @@ def test_without_decay_torchs_fused_adam_gives_these_bits_too() -> None:
         optimizer.step()
     found = jax_run(weights, gradients, main_weight_adamw(1e-2, weight_decay=0.0))
     np.testing.assert_array_equal(found[0][0], parameter.detach().numpy())
+
+
+# A learning rate that float32 has, as a number and as one that only the program knows.
+RATE = 2.0**-10
+RATES = [RATE, lambda done: jnp.where(done < 0, 0, jnp.float32(RATE))]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("rate", RATES, ids=["number", "schedule"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_l2_decay_gives_the_bits_of_torchs_fused_adam(
+    dtype: type, devices: int, decay: float, rate: Any
+) -> None:
+    weights, gradients = problem((4096,), dtype)
+    expected = torch_run(weights, gradients, kind=torch.optim.Adam, lr=RATE, weight_decay=decay)
+    with jax.enable_x64(dtype == np.float64):
+        optimizer = main_weight_adamw(rate, weight_decay=decay, adam_w_mode=False)
+        assert_same_bits(jax_run(weights, gradients, optimizer, devices), expected)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("rate", RATES, ids=["number", "schedule"])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_bias_correction_updates_are_those_after_countless_steps(
+    dtype: type, adam_w_mode: bool, rate: Any
+) -> None:
+    weights, gradients = problem((4096,), dtype)
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    # So late PyTorch's kernel has both corrections equal to 1, as its powers vanish.
+    expected = torch_run(weights, gradients, kind=kind, first=1 << 20, lr=RATE, weight_decay=0.1)
+    with jax.enable_x64(dtype == np.float64):
+        optimizer = main_weight_adamw(rate, weight_decay=0.1, adam_w_mode=adam_w_mode, bias_correction=False)
+        assert_same_bits(jax_run(weights, gradients, optimizer), expected)
 
 
 @pytest.mark.each_value

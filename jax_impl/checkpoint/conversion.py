@@ -1,0 +1,175 @@
+"""Moments that were saved in another format: read as float32, then stored as this optimizer stores them.
+
+::
+
+    checkpoint                                  read as                      this optimizer's
+    opt_state/mu/<path>        float8      ->   opt_state/mu/<path>     ->   opt_state/mu/<path>        bfloat16
+    opt_state/mu_scale/<path>  float32          float32
+    opt_state/nu/<path>        float32                                       opt_state/nu/<path>        float8
+                                                                             opt_state/nu_scale/<path>  float32
+
+Moments that were saved in this optimizer's own format are kept to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bridge.formats import Box, TreePath
+from bridge.formats.base import TensorInfo
+from jax_impl.checkpoint.by_path import TreeReader
+from jax_impl.checkpoint.moments import SCALE
+from jax_impl.checkpoint.names import Kind, kinds
+from jax_impl.checkpoint.roots import is_of_optimizer
+from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer.moment_arrays import Parts, PlanMoments
+from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.runtime.sharding_plan import ShardingPlan
+
+_VALUE = "/value"
+
+
+class DecodedMoments(TreeReader):
+    """A checkpoint as if its moments had been saved in float32; ``kept``: names of those that stay as they are."""
+
+    def __init__(self, reader: TreeReader, tree: str, kept: Collection[str] = ()) -> None:
+        self._stored = reader
+        self.path, self.format = reader.path, reader.format
+        self._scales = scales_of(reader.tensors, tree)
+        hidden = {scale for name, scale in self._scales.items() if not _is_of(name, kept)}
+        self._decoded = {
+            name
+            for name, info in reader.tensors.items()
+            if is_of_optimizer(name, tree) and _is_low(info.dtype) and not _is_of(name, kept)
+        }
+        self.tensors = {
+            name: replace(info, dtype=np.dtype(np.float32)) if name in self._decoded else info
+            for name, info in reader.tensors.items()
+            if name not in hidden
+        }
+
+    @property
+    def objects(self) -> dict[TreePath, Any]:
+        return self._stored.objects
+
+    @property
+    def key_types(self) -> Mapping[str, str]:
+        return self._stored.key_types
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        values = self._stored.read(name, box)
+        if name not in self._decoded:
+            return values
+        values = values.astype(np.float32)
+        if name not in self._scales:
+            return values
+        if box is not None:
+            box = Box((*box.offsets[:-1], 0), (*box.sizes[:-1], 1))
+        return np.asarray(values * self._stored.read(self._scales[name], box))
+
+
+def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
+    """By the name of a moment with a scale for each row, the name of its scales."""
+    found = {}
+    for name, info in tensors.items():
+        words = name.split("/")
+        for place, word in enumerate(words):
+            if not word.endswith(SCALE) or not is_of_optimizer(name, tree):
+                continue
+            moment = "/".join([*words[:place], word.removesuffix(SCALE), *words[place + 1 :]])
+            if moment in tensors and info.shape == (*tensors[moment].shape[:-1], 1):
+                found[moment] = name
+    return found
+
+
+def _is_low(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
+
+
+def _is_of(name: str, moments: Collection[str]) -> bool:
+    return any(f"/{moment}/" in f"/{name}" for moment in moments)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``reader`` and ``optimizer``: what is read, and for which optimizer. ``converted``: its state as ``wanted``'s."""
+
+    reader: TreeReader
+    optimizer: optax.GradientTransformation
+    converted: Callable[[Any], Any]
+
+
+def conversion(
+    reader: TreeReader,
+    plan: ShardingPlan,
+    optimizer: optax.GradientTransformation,
+    weights: dict[str, Any],
+    opt_state: Any,
+    tree: str,
+) -> Conversion:
+    """``weights``, ``opt_state``: the abstract ones of ``optimizer``."""
+    if not isinstance(optimizer, MainWeightTransformation):
+        # Values are cast where they are placed.
+        return Conversion(DecodedMoments(reader, tree), optimizer, lambda state: state)
+    expected = kinds(plan, weights, opt_state)
+    kept = {name for name in optimizer.formats if _same_format(name, expected, reader.tensors, tree)}
+    others = {name: kind for name, kind in optimizer.formats.items() if name not in kept}
+    wide = optimizer.with_formats({name: MomentFormat.of(kind.option, None) for name, kind in others.items()})
+
+    def converted(state: Any) -> Any:
+        changed: dict[str, Any] = {}
+        for name, kind in others.items():
+            # Nothing else holds these, so that each array goes when it is converted.
+            values = getattr(state, name)
+            changed[name], changed[name + SCALE] = _encoded(plan, kind, weights, values, state.count)
+        return replace(state, **changed)
+
+    return Conversion(DecodedMoments(reader, tree, kept), wide, converted)
+
+
+def _same_format(
+    moment: str, expected: Mapping[str, Kind], found: Mapping[str, TensorInfo], tree: str
+) -> bool:
+    """Whether all of a moment was saved as this optimizer stores it."""
+    places = f"opt_state/{moment}/", f"opt_state/{moment}{SCALE}/"
+    own = {name.removeprefix("opt_state"): kind for name, kind in expected.items() if name.startswith(places)}
+    saved = {
+        f"/{word}/" + rest.removesuffix(_VALUE): Kind(info.shape, info.dtype)
+        for name, info in found.items()
+        for word in (moment, moment + SCALE)
+        if is_of_optimizer(name, tree) and (rest := f"/{name}".partition(f"/{word}/")[2])
+    }
+    return own == saved
+
+
+def _encoded(
+    plan: ShardingPlan,
+    kind: MomentFormat,
+    weights: Mapping[str, Any],
+    values: dict[str, Any],
+    count: jax.Array,
+) -> tuple[Any, Any]:
+    """The two trees of a moment whose float32 ``values`` are used up."""
+    arrays = PlanMoments(plan)
+    given = {key: array for key, array in weights.items() if key in plan.trainable}
+    parts: list[Parts] = []
+    for number, rows in enumerate(arrays.rows(kind, given)):
+        key = sorted(given)[number]
+        places = {suffix: plan.sharding(key + suffix) for suffix in rows.suffixes}
+
+        def encode(array: jax.Array, step: jax.Array, number: int = number, rows: Any = rows) -> Parts:
+            def compute(held: Parts, given: jax.Array, step: jax.Array) -> Parts:
+                return rows.encode(kind, given, step)
+
+            return arrays.computed(number, given, compute, rows.zeros(kind), array, step)
+
+        run = jax.jit(encode, out_shardings=places)
+        parts.append(jax.block_until_ready(run(values.pop(key), count)))
+    return arrays.joined(kind, given, parts)
