@@ -11,7 +11,7 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
                       weights are whole and of the dtype;
                       0 < p < o: c S_p; p = o: 0
 
-Moments of other optimizers and dtypes are those of ``optimizers``; what lies in CPU memory is a kind of its own, not of
+Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
 the device's total. Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no
 moments. The optimizer's step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
 """
@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from bridge.planning.buffers import GroupBuffers
+from bridge.planning.moments import held
 from bridge.planning.optimizers import ADAMW, Optimizer
 
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")
@@ -97,7 +98,7 @@ def at_rest(
 ) -> AtRest:
     """The bytes of one unit on ``device``; devices are numbered row-major on the mesh.
 
-    on_host: names of parameters in the unit whose moments are in CPU memory, in PyTorch.
+    on_host: names of parameters in the unit whose moments are in CPU memory.
     """
     return sum((_of_group(group, runtime, device, optimizer, on_host) for group in groups), AtRest())
 
@@ -111,16 +112,16 @@ def _of_group(
         return Stored(group.size(level) * size, group.real(level, device) * size)
 
     main = stored(strategy.optimizer, group.main_bytes)
-    held = optimizer.held(group, runtime, device, on_host)
-    moments = Stored(held.allocated, held.real)
+    own = held(optimizer, group, runtime, device, on_host)
+    moments = Stored(own.allocated, own.real)
     if runtime == "jax":
-        return AtRest(main, moments, host=held.host)
+        return AtRest(main, moments, host=own.host)
     gradients = compute = Stored()
     if group.shape.trainable:
         gradients = stored(strategy.optimizer, group.grad_bytes)
     if keeps_weights(group):
         compute = stored(strategy.parameters, group.compute_bytes)
-    return AtRest(main, moments, gradients, compute, held.host)
+    return AtRest(main, moments, gradients, compute, own.host)
 
 
 def keeps_weights(group: GroupBuffers) -> bool:

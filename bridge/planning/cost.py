@@ -6,10 +6,12 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from bridge.planning.errors import PlanError
 from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
+from bridge.planning.moments import Placed, staged
+from bridge.planning.offload import offloaded
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
 from bridge.planning.peak_steps import StepUnit
@@ -54,7 +58,7 @@ class Workload:
 class UnitPlan:
     """Equal units, planned once. ``at_rest`` and ``calls`` are of one of them, on the plan's device.
 
-    ``on_host``: names of the parameters in one whose moments PyTorch keeps in CPU memory.
+    ``on_host``: names of the parameters in one whose moments are in CPU memory.
     """
 
     paths: tuple[str, ...]
@@ -129,7 +133,6 @@ class Plan:
         ]
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
-        placed = [(group, unit.on_host) for unit in self.units for group in unit.groups * unit.count]
         peak = step_peak(
             self.model,
             units,
@@ -139,12 +142,22 @@ class Plan:
             work.length,
             work.microbatches,
             self.prefetch,
-            self.optimizer.staged(placed, self.runtime, self.device),
+            staged(self.optimizer, self.placed(), self.runtime, self.device),
         )
         # XLA chooses what an update brings together that looks at shapes, and results of products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return replace(peak, complete=peak.complete and known)
+
+    def placed(self) -> Iterator[Placed]:
+        """All groups; those that JAX has in one array, of the layers of a stack, together."""
+        for unit in self.units:
+            arrays: Counter[Any] = Counter()
+            for path in unit.paths:
+                place = self.model.layer_of(path) if self.runtime == "jax" else None
+                arrays[(place[0], place[2]) if place else path] += 1
+            for layers in arrays.values():
+                yield from (Placed(group, unit.on_host, layers) for group in unit.groups)
 
     @property
     def peak_is_upper_bound(self) -> bool:
@@ -216,14 +229,20 @@ def make_plan(
             f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
             f"{' and '.join(policy.model_axes)}, got {optimizer}"
         )
+    if policy.model_axes and runtime == "jax" and 0 < optimizer.offload < 1:
+        raise PlanError(
+            f"{policy.source}: --offload: expected 0 or 100% with model axes in JAX, whose arrays are picked by sizes "
+            f"that a plan does not know, got {float(100 * optimizer.offload):g}%"
+        )
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
         raise PlanError(str(error)) from error
-    moved = optimizer.offloaded(model.parameters) if runtime == "torch" else frozenset()
+    units_cut = cut(model, policy, runtime, dict(mesh.model))
+    moved = offloaded(model, units_cut, mesh, runtime, optimizer.offload)
     kinds = {
         (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
-        for (kind, on_host), paths in _kinds(cut(model, policy, runtime, dict(mesh.model)), moved).items()
+        for (kind, on_host), paths in _kinds(units_cut, moved).items()
     }
     if device is None:
         held = sum(

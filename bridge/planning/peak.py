@@ -114,7 +114,7 @@ def step_peak(
 ) -> Peak:
     """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last.
 
-    staged: bytes of moments that the update has on the device beside those at rest, see ``Optimizer.staged``.
+    staged: bytes of moments that the update has on the device beside those at rest, see ``moments.staged``.
     """
     steps = list(steps_of(model, units, batch, length))
     kept = rest.compute_weights.allocated

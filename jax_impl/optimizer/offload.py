@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +47,9 @@ class Offload:
 
 
 def _sizes(plan: ShardingPlan, opt_state: Any) -> dict[str, int]:
-    """Elements of moments by the key of their weights, in the plan's order."""
-    found: defaultdict[str | None, int] = defaultdict(int)
-    for path, leaf in jax.tree.leaves_with_path(opt_state):
-        found[key_of(plan, path, leaf)] += math.prod(leaf.shape)
-    return {key: found[key] for key in plan.arrays if key in found}
+    """Elements of the arrays of weights that have moments, in the plan's order."""
+    having = {key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(opt_state)}
+    return {key: math.prod(stored.shape) for key, stored in plan.arrays.items() if key in having}
 
 
 def _picked(sizes: Mapping[str, int], share: float) -> frozenset[str]:

@@ -1,0 +1,218 @@
+"""Bytes of an optimizer's state: what a device holds of one group between steps, and more in an update.
+
+For a group with R_o elements of parameters on a device, in a shard of S_o (see ``at_rest``), m bytes an element of main
+weights, g of gradients::
+
+    --optimizer     PyTorch                                       JAX
+    adamw           MainWeightAdamW: two moments, each in         main_weight_adamw: two moments, each in m S_o or in
+                    m R_o or in ``--moments``                     ``--moments``
+    sgd             torch.optim.SGD: nothing                      optax.sgd: nothing
+    sgd-momentum    torch.optim.SGD(momentum=...): g R_o          optax.sgd(momentum=...): m S_o or accumulator_dtype
+    lion            torch has none                                optax.lion: m S_o or mu_dtype
+    adafactor       torch.optim.Adafactor, of matrices and        optax.adafactor: rows and columns of the two largest
+                    stacks means of rows (cut as the rows are)    dimensions, if both have 128 or more; else one moment
+                    and of columns (whole), else one moment: g
+    muon            refused: it needs whole matrices              optax.contrib.muon: of matrices one, of others two
+
+Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
+.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at shapes, so that JAX gives them parameters instead of buffers
+(``jax_impl.optimizer.logical``): moments in the shape of a parameter are cut along a dimension that the number of
+shards divides, others are whole on each device.
+
+``--offload`` puts a share of the moments into CPU memory (``offload``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bridge.planning.buffers import GroupBuffers
+from bridge.planning.offload import travelling
+from bridge.planning.optimizers import MOMENT_BYTES, SCALED, Optimizer
+from bridge.planning.row_moments import row_moment
+from bridge.sharding.rows import rows_of
+
+_FACTORED_FROM = 128
+_BATCH = 1 << 22
+"""Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
+# Arrays of float32 beside the new weights of a key in JAX, where moments have scales: XLA's CPU compiler needs so many.
+_CONVERTED = 5
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of moments of one group on one device.
+
+    allocated, real: on the device, and the part of them that belongs to parameters. host: in CPU memory.
+    """
+
+    allocated: int = 0
+    real: int = 0
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Equal groups: ``layers`` of them in one array in JAX. ``on_host``: names whose moments are in CPU memory."""
+
+    group: GroupBuffers
+    on_host: Collection[str] = ()
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter's part on a device: its name and shape, and how many rows and elements of it are there."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: int
+    numel: int
+
+
+@dataclass
+class _Batch:
+    """The tensors of an update that PyTorch works on together. ``largest``: elements of the largest of them."""
+
+    numel: int = 0
+    all_bytes: int = 0
+    largest: int = 0
+
+    def add(self, numel: int, nbytes: int, times: int) -> None:
+        self.numel += numel * times
+        self.all_bytes += nbytes * times
+        self.largest = max(self.largest, numel)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one batch, at most."""
+        together = min(self.numel, max(_BATCH, self.largest))
+        return self.all_bytes * together // self.numel if self.numel else 0
+
+
+def held(
+    optimizer: Optimizer, group: GroupBuffers, runtime: str, device: int, on_host: Collection[str] = ()
+) -> Held:
+    """``on_host``: names in the group whose moments are in CPU memory; in JAX those of all or of none."""
+    if not group.shape.trainable or optimizer.name == "sgd":
+        return Held()
+    if runtime == "torch":
+        apart = {True: 0, False: 0}
+        for piece in _pieces(group, device):
+            apart[piece.name in on_host] += _in_torch(optimizer, group, piece)
+        return Held(apart[False], apart[False], apart[True])
+    allocated, real = _in_jax(optimizer, group, device)
+    return Held(host=allocated) if set(group.shape.names) & set(on_host) else Held(allocated, real)
+
+
+def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device: int) -> int:
+    """Bytes of moments that an update has on the device beside those at rest.
+
+    In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights. In JAX arrays that
+    travel (those of an optimizer that sees parameters all at once), and what is converted of one key.
+    """
+    groups = [one for one in groups if one.group.shape.trainable]
+    if runtime == "torch":
+        return _staged_in_torch(optimizer, groups, device)
+    # Equal units share their groups.
+    known = {id(one.group): one.group for one in groups}
+    whole = {number: sum(_in_jax(optimizer, group, device)[:1]) for number, group in known.items()}
+    hosts = [whole[id(one.group)] * one.layers for one in groups if one.on_host]
+    converted = max((_converted_in_jax(optimizer, group) for group in known.values()), default=0)
+    return (sum(hosts) if optimizer.by_parameter else travelling(hosts)) + converted
+
+
+def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int) -> int:
+    if optimizer.name != "adamw":
+        return 0
+    moved, converted = _Batch(), _Batch()
+    for placed in groups:
+        group = placed.group
+        for piece in _pieces(group, device):
+            if piece.name in placed.on_host:
+                moved.add(piece.numel, _in_torch(optimizer, group, piece), placed.layers)
+            wide = sum(group.main_bytes for dtype in optimizer.moments if dtype not in (None, "float32"))
+            if wide:
+                converted.add(piece.numel, wide * piece.numel, placed.layers)
+    return min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes
+
+
+def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
+    """XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
+    if optimizer.name != "adamw":
+        return 0
+    size = group.size(group.strategy.optimizer)
+    if any(dtype in SCALED for dtype in optimizer.moments) and row_moment(group, 0) is not None:
+        return _CONVERTED * group.main_bytes * size
+    return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in optimizer.moments else 0
+
+
+def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int, int]:
+    """Allocated, and the part of it that belongs to parameters."""
+    if optimizer.by_parameter:
+        total = sum(_of_parameter(optimizer, group, shape) for shape in group.shape.shapes)
+        return total, total
+    level, main = group.strategy.optimizer, group.main_bytes
+    allocated = real = 0
+    for dtype in optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]:
+        rows = row_moment(group, device) if optimizer.name == "adamw" and dtype in SCALED else None
+        if rows is not None and dtype is not None:
+            own = rows.bytes(MOMENT_BYTES[dtype], main)
+        else:
+            size = _first(optimizer, main) if optimizer.name != "adamw" else _unscaled(dtype, main)
+            own = group.size(level) * size, group.real(level, device) * size
+        allocated, real = allocated + own[0], real + own[1]
+    return allocated, real
+
+
+def _unscaled(dtype: str | None, main: int) -> int:
+    """Bytes of an element of a moment that has no scale."""
+    return MOMENT_BYTES[dtype] if dtype == "bfloat16" else main
+
+
+def _first(optimizer: Optimizer, main: int) -> int:
+    """Bytes of an element of optax's first moment."""
+    dtype = optimizer.moments[0]
+    return main if dtype in (None, "float32") else MOMENT_BYTES[dtype]
+
+
+def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
+    """Of one parameter's part."""
+    if optimizer.name == "adamw":
+        return sum(_moment_bytes(piece, dtype, group.main_bytes) for dtype in optimizer.moments)
+    shape = piece.shape
+    if optimizer.name == "adafactor" and len(shape) > 1:
+        whole = math.prod((*shape[:-2], shape[-1]))
+        columns = piece.numel if shape[-2] == 1 else whole
+        return (piece.rows + columns) * group.grad_bytes
+    return piece.numel * group.grad_bytes
+
+
+def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:
+    """In JAX, of one parameter on a device, where the optimizer sees parameters."""
+    main, numel = group.main_bytes, math.prod(shape)
+    shards = group.mesh.shards(group.strategy.optimizer)
+    cut = numel // shards if any(size and size % shards == 0 for size in shape) else numel
+    if optimizer.name == "muon":
+        return cut * (_first(optimizer, main) + (0 if len(shape) == 2 else main))
+    *_, second, largest = (0, 0, *sorted(shape))
+    if len(shape) > 1 and second >= _FACTORED_FROM:
+        return (numel // largest + numel // second + 1) * main
+    return (cut + 2) * main
+
+
+def _pieces(group: GroupBuffers, device: int) -> Iterator[_Piece]:
+    shard = int(group.mesh.shard_by_device(group.strategy.optimizer)[device])
+    ranges = group.layout.row_ranges(shard)
+    for name, shape in zip(group.shape.names, group.shape.shapes, strict=True):
+        row_size, _ = rows_of(shape)
+        first, last = ranges[name]
+        yield _Piece(name, tuple(shape), last - first, (last - first) * row_size)
+
+
+def _moment_bytes(piece: _Piece, dtype: str | None, main: int) -> int:
+    if dtype in SCALED and rows_of(piece.shape)[0] > 1:
+        return piece.numel * MOMENT_BYTES[dtype] + 4 * piece.rows
+    return piece.numel * _unscaled(dtype, main)

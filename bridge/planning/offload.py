@@ -1,0 +1,58 @@
+"""Which moments lie in CPU memory, and how many bytes of them an update has on the device.
+
+Both runtimes pick whole arrays one by one, so that what is picked is the wished share of what was seen. PyTorch picks
+the moments of a parameter together, in the model's order; JAX those of a flat buffer, in the order of units, the root
+last. A stack of scanned layers is one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+from bridge.planning.buffers import buffers_of
+from bridge.planning.mesh import MeshShape
+from bridge.planning.model import Model
+from bridge.planning.units import CutModel
+
+
+def picked(sizes: Mapping[str, int], share: Fraction) -> frozenset[str]:
+    """Of arrays by name, as ``torch_impl.optimizer.offload.Share`` and ``jax_impl.Offload`` pick them."""
+    found, seen, taken = set(), 0, 0
+    for name, size in sizes.items():
+        seen += size
+        # In floating point, as they have it.
+        if size and taken + size / 2 <= float(share) * seen:
+            taken += size
+            found.add(name)
+    return frozenset(found)
+
+
+def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction) -> frozenset[str]:
+    """Paths of the parameters whose moments lie in CPU memory."""
+    if not share:
+        return frozenset()
+    if runtime == "torch":
+        return picked({one.path: one.numel for one in model.parameters}, share)
+    sizes: dict[str, int] = {}
+    members: dict[str, list[str]] = {}
+    for unit in cut.units:
+        place = model.layer_of(unit.path)
+        name = f"{place[0]}.*.{place[2]}" if place else unit.path
+        for group in buffers_of(unit.kind, mesh):
+            if group.shape.trainable:
+                sizes[name] = sizes.get(name, 0) + group.padded
+                members.setdefault(name, []).extend(
+                    f"{unit.path}.{one}".lstrip(".") for one in group.shape.names
+                )
+    return frozenset(path for name in picked(sizes, share) for path in members[name])
+
+
+def travelling(arrays: Iterable[int]) -> int:
+    """Bytes on the device while arrays of these bytes, one for each key, travel there and back in JAX.
+
+    Those of two keys, and of one of them a second time, while the two parts are joined in which arrays travel; of two
+    keys or fewer all travel at once, as they are.
+    """
+    largest = sorted(arrays, reverse=True)
+    return sum(largest[:2]) + (largest[0] if len(largest) > 2 else 0)

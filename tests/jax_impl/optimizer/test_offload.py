@@ -1,0 +1,242 @@
+"""``Offload``: shares of a state that are born in the host's memory, updated key by key, and saved like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_impl import (
+    Offload,
+    TrainState,
+    abstract_state,
+    data_parallel_mesh,
+    fully_shard,
+    init_state,
+    load_checkpoint,
+    main_weight_adamw,
+    make_train_step,
+    memory_report,
+    plan_sharding,
+    save_checkpoint,
+    stack_layers,
+)
+from jax_impl.modules.stack import scan_layers
+from tests.jax_impl.test_host_memory import DEVICE, HOST, assert_equal, kinds, needs_moves
+
+# So large that moments travel in parts: two layers have 2 * 1024 elements or more on each of four devices.
+SIZE, LAYERS = 96, 6
+
+
+class Model(nnx.Module):
+    """Layers of uneven sizes, or one stack of equal ones."""
+
+    def __init__(self, layers: int = LAYERS, stacked: bool = False) -> None:
+        rngs = nnx.Rngs(0)
+        made = [Layer(0 if stacked else 3 * number, rngs) for number in range(layers)]
+        self.layers = stack_layers(made) if stacked else nnx.List(made)
+        self.out = nnx.Linear(SIZE, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.layers, nnx.List):
+            for layer in self.layers:
+                x = layer(x)
+        else:
+            x = scan_layers(self.layers, x)
+        return self.out(x)
+
+
+class Layer(nnx.Module):
+    def __init__(self, more: int, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(SIZE, SIZE + more, rngs=rngs)
+        self.down = nnx.Linear(SIZE + more, SIZE, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def loss(model: Model, rows: Any) -> jax.Array:
+    return jnp.mean((model(rows[0]) - rows[1]) ** 2)
+
+
+def batches(count: int) -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [
+        (rng.standard_normal((8, SIZE), np.float32), rng.standard_normal((8, 3), np.float32))
+        for _ in range(count)
+    ]
+
+
+def trained(optimizer: Any, offload: Offload | None, steps: int = 3, **options: Any) -> tuple[Any, TrainState]:
+    stacked = bool(options.get("stacked"))
+    plan, weights = fully_shard(Model(stacked=stacked), data_parallel_mesh(4), **options)
+    state = init_state(plan, weights, optimizer, offload=offload)
+    before = kinds(state)
+    step = make_train_step(plan, loss, optimizer)
+    for batch in batches(steps):
+        state, _ = step(state, batch)
+    assert kinds(state) == before
+    return plan, state
+
+
+SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
+
+
+@needs_moves
+@pytest.mark.parametrize(
+    ("make", "offload", "options"),
+    [
+        (lambda: main_weight_adamw(0.01), Offload(1.0), {}),
+        (lambda: main_weight_adamw(0.01, **SCALED), Offload(0.6), {}),
+        (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01)), Offload(0.5, True), {}),
+        (lambda: main_weight_adamw(0.01), Offload(0.9, True), {"stacked": ["layers"]}),
+        pytest.param(
+            lambda: main_weight_adamw(0.01, **SCALED), Offload(1.0, True), {"engine": "pjit"}, marks=pytest.mark.slow
+        ),
+        pytest.param(lambda: optax.adamw(0.01), Offload(0.4), {"strategy": "no_shard"}, marks=pytest.mark.slow),
+        pytest.param(
+            lambda: optax.contrib.muon(0.01), Offload(1.0), {"units": []}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Offload, options: Any) -> None:
+    _, expected = trained(make(), None, **options)
+    _, found = trained(make(), offload, **options)
+    assert_equal(found, expected)
+    assert set(kinds(expected)) == {DEVICE}
+    assert set(kinds(found.weights)) == {HOST if offload.main_weights else DEVICE}
+    assert HOST in kinds(found.opt_state)
+
+
+@needs_moves
+@pytest.mark.slow
+def test_a_scanned_step_streams_too() -> None:
+    optimizer = main_weight_adamw(0.01, **SCALED)
+    plan, weights = fully_shard(Model(), data_parallel_mesh(4))
+    step = make_train_step(plan, loss, optimizer, donate=False)
+    rows = jax.tree.map(lambda *x: np.stack(x), *batches(3))
+    scanned = jax.jit(lambda state: jax.lax.scan(step, state, rows))
+    expected, found = (
+        scanned(init_state(plan, weights, optimizer, offload=one))[0] for one in (None, Offload(0.7))
+    )
+    assert_equal(found, expected)
+    assert HOST in kinds(found.opt_state)
+
+
+def held(state: TrainState, kind: str) -> int:
+    """Elements of moments."""
+    return sum(x.size for x in jax.tree.leaves((state.opt_state.mu, state.opt_state.nu)) if x.sharding.memory_kind == kind)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
+    plan, weights = fully_shard(Model(), data_parallel_mesh(4), engine=engine)
+    state = init_state(plan, weights, main_weight_adamw(0.01), offload=Offload(share))
+    on_host, whole = held(state, HOST), held(state, HOST) + held(state, DEVICE)
+    largest = 2 * max(array.size for array in weights.values())
+    assert abs(on_host - share * whole) <= largest / 2
+    assert (on_host == 0) == (share == 0)
+    assert state.opt_state.count.sharding.memory_kind == DEVICE
+    # In the plan's order, both moments of an array together.
+    for key in plan.arrays:
+        assert kinds(state.opt_state.mu[key]) == kinds(state.opt_state.nu[key])
+    expected = abstract_state(plan, main_weight_adamw(0.01), offload=Offload(share))
+    assert kinds(expected) == kinds(state)
+
+
+def test_a_report_tells_host_from_device_by_kind() -> None:
+    plan, weights = fully_shard(Model(), data_parallel_mesh(4))
+    plain = memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01, **SCALED)))
+    state = init_state(plan, weights, main_weight_adamw(0.01, **SCALED), offload=Offload(0.5, True))
+    found = memory_report(plan, state)
+    for device, before in zip(found.devices, plain.devices, strict=True):
+        host = device.on_host
+        assert (device.main_weights, host.main_weights) == (0, before.main_weights)
+        assert 0 < host.moments < before.moments
+        assert host.moments + device.moments == before.moments
+        assert host.padding + device.padding == before.padding
+        assert (device.other, host.other) == (before.other, 0)
+        assert device.host == host.total
+        assert device.total + device.host == before.total
+    name, device = found.devices[0].device, found.devices[0]
+    _, first, below, *_ = str(found).splitlines()
+    assert first.split() == [name, *(f"{one:,}" for one in (0, device.moments, device.padding, device.other, device.total))]
+    assert below.split()[:3] == ["in", "host", "memory"]
+    assert below.split()[-1] == f"{device.host:,}"
+
+
+@needs_moves
+def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_says(tmp_path: Path) -> None:
+    optimizer = main_weight_adamw(0.01, **SCALED)
+    plan, plain = trained(optimizer, None)
+    _, state = trained(optimizer, Offload(0.6, True))
+    save_checkpoint(tmp_path / "plain", plan, plain)
+    save_checkpoint(tmp_path / "offloaded", plan, state)
+    assert contents(tmp_path / "offloaded") == contents(tmp_path / "plain")
+
+    other = plan_sharding(Model(), data_parallel_mesh(3), engine="pjit")
+    like = abstract_state(other, optimizer, offload=Offload(0.3))
+    loaded = load_checkpoint(tmp_path / "offloaded", other, optimizer, like=like).state
+    assert kinds(loaded) == kinds(like)
+    back = plan_sharding(Model(), data_parallel_mesh(4))
+    save_checkpoint(tmp_path / "moved", other, loaded)
+    found = load_checkpoint(tmp_path / "moved", back, optimizer, like=abstract_state(back, optimizer)).state
+    assert_equal(found, plain)
+    rows = (np.ones((6, SIZE), np.float32), np.ones((6, 3), np.float32))
+    further, _ = make_train_step(other, loss, optimizer)(loaded, rows)
+    assert kinds(further) == kinds(like)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """By name within the checkpoint; what Orbax says of times and names of the folder is left out."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("_CHECKPOINT_METADATA",)
+    }
+
+
+def update_memory(layers: int, optimizer: Any, offload: Offload | None) -> Any:
+    plan = plan_sharding(Model(layers), data_parallel_mesh(4))
+    rows = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
+    batch = tuple(jax.ShapeDtypeStruct((8, size), np.float32, sharding=rows) for size in (SIZE, 3))
+    state = abstract_state(plan, optimizer, offload=offload)
+    return make_train_step(plan, loss, optimizer).lower_programs(state, batch)[1].compile().memory_analysis()
+
+
+@pytest.mark.optimized
+@needs_moves
+@pytest.mark.parametrize("offload", [None, Offload(1.0)])
+def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | None) -> None:
+    """Twice as many layers, the largest of which is hardly larger."""
+    found = [update_memory(layers, main_weight_adamw(0.01, **SCALED), offload) for layers in (4, 8)]
+    few, many = (one.temp_size_in_bytes for one in found)
+    largest = 4 * 2 * SIZE * (SIZE + 3 * 8) / 4
+    assert many < few + largest
+    assert many < 8 * largest
+    # All that is stored between steps is updated in its place, but for the gradients.
+    weights = 4 * sum(2 * SIZE * (SIZE + 3 * layer) for layer in range(8)) / 4
+    assert found[1].alias_size_in_bytes > weights
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"moments": 1.5}, ValueError, "Offload: moments: expected a share from 0 to 1, got 1.5"),
+        ({"moments": -0.1}, ValueError, "Offload: moments: expected a share from 0 to 1, got -0.1"),
+        ({"moments": float("nan")}, ValueError, "Offload: moments: expected a share"),
+        ({"moments": "half"}, TypeError, "Offload: moments: expected a number from 0 to 1, got 'half'"),
+        ({"moments": True}, TypeError, "Offload: moments: expected a number"),
+        ({"main_weights": 1}, TypeError, "Offload: main_weights: expected True or False, got 1"),
+    ],
+)
+def test_other_shares_are_refused(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Offload(**options)
