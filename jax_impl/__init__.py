@@ -187,6 +187,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
 
+from bridge.formats.saving.pending import PendingSave
 from bridge.sharding import (
     STRATEGIES,
     Layout,
@@ -199,8 +200,9 @@ from bridge.sharding import (
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
 from jax_impl.batch import pad_batch, shard_batch
-from jax_impl.checkpoint.checkpoint import save_checkpoint
+from jax_impl.checkpoint.checkpoint import save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from jax_impl.checkpoint.manager import CheckpointManager
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
 from jax_impl.diagnostics.layout_report import LayoutReport, layout_report
@@ -224,6 +226,7 @@ from jax_impl.train_state import TrainState, abstract_state, init_state
 __all__ = [
     "STRATEGIES",
     "AdamWState",
+    "CheckpointManager",
     "EvalStep",
     "Layout",
     "LayoutReport",
@@ -232,6 +235,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteOutput",
     "Offload",
+    "PendingSave",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
@@ -261,6 +265,7 @@ __all__ = [
     "plan_layout",
     "plan_sharding",
     "save_checkpoint",
+    "save_checkpoint_async",
     "scan_layers",
     "shard_batch",
     "shard_weights",

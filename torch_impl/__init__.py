@@ -33,10 +33,14 @@ averaged first, while they are copied. Between two backwards ``.grad`` is the wh
 a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both modes, also
 half-way through a step. Fused kernels may write gradients themselves: see ``FSDPModule.set_main_gradients``.
 
-**Unused parameters.** A group is what one unit holds of one dtype and trainability. If any parameter of a group got a
-gradient, the others count as zero, also in an optimizer's weight decay. If none did, all stay None. Ranks may use
-different inputs and parameters of a unit, but must agree on which groups take part. A unit that the last microbatch
-does not use reduces what earlier ones left at the end of that backward, as in FSDP2.
+**Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
+and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's
+weight decay. If none did, all stay None. Ranks may use different inputs and parameters of a unit, but must agree on
+which groups take part. A unit that the last microbatch does not use reduces what earlier ones left at the end of that
+backward, as in FSDP2.
+
+**Float8 weights.** With ``MixedPrecisionPolicy(gather_dtype=...)`` forward and backward compute with main weights that
+were quantized to float8, under every strategy, and the gradients are applied to the main weights as they are.
 
 **Irregular programs.** A program may skip units, call them repeatedly, recompute them (both kinds of activation
 checkpointing, with one gather for recomputation and backward), freeze or thaw them at any time, interrupt them by
@@ -93,6 +97,7 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from bridge.formats.saving.pending import PendingSave
 from bridge.sharding import (
     Layout,
     ParallelPolicy,
@@ -104,7 +109,8 @@ from bridge.sharding import (
 )
 from torch_impl.api import fully_shard
 from torch_impl.apply_policy import ShardingPolicy
-from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
+from torch_impl.checkpoint.manager import CheckpointManager
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
 from torch_impl.diagnostics.memory import MemoryReport
@@ -125,6 +131,7 @@ from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointManager",
     "CollectiveCount",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -138,6 +145,7 @@ __all__ = [
     "NonFinite",
     "OffloadPolicy",
     "ParallelPolicy",
+    "PendingSave",
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
@@ -155,6 +163,7 @@ __all__ = [
     "plan_layout",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "save_checkpoint_async",
     "share_comm_ctx",
     "watch_nonfinite_outputs",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch_impl.fsdp_module import FSDPModule
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
 from torch_impl.runtime.tensor_parallel import check_joint
@@ -76,7 +77,10 @@ def fully_shard(
         but not in the root, the unit whose forward is called first.
     shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
-    offload_policy: None or ``OffloadPolicy()``.
+    offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
+        the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
+        GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or gradients,
+        such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
@@ -93,7 +97,6 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
-    fsdp2.check_offload(offload_policy)
     if dp_mesh_dims is not None:
         mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
@@ -106,6 +109,7 @@ def fully_shard(
         align,
         grad_divisor,
         prefetch,
+        fsdp2.offload_of(offload_policy),
     )
     ignored = _ignored(ignored_params)
     mesh, device = _mesh_and_device(mesh)
@@ -134,7 +138,8 @@ def _build_unit(
     """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
     kind = " and ".join(type(module).__name__ for module in modules)
     failure: Exception | None = None
-    owned, plans = [], []
+    owned: list[OwnedParameter] = []
+    plans: list[_PlannedGroup] = []
     try:
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -150,33 +155,52 @@ def _build_unit(
         "parameters": [one.description for one in owned],
         **options.description,
         "error": None if failure is None else str(failure),
-        "layouts": [layout.fingerprint for _, layout in plans],
+        "layouts": [one.layout.fingerprint for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     require_same_unit(kind, description, mesh, device)
     if failure is not None:
         raise failure
     groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
-    for index, (members, layout) in enumerate(plans):
-        dtypes = group_dtypes(members[0].param.dtype, options.policy)
+    host = None
+    if options.offload is not None:
+        host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
+    for index, (members, quantized, layout) in enumerate(plans):
+        dtypes = group_dtypes(members[0].param.dtype, options.policy, quantized)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if members[0].param.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
-            ParameterGroup(members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix)
+            ParameterGroup(
+                members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix, host
+            )
         )
     for one in owned:
         one.take(kind)
     return Unit(groups, context, options.policy, options.reshard_after_forward)
 
 
+class _PlannedGroup(NamedTuple):
+    """Parameters of one dtype and one trainability, all ``quantized`` or none."""
+
+    members: list[OwnedParameter]
+    quantized: bool
+    layout: Layout
+
+
 def _plan_groups(
     owned: Sequence[OwnedParameter], options: UnitOptions, num_shards: int
-) -> list[tuple[list[OwnedParameter], Layout]]:
-    """Parameters of one dtype and one trainability make a group, with a layout of their own."""
-    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+) -> list[_PlannedGroup]:
+    """The groups of a unit, in the order of their first parameters."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
     for one in owned:
-        groups.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        quantized = options.policy.is_quantized(one.param.dtype, one.local_shape)
+        if quantized and one.param.dtype == torch.float64:
+            raise ValueError(
+                f"{one.name}: expected weights of float32, bfloat16 or float16 beside "
+                f"gather_dtype={options.policy.gather!r}, which quantizes float32 main weights, got torch.float64"
+            )
+        groups.setdefault((one.param.dtype, one.param.requires_grad, quantized), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -186,13 +210,13 @@ def _plan_groups(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
     plans = []
-    for members in groups.values():
+    for (_, _, quantized), members in groups.items():
         shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
-        plans.append((members, layout))
+        plans.append(_PlannedGroup(members, quantized, layout))
     return plans
 
 

@@ -204,4 +204,6 @@ def _mixed_precision(policy: ShardingPolicy) -> MixedPrecisionPolicy:
     compute, reduce, grad = (
         getattr(torch, name) for name in (chosen.compute_dtype, chosen.reduce_dtype, chosen.grad_dtype)
     )
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, grad_dtype=grad)
+    return MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, grad_dtype=grad, gather_dtype=chosen.gather
+    )

@@ -6,7 +6,7 @@ a name that a new torch adds turns that test red.
 
 Refused with NotImplementedError, which says what to do instead:
 
-* ``CPUOffloadPolicy``; ``OffloadPolicy()`` is accepted
+* ``CPUOffloadPolicy`` beside a float8 ``gather_dtype``
 * an integer ``reshard_after_forward``
 * a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
 * ``dp_mesh_dims`` that join several axes into one
@@ -35,6 +35,8 @@ Raise an error when they run:
 Behave otherwise than in FSDP2:
 
 * Main weights are float32 for bfloat16 and float16 parameters too.
+* With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
+  parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
   device.
 * Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
@@ -107,16 +109,13 @@ def policy_of(value: object) -> MixedPrecisionPolicy:
     return value
 
 
-def check_offload(policy: object) -> None:
-    """NotImplementedError for a policy that offloads, TypeError for anything that is not a policy."""
+def offload_of(policy: object) -> CPUOffloadPolicy | None:
+    """None for weights on the device; TypeError for anything that is not a policy."""
     if policy is None or type(policy) is OffloadPolicy:
-        return
+        return None
     if isinstance(policy, CPUOffloadPolicy):
-        refuse(
-            "offload_policy=CPUOffloadPolicy()",
-            "MainWeightAdamW(offload_fraction=...) keeps optimizer state on the CPU; weights stay on the device",
-        )
-    raise TypeError(f"offload_policy: expected OffloadPolicy() or None, got {policy!r}")
+        return policy
+    raise TypeError(f"offload_policy: expected CPUOffloadPolicy(), OffloadPolicy() or None, got {policy!r}")
 
 
 def reshard_of(reshard_after_forward: object) -> bool | None:

@@ -225,13 +225,14 @@ class FSDPModule(Unavailable):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
         """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters.
 
-        ``to_empty`` gives sharded parameters that were planned on the meta device their memory, on the mesh's device.
+        ``to_empty`` gives sharded parameters that were planned on the meta device their memory: the mesh's device's, or
+        with ``CPUOffloadPolicy`` the CPU's.
         """
         assert isinstance(self, nn.Module)
         for unit in self._units(True):
             for group in unit.groups:
                 for name, param in zip(group.names, group.params, strict=True):
-                    _check_conversion(name, param, fn)
+                    _check_conversion(name, param, fn, group.host is not None)
             if any(group.on_meta for group in unit.groups):
                 param = unit.groups[0].params[0]
                 device = fn(torch.empty(0, dtype=param.dtype, device="meta")).device
@@ -303,12 +304,15 @@ def _check_bool(option: str, value: object) -> None:
         raise ValueError(f"{option}: expected a bool, got {value!r}")
 
 
-def _check_conversion(name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it away from its mesh's device."""
+def _check_conversion(
+    name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor], offloaded: bool
+) -> None:
+    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it from where it belongs."""
     probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
     moved = probe.device != param.device
     if param.is_meta and isinstance(param, DTensor):
-        moved = probe.device.type not in ("meta", param.device_mesh.device_type)
+        places = {"meta", param.device_mesh.device_type, *(("cpu",) if offloaded else ())}
+        moved = probe.device.type not in places
     if probe.dtype != param.dtype or moved:
         raise TypeError(
             f"{name}: a sharded parameter stays {param.dtype} on {param.device}, got a conversion to {probe.dtype} on "

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from bridge.sharding import Align, Granularity, Placements, Strategy, plan_layout, strategy_named
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
@@ -15,9 +17,9 @@ class UnitOptions:
     """What ``fully_shard`` was asked for.
 
     ``grad_divisor`` None stands for the number of ranks, ``reshard_after_forward`` None for yes, except for the root,
-    and ``prefetch`` None for 1.
+    and ``prefetch`` None for 1, ``offload`` None for main weights on the device.
 
-    Raises TypeError or ValueError that names the option, what was expected and what was given.
+    Raises TypeError, ValueError or NotImplementedError that names the option, what was expected and what was given.
     """
 
     strategy: Strategy
@@ -28,6 +30,7 @@ class UnitOptions:
     align: Align
     grad_divisor: float | None
     prefetch: int | None
+    offload: CPUOffloadPolicy | None
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
@@ -47,6 +50,11 @@ class UnitOptions:
             check_divisor(self.grad_divisor)
         if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch not in (0, 1)):
             raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {self.prefetch!r}")
+        if self.offload is not None and self.policy.gather is not None:
+            raise NotImplementedError(
+                f"offload_policy=CPUOffloadPolicy() with gather_dtype={self.policy.gather!r} is not available: "
+                "use gather_dtype=None, or leave the weights on the device"
+            )
 
     @property
     def description(self) -> dict[str, object]:
@@ -62,6 +70,7 @@ class UnitOptions:
             "align": self.align,
             "grad_divisor": self.grad_divisor,
             "prefetch": self.prefetch,
+            "offload": self.offload is not None,
         }
 
 

@@ -11,7 +11,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TreePath, dtype_from_name
-from bridge.mapping.operations import as_dtype
+from bridge.mapping.conventions import path_of_scales
+from bridge.mapping.operations import ChangedView, as_dtype
+from bridge.mapping.relation import TensorView
+from bridge.mapping.scales import DecodedView
 from bridge.mapping.translation import PlannedTensor
 
 _KINDS = {
@@ -24,6 +27,8 @@ _KINDS = {
 }
 
 _COUNTS = ("step", "count")
+_UNSCALED = ("float32", "float64", "bfloat16")
+"""Dtypes with the range that moments need without scales."""
 
 
 @dataclass(frozen=True)
@@ -105,26 +110,53 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
 
     Only floating-point tensors are cast, to floating point, and complex to complex: a pattern that matches others too
     leaves those as they are. So does one like "*" with counts of steps, which bfloat16 would round from 257 on: only
-    one that ends in their name ("*.step") casts them. CheckpointError for one that matches none that it could cast.
+    one that ends in their name ("*.step") casts them. Moments with scales are decoded, and have no scales then; scales
+    alone are never cast. CheckpointError for a pattern that matches none that it could cast, and for a dtype of moments
+    that would need other scales.
     """
+    by_path = {tensor.path: tensor for tensor in tensors}
+    scales = {
+        moment.name: scale
+        for moment in by_path.values()
+        if (path := path_of_scales(moment.path)) is not None and (scale := by_path.get(path)) is not None
+    }
+    are_scales = {scale.name for scale in scales.values()}
     outputs = {}
     used: dict[str, bool] = dict.fromkeys(casts, False)
-    for tensor in tensors:
+    for tensor in by_path.values():
         dtype = tensor.dtype
         for pattern, wanted in casts.items():
-            if _can_cast(tensor.dtype, wanted) and _means(pattern, tensor):
+            if _can_cast(tensor.dtype, wanted) and _means(pattern, tensor) and tensor.name not in are_scales:
                 dtype, used[pattern] = wanted, True
-        outputs[tensor.name] = Output(tensor, dtype)
+        scale = scales.get(tensor.name) if dtype != tensor.dtype else None
+        outputs[tensor.name] = Output(tensor if scale is None else _decoded(tensor, scale, dtype), dtype)
+    for moment, scale in scales.items():
+        if outputs[moment].planned is not by_path[outputs[moment].path]:
+            del outputs[scale.name]
     for pattern, wanted in casts.items():
         if not used[pattern]:
             found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
             names = ", ".join(list(outputs)[:3])
+            if any(fnmatchcase(name, pattern) for name in are_scales):
+                found.append("scales of moments, which stay as they are")
             got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {names}"
             raise CheckpointError(
                 f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
                 f"a name of this form, got {got}"
             )
     return outputs
+
+
+def _decoded(moment: PlannedTensor, scale: PlannedTensor, dtype: np.dtype) -> PlannedTensor:
+    if dtype.name not in _UNSCALED:
+        raise CheckpointError(
+            f"cast of {moment.name}, which has scales in {scale.name}: expected one of {', '.join(_UNSCALED)}, "
+            f"got {dtype.name}, which needs scales of its own: the optimizer makes them, by load_checkpoint(..., "
+            'moments="convert")'
+        )
+    assert isinstance(moment.content, TensorView | ChangedView)
+    assert isinstance(scale.content, TensorView | ChangedView)
+    return PlannedTensor(moment.name, moment.path, DecodedView(moment.content, scale.content))
 
 
 def _means(pattern: str, tensor: PlannedTensor) -> bool:

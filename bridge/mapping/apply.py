@@ -21,6 +21,7 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Affine, Alternative, Undetermined
 from bridge.mapping.operations import Change, ChangedView, change
 from bridge.mapping.relation import Block, TensorView, identity
+from bridge.mapping.scales import scale_view
 
 Values = Mapping[str, int]
 View = TensorView | ChangedView
@@ -55,6 +56,24 @@ def apply_rule(
     Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict
     the expressions, or an axis size stays open.
     """
+    for weight, view, _ in apply_with_scales(rule, source, target, tensors, {}, axes, power, weights):
+        yield weight, view
+
+
+def apply_with_scales(
+    rule: Rule,
+    source: str,
+    target: str,
+    tensors: Mapping[str, TensorInfo],
+    scales: Mapping[str, TensorInfo],
+    axes: Axes,
+    power: int,
+    weights: Iterable[str],
+) -> Iterator[tuple[str, View, View | None]]:
+    """As `apply_rule`, of moments and of their ``scales``, by weight: each moment made with its scales, if it has any.
+
+    An operation of the rule changes the scales alone, so the payload stays as it is.
+    """
     inputs = rule.entries(source)
     outputs = rule.entries(target)
     from_path, to_path = inputs[0].path.indices, outputs[0].path.indices
@@ -77,7 +96,7 @@ def apply_rule(
         at = dict(zip(shared, key, strict=True))
         counts = {index: 1 + max(values[index] for values in height[key]) for index in gathered}
         yield from _Instance(
-            rule.between(source, target), inputs, outputs, at, counts, tensors, axes, power
+            rule.between(source, target), inputs, outputs, at, counts, tensors, scales, axes, power
         ).outputs()
 
 
@@ -91,10 +110,11 @@ class _Instance:
     at: Values
     counts: Values
     tensors: Mapping[str, TensorInfo]
+    scales: Mapping[str, TensorInfo]
     axes: Axes
     power: int
 
-    def outputs(self) -> Iterator[tuple[str, View]]:
+    def outputs(self) -> Iterator[tuple[str, View, View | None]]:
         infos = [self._infos(entry) for entry in self.inputs_]
         first = infos[0][0]
         for info in itertools.chain.from_iterable(infos):
@@ -105,7 +125,7 @@ class _Instance:
         if self.inputs_[0].expression is None:
             view = identity(first.name, first.shape, first.dtype)
             changes = [self._change(self.inputs_[0], self.outputs_[0], self.axes.sizes)]
-            yield self.outputs_[0].path.format(self.at), self._changed(view, changes)
+            yield self.outputs_[0].path.format(self.at), *self._finished(view, changes)
             return
         sizes = self._sizes(infos)
         parts = dict(self._parts(self.inputs_, sizes))
@@ -123,7 +143,7 @@ class _Instance:
                         blocks.append(self._block(parts[axes], alternative, scattered, gathered, sizes))
                         changes.append(self._change(parts[axes][0], entry, sizes))
                 view = TensorView(entry.expression.shape(sizes), first.dtype, tuple(blocks))
-                yield entry.path.format({**self.at, **scattered}), self._changed(view, changes)
+                yield entry.path.format({**self.at, **scattered}), *self._finished(view, changes)
 
     def _change(self, source: Entry, target: Entry, sizes: Values) -> Change | None:
         if source.operation is None and target.operation is None:
@@ -135,6 +155,23 @@ class _Instance:
             return change(source.operation, target.operation, known, self.power)
         except MappingError as error:
             raise self._error(str(error)) from error
+
+    def _finished(self, view: TensorView, changes: Sequence[Change | None]) -> tuple[View, View | None]:
+        """The tensor and its scales, either of them changed."""
+        sources = dict.fromkeys(block.source for block in view.blocks)
+        by_name = {self.tensors[weight].name: scale for weight, scale in self.scales.items()}
+        lacking = next((name for name in sources if name not in by_name), None)
+        if len(by_name.keys() & sources) == 0:
+            return self._changed(view, changes), None
+        if lacking is not None:
+            with_scales = next(name for name in sources if name in by_name)
+            raise self._error(f"expected scales of {lacking} as of {with_scales}, found none")
+        shapes = {info.name: info.shape for info in self.tensors.values()}
+        try:
+            scales = scale_view(view, shapes, by_name)
+        except MappingError as error:
+            raise self._error(str(error)) from error
+        return view, self._changed(scales, changes)
 
     def _changed(self, view: TensorView, changes: Sequence[Change | None]) -> View:
         if not any(changes):

@@ -20,22 +20,40 @@ from typing import Literal
 from bridge.formats.base import TreePath
 from bridge.mapping.errors import MappingError
 
-Section = Literal["weights", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step"]
-ADAM: tuple[Section, ...] = ("exp_avg", "exp_avg_sq")
-MOMENTS: tuple[Section, ...] = (*ADAM, "max_exp_avg_sq", "momentum_buffer")
-SECTIONS: tuple[Section, ...] = ("weights", *MOMENTS, "step")
+Moment = Literal["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"]
+Scale = Literal["exp_avg_scale", "exp_avg_sq_scale", "max_exp_avg_sq_scale", "momentum_buffer_scale"]
+Section = Literal["weights", Moment, Scale, "step"]
+ADAM: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Moment, ...] = (*ADAM, "max_exp_avg_sq", "momentum_buffer")
+SCALES: Mapping[Moment, Scale] = MappingProxyType(
+    {
+        "exp_avg": "exp_avg_scale",
+        "exp_avg_sq": "exp_avg_sq_scale",
+        "max_exp_avg_sq": "max_exp_avg_sq_scale",
+        "momentum_buffer": "momentum_buffer_scale",
+    }
+)
+"""The scales of moments that are stored in float8 or float16 (`scales.py`)."""
+
+BY_WEIGHT: tuple[Section, ...] = (*MOMENTS, *SCALES.values())
+"""What optimizers keep for each element or row of a weight."""
+
+SECTIONS: tuple[Section, ...] = ("weights", *BY_WEIGHT, "step")
 WEIGHT = "{w}"
 MODEL_WEIGHTS = f"model.{WEIGHT}"
 
-WORDS: Mapping[Section, str] = MappingProxyType(
+_OPTAX: Mapping[Moment, str] = MappingProxyType(
     {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
 )
-"""Optax's names of the moments."""
+_WORDS: dict[Section, str] = {section: word for section, word in _OPTAX.items()}  # noqa: C416
+_WORDS |= {SCALES[moment]: f"{word}_scale" for moment, word in _OPTAX.items()}
+WORDS: Mapping[Section, str] = MappingProxyType(_WORDS)
+"""Optax's names of the moments, and our optimizers' names of the scales."""
 
 POWERS: Mapping[Section, int] = MappingProxyType(
     {"weights": 1, "exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "momentum_buffer": -1}
 )
-"""How a section's values change with the factor of a weight: gradients are divided by it."""
+"""How a section's values change with the factor of a weight: gradients are divided by it. Scales as their moments."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class Convention:
 
     def _usual(self) -> dict[Section, str]:
         if not self.is_tree:
-            kept = {s: f"optimizer.state.{WEIGHT}.{s}" for s in (*MOMENTS, "step")}
+            kept = {s: f"optimizer.state.{WEIGHT}.{s}" for s in (*BY_WEIGHT, "step")}
             return {"weights": MODEL_WEIGHTS, **kept}
         first = self.places.get("exp_avg", f"opt_state/mu/{WEIGHT}")
         node, word, rest = first.rpartition("mu/")
@@ -138,6 +156,18 @@ class Convention:
         if not self.is_tree:
             return tuple(parts)
         return tuple(int(part) if part.isdecimal() else part.strip("'") for part in parts)
+
+
+def path_of_scales(path: TreePath) -> TreePath | None:
+    """Where the scales of the moment at this path are, if it has some; None for a path that is no moment's."""
+    before, dot, last = str(path[-1]).rpartition(".")
+    for moment, word in _OPTAX.items():
+        if last == moment:
+            return (*path[:-1], f"{before}{dot}{SCALES[moment]}")
+        if word in path[:-1]:
+            place = len(path) - 1 - path[::-1].index(word)
+            return (*path[:place], WORDS[SCALES[moment]], *path[place + 1 :])
+    return None
 
 
 def tree_places(node: str, before: str, after: str) -> dict[Section, str]:

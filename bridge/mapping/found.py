@@ -22,7 +22,7 @@ from typing import cast
 
 from bridge.formats.base import TensorInfo
 from bridge.mapping.conventions import (
-    MOMENTS,
+    BY_WEIGHT,
     WEIGHT,
     WORDS,
     Convention,
@@ -188,7 +188,7 @@ def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
     separator = convention.separator
     starts = [0, *(match.end() for match in re.finditer(re.escape(separator), name))]
     if not convention.is_tree:
-        for section in (*MOMENTS, "step"):
+        for section in (*BY_WEIGHT, "step"):
             if name.endswith(f".{section}"):
                 stop = len(name) - len(section) - 1
                 for start in (s for s in starts if s < stop and f".{name[:s]}".endswith(".state.")):
@@ -227,7 +227,7 @@ def _texts(
     """The places of a state, from the path of one of its tensors, which tells lists from keys."""
     node, inner, after = place
     if not convention.is_tree:
-        return {section: f"{node}{WEIGHT}.{section}" for section in (*MOMENTS, "step")}
+        return {section: f"{node}{WEIGHT}.{section}" for section in (*BY_WEIGHT, "step")}
     depth, within = node.count("/"), inner.count("/")
     start = convention.written(tuple(path[:depth]))
     between = convention.written(tuple(path[depth + 1 : depth + 1 + within]))

@@ -17,7 +17,7 @@ import numpy as np
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import View
-from bridge.mapping.conventions import ADAM, MOMENTS, Convention, Section, State, tree_places
+from bridge.mapping.conventions import ADAM, BY_WEIGHT, SCALES, Convention, Section, State, tree_places
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
 from bridge.mapping.relation import identity
@@ -29,8 +29,8 @@ Outputs = Mapping[Section, Mapping[str, View]]
 
 
 def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
-    """The moments of all states by section and weight. A weight with two moments of a kind is added to the problems."""
-    sections: dict[Section, Tensors] = {section: {} for section in (*MOMENTS, "step")}
+    """Moments and scales of all states by section and weight. Two of a kind for a weight are added to the problems."""
+    sections: dict[Section, Tensors] = {section: {} for section in (*BY_WEIGHT, "step")}
     for state in found.states:
         for section, tensors in state.sections.items():
             for weight, info in tensors.items():
@@ -43,13 +43,19 @@ def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
 
 
 def require_whole(found: Found, usual: Convention, where: str, problems: list[str]) -> None:
-    """Check that Adam's state of each weight is whole: both moments and, where steps are kept, a step.
+    """Check that each state is whole: scales with their moment, and Adam's with both and, where steps are kept, a step.
 
     usual: the convention with its usual places, where a step count without moments may be.
     """
     source = found.convention
     missing = []
     for number, state in enumerate(found.states):
+        for section, scale in SCALES.items():
+            missing += [
+                source.name_of(section, weight, number)
+                for weight in state.sections.get(scale, ())
+                if weight not in state.sections.get(section, ())
+            ]
         needed: tuple[Section, ...] = ADAM if source.one_step else (*ADAM, "step")
         with_adam = dict.fromkeys(w for s in (*needed, "max_exp_avg_sq") for w in state.sections.get(s, ()))
         missing += [
@@ -61,6 +67,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: list[st
         if source.one_step and with_adam and state.count is None:
             name = source.name_of("step", state=number)
             problems.append(f"expected {name} beside the moments in {where}, found none")
+    missing = list(dict.fromkeys(missing))
     if missing:
         some = ", ".join(missing[:_SHOWN]) + (
             f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -102,11 +109,11 @@ class StatePlan:
         """Each as (section, weight, number of the state, content). A step count for a whole state has no weight."""
         origin: dict[str, tuple[int, str]] = {}
         for number, state in enumerate(self.found.states):
-            for section in MOMENTS:
+            for section in BY_WEIGHT:
                 for weight, info in state.sections.get(section, {}).items():
                     origin[info.name] = number, weight
         sources: dict[str, dict[tuple[int, str], None]] = {}
-        for section in MOMENTS:
+        for section in BY_WEIGHT:
             for weight, view in self.outputs.get(section, {}).items():
                 found = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
                 if section in ADAM:

@@ -15,8 +15,17 @@ import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.mapping import beside_weights
-from bridge.mapping.apply import Axes, View, apply_rule
-from bridge.mapping.conventions import MODEL_WEIGHTS, MOMENTS, POWERS, WEIGHT, Convention, Section
+from bridge.mapping.apply import Axes, View, apply_with_scales
+from bridge.mapping.conventions import (
+    BY_WEIGHT,
+    MODEL_WEIGHTS,
+    MOMENTS,
+    POWERS,
+    SCALES,
+    WEIGHT,
+    Convention,
+    Section,
+)
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
@@ -25,11 +34,13 @@ from bridge.mapping.notes import PLACES, note, noted, read_notes
 from bridge.mapping.operations import ChangedView
 from bridge.mapping.relation import identity
 from bridge.mapping.rules import MappingTable
+from bridge.mapping.scales import DecodedView, of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
 from bridge.mapping.tied import one_of_two, second_of_two
 
 T = TypeVar("T")
+_Made = tuple[str, View, View | None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class PlannedTensor:
 
     name: str
     path: TreePath
-    content: View | np.ndarray
+    content: View | DecodedView | np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -167,8 +178,13 @@ class _Planner:
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
         self.problems += self._uneven(owners)
-        outputs = {s: self._outputs(s, sections[s], self._owners(s, sections[s])) for s in MOMENTS}
-        weights = self._outputs("weights", found.weights, owners)
+        outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
+        for moment in MOMENTS:
+            owned = self._owners(moment, sections[moment])
+            scales = {w: info for w, info in sections[SCALES[moment]].items() if w in owned}
+            made = self._outputs(moment, sections[moment], owned, scales)
+            outputs[moment], outputs[SCALES[moment]] = made
+        weights, _ = self._outputs("weights", found.weights, owners, {})
         weights |= (
             self._try(lambda: dict(second_of_two(self.mapping, found, self.target.name, self._axes))) or {}
         )
@@ -273,8 +289,12 @@ class _Planner:
                 )
         return owners
 
-    def _outputs(self, section: Section, tensors: Tensors, owners: Mapping[str, Rule]) -> dict[str, View]:
+    def _outputs(
+        self, section: Section, tensors: Tensors, owners: Mapping[str, Rule], scales: Tensors
+    ) -> tuple[dict[str, View], dict[str, View]]:
+        """The target's tensors of a section, and their scales where the source's have some, by weight."""
         views: dict[str, View] = {}
+        scale_views: dict[str, View] = {}
         makers: dict[str, Rule] = {}
         members: dict[int, dict[str, TensorInfo]] = {}
         for weight, rule in owners.items():
@@ -283,18 +303,28 @@ class _Planner:
             if id(rule) not in members or not rule.entries(self.target.name):
                 continue
             power, own = POWERS[section], members[id(rule)]
-            made = apply_rule(
-                rule, self.source.name, self.target.name, own, self._axes, power, self.found.weights
+            with_scales = {weight: info for weight, info in scales.items() if weight in own}
+            made = apply_with_scales(
+                rule,
+                self.source.name,
+                self.target.name,
+                own,
+                with_scales,
+                self._axes,
+                power,
+                self.found.weights,
             )
-            found: list[tuple[str, View]] = self._try(partial(list[tuple[str, View]], made)) or []
-            for weight, view in found:
+            found: list[_Made] = self._try(partial(list[_Made], made)) or []
+            for weight, view, scale in found:
                 if weight in makers:
                     self.problems.append(
                         f"{self.target.name} {weight} is made by two rules, and only one can be written: "
                         f"{makers[weight]} and {rule}"
                     )
                 makers[weight], views[weight] = rule, view
-        return views
+                if scale is not None:
+                    scale_views[weight] = of_whole_rows(scale, self.reader)
+        return views, scale_views
 
     def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
         """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""

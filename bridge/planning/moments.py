@@ -35,7 +35,7 @@ from bridge.planning.row_moments import row_moment
 from bridge.sharding.rows import rows_of
 
 _FACTORED_FROM = 128
-_BATCH = 1 << 22
+_BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
 # Arrays of float32 beside the new weights of a key in JAX, where moments have scales: XLA's CPU compiler needs so many.
 _CONVERTED = 5

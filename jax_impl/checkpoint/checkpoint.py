@@ -17,6 +17,8 @@ Several processes save in four steps, none of which begins before the one before
     write      each writes the chunks that it has all of to a store of its own, boxes of other chunks to files there
     assemble   each puts together its part of those other chunks
     commit     the first process joins the stores, checks that every chunk is there, and renames the directory
+
+An asynchronous save copies what this process writes to host memory in the first step, and does the others in a thread.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +36,12 @@ import numpy as np
 
 from bridge.formats import CheckpointError, TreePath
 from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
+from bridge.formats.saving.pending import PendingSave
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
-from jax_impl.checkpoint.names import (
-    KEY_IMPLS,
-    key_impls,
-    train_tensors,
-)
+from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, train_tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
@@ -81,41 +84,144 @@ def save_checkpoint(
         CheckpointError: names that collide, or another process that failed or was not heard of.
         OSError: the system refused a write.
     """
-    processes = Processes(plan.mesh, "save", timeout)
-    target = Path(os.path.abspath(path))
-    writer: OrbaxWriter | None = None
-    part: OrbaxPart | None = None
-    try:
-        with processes.step("open") as opened:
-            contents = Contents.of(plan, state)
-            if processes.first:
-                values = dict(train_tensors(train or {}))
-                part = writer = OrbaxWriter(
-                    target, item=item, process=processes.index if processes.several else None
-                )
-                opened.shared = json.dumps([target.name, writer.temporary.name, contents.fingerprint])
-        name, working, fingerprint = json.loads(opened.shared)
-        temporary = target.with_name(working)
-        with processes.step("write"):
-            _require_equal(contents.fingerprint, fingerprint)
-            part = part or _join(target, name, temporary, item, processes.index)
-            chunks = Chunks(part, temporary / _SPILLED, processes.index)
-            contents.write(part, chunks, first=processes.first)
-            chunks.finish()
-            if writer is not None:
-                _write_own(writer, values, objects or {}, key_impls(plan))
-        with processes.step("assemble"):
-            chunks.write_spilled(processes.members)
-            part.finish()
-        with processes.step("commit"):
-            if writer is not None:
-                shutil.rmtree(temporary / _SPILLED, ignore_errors=True)
-                writer.commit(processes.members if processes.several else ())
-    except BaseException:
-        # All processes have stopped writing: a step fails when it has ended on all of them.
-        if part is not None:
-            part.abort()
-        raise
+    start_save(path, plan, state, train, objects=objects, item=item, timeout=timeout, asynchronous=False)
+
+
+def save_checkpoint_async(
+    path: str | os.PathLike[str],
+    plan: ShardingPlan,
+    state: TrainState,
+    train: Mapping[str, Any] | None = None,
+    *,
+    objects: Mapping[TreePath, object] | None = None,
+    item: str | None = None,
+    timeout: float = TIMEOUT,
+) -> PendingSave:
+    """Save as ``save_checkpoint`` does, the same files but for times of day, while training goes on.
+
+    When this returns, the rows that this process will write have been copied to host memory, so steps may be given the
+    state (donated). A thread writes the copies, and agrees with the other processes through the key-value store of
+    ``jax.distributed``, not by collectives. Host memory: the bytes of this process's own rows (arrays that several
+    processes have whole are copied by one), one array's shard for the while of the copying, and under 200 MiB for what
+    is being written. One save is pending at a time; the next one waits for it first.
+
+    Example::
+
+        pending = save_checkpoint_async("runs/10", plan, state, {"step": 10})
+        state, metrics = step(state, tokens)
+        pending.wait()  # complete on disk, or raises
+
+    An error in the thread is raised on all processes by ``wait``; where nobody called that, by the next save; and at
+    the end of the program it goes to stderr. The program ends when the save has ended.
+
+    Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
+    asynchronous save that failed.
+    """
+    return start_save(path, plan, state, train, objects=objects, item=item, timeout=timeout)
+
+
+def start_save(
+    path: str | os.PathLike[str],
+    plan: ShardingPlan,
+    state: TrainState,
+    train: Mapping[str, Any] | None = None,
+    *,
+    objects: Mapping[TreePath, object] | None = None,
+    item: str | None = None,
+    timeout: float = TIMEOUT,
+    extras: SaveExtras | None = None,
+    asynchronous: bool = True,
+) -> PendingSave:
+    """Save, in the background or at once."""
+    extras = extras or SaveExtras()
+    opened = _OpenedSave(path, plan, state, train, objects, item, timeout, extras, copy=asynchronous)
+    if not asynchronous:
+        opened.write()
+        return pending.finished(opened.target)
+    return pending.start(opened.target, opened.write)
+
+
+class _OpenedSave:
+    """A checkpoint whose directory is there, with nothing in it yet. ``write`` ends it.
+
+    copy: whether the state may change before ``write`` is through.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        plan: ShardingPlan,
+        state: TrainState,
+        train: Mapping[str, Any] | None,
+        objects: Mapping[TreePath, object] | None,
+        item: str | None,
+        timeout: float,
+        extras: SaveExtras,
+        *,
+        copy: bool,
+    ) -> None:
+        self.target = Path(os.path.abspath(path))
+        self._processes = processes = Processes(plan.mesh, "save", timeout, background=copy)
+        self._item = item
+        self._extras = extras
+        self._writer: OrbaxWriter | None = None
+        try:
+            with processes.step("open") as opened:
+                # Inside of the step: some processes may have been told already that the save before failed.
+                pending.settle()
+                self._contents = Contents.of(plan, state)
+                if processes.first:
+                    values = dict(train_tensors(train or {}))
+                    extras.before()
+                    self._writer = OrbaxWriter(
+                        self.target, item=item, process=processes.index if processes.several else None
+                    )
+                    opened.shared = json.dumps(
+                        [self.target.name, self._writer.temporary.name, self._contents.fingerprint]
+                    )
+                    self._own = _Own(values, dict(objects or {}), key_impls(plan))
+                if copy:
+                    self._contents = self._contents.on_host(first=processes.first)
+                    if processes.first:
+                        self._own = deepcopy(self._own)
+        except BaseException:
+            self._abort()
+            raise
+        self._shared = opened.shared
+
+    def write(self) -> None:
+        processes, writer = self._processes, self._writer
+        part: OrbaxPart | None = writer
+        name, working, fingerprint = json.loads(self._shared)
+        temporary = self.target.with_name(working)
+        try:
+            with processes.step("write"):
+                _require_equal(self._contents.fingerprint, fingerprint)
+                part = part or _join(self.target, name, temporary, self._item, processes.index)
+                chunks = Chunks(part, temporary / _SPILLED, processes.index)
+                self._contents.write(part, chunks, first=processes.first)
+                chunks.finish()
+                if writer is not None:
+                    self._own.write(writer)
+            with processes.step("assemble"):
+                chunks.write_spilled(processes.members)
+                part.finish()
+            with processes.step("commit"):
+                if writer is not None:
+                    shutil.rmtree(temporary / _SPILLED, ignore_errors=True)
+                    for file, content in self._extras.files.items():
+                        (temporary / file).write_bytes(content)
+                    writer.commit(processes.members if processes.several else ())
+                    self._extras.committed()
+        except BaseException:
+            # All processes have stopped writing: a step fails when it has ended on all of them.
+            if part is not None:
+                part.abort()
+            raise
+
+    def _abort(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
 
 
 def _join(target: Path, name: str, temporary: Path, item: str | None, process: int) -> OrbaxPart:
@@ -135,16 +241,18 @@ def _require_equal(own: str, first: str) -> None:
         )
 
 
-def _write_own(
-    writer: OrbaxWriter,
-    values: Mapping[tuple[str, ...], np.ndarray],
-    objects: Mapping[TreePath, object],
-    impls: dict[str, str],
-) -> None:
-    """What only the first process has."""
-    for leaf, array in values.items():
-        info = writer.add_tensor(leaf, array.shape, array.dtype)
-        for box in info.chunks:
-            writer.write(info.name, box, array[box.slices()])
-    for leaf_path, value in {**objects, **({KEY_IMPLS: impls} if impls else {})}.items():
-        writer.add_object(leaf_path, value)
+@dataclass(frozen=True)
+class _Own:
+    """What only the first process has: train values by path, objects by tree path, and algorithms of random keys."""
+
+    values: Mapping[tuple[str, ...], np.ndarray]
+    objects: Mapping[TreePath, object]
+    impls: dict[str, str]
+
+    def write(self, writer: OrbaxWriter) -> None:
+        for leaf, array in self.values.items():
+            info = writer.add_tensor(leaf, array.shape, array.dtype)
+            for box in info.chunks:
+                writer.write(info.name, box, array[box.slices()])
+        for leaf_path, value in {**self.objects, **({KEY_IMPLS: self.impls} if self.impls else {})}.items():
+            writer.add_object(leaf_path, value)

@@ -7,7 +7,7 @@ import heapq
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,26 @@ _SLABS = 8 << 20
 
 
 @dataclass(frozen=True)
+class Held:
+    """A shard that this process writes: its place in the array, and its values, on the host or on a device."""
+
+    index: tuple[slice, ...]
+    data: Any
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """This process's own shards of an array, in memory of the host that nothing else changes."""
+
+    dtype: np.dtype
+    shards: tuple[Held, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(shard.data.nbytes) for shard in self.shards)
+
+
+@dataclass(frozen=True)
 class Contents:
     """``arrays``: by name (params, opt_state/mu, ...), arrays by key. ``whole``: arrays that every device has, by name.
 
@@ -35,8 +55,8 @@ class Contents:
     """
 
     plan: ShardingPlan
-    arrays: Mapping[str, Buffers]
-    whole: Mapping[str, jax.Array]
+    arrays: Mapping[str, Mapping[str, jax.Array | HostCopy]]
+    whole: Mapping[str, jax.Array | np.ndarray]
     fingerprint: str
 
     @classmethod
@@ -65,6 +85,30 @@ class Contents:
         text = json.dumps([[[name, kind.shape, kind.dtype.name] for name, kind in found.items()], lying])
         return cls(plan, arrays, whole, hashlib.sha256(text.encode()).hexdigest())
 
+    def on_host(self, *, first: bool) -> Contents:
+        """The same with copies of what this process writes, so that the state may change or be donated.
+
+        Beside the copies no more than one array's shard is in host memory.
+        """
+        arrays = {
+            name: {key: _host_copy(self.plan, array) for key, array in by_key.items()}
+            for name, by_key in self.arrays.items()
+        }
+        # The others need shapes and dtypes only.
+        whole = {
+            name: np.array(_local(value)) if first else np.empty(value.shape, value.dtype)
+            for name, value in self.whole.items()
+        }
+        return replace(self, arrays=arrays, whole=whole)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the copies that ``on_host`` made."""
+        copies = [copy for by_key in self.arrays.values() for copy in by_key.values()]
+        return sum(copy.nbytes for copy in copies if isinstance(copy, HostCopy)) + sum(
+            int(value.nbytes) for value in self.whole.values() if isinstance(value, np.ndarray)
+        )
+
     def write(self, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
         """``first``: whether this is the process that writes what every device has."""
         for name, by_key in self.arrays.items():
@@ -80,7 +124,9 @@ class Contents:
                 for box in info.chunks:
                     writer.write(info.name, box, values[box.slices()])
 
-    def _declare(self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Buffers) -> None:
+    def _declare(
+        self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Mapping[str, jax.Array | HostCopy]
+    ) -> None:
         for path in self.plan.parameters:
             key = self.plan.holding(by_key, path)
             if key is not None:
@@ -107,28 +153,44 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
     return (1, -(-shape[1] // slabs), *shape[2:])
 
 
-def _pieces(plan: ShardingPlan, key: str, array: jax.Array) -> Iterator[Piece]:
+def _pieces(plan: ShardingPlan, key: str, array: jax.Array | HostCopy) -> Iterator[Piece]:
     """The pieces of parameters that this process holds; over all processes every element comes exactly once, but for
     repeated pieces.
 
     Of a stack, layer by layer: all of it may be as large as the model.
     """
     stored = plan.stored(key)
-    # An array keeps the host copies made of it for as long as it lives; this one does not live long.
-    view = jax.make_array_from_single_device_arrays(
-        array.shape, array.sharding, [shard.data for shard in array.addressable_shards]
-    )
-    shards = [shard for shard in view.addressable_shards if shard.replica_id == 0]
+    shards = _held(array)
     if stored.layers is not None:
         # On the CPU a layer is on the host already.
-        layered: list[Any] = [
-            np.asarray(shard.data) if is_simulated(plan.mesh) else _Layers(shard.data) for shard in shards
-        ]
+        on_host = isinstance(array, HostCopy) or is_simulated(plan.mesh)
+        layered: list[Any] = [np.asarray(shard.data) if on_host else _Layers(shard.data) for shard in shards]
         by_shard = [stored.pieces(shard.index, layers) for shard, layers in zip(shards, layered, strict=True)]
         yield from heapq.merge(*by_shard, key=lambda piece: piece.offsets[0])
         return
     for shard in shards:
         yield from stored.pieces(shard.index, np.asarray(shard.data))
+
+
+def _held(array: jax.Array | HostCopy) -> tuple[Held, ...]:
+    """The shards that this process writes."""
+    if isinstance(array, HostCopy):
+        return array.shards
+    # An array keeps the host copies made of it for as long as it lives; this one does not live long.
+    view = jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, [shard.data for shard in array.addressable_shards]
+    )
+    return tuple(Held(shard.index, shard.data) for shard in view.addressable_shards if shard.replica_id == 0)
+
+
+def _host_copy(plan: ShardingPlan, array: jax.Array | HostCopy) -> HostCopy:
+    shards = []
+    for shard in _held(array):
+        values = np.asarray(shard.data)
+        # Of memory that the host can address, NumPy gets a view.
+        shared = is_simulated(plan.mesh) or shard.data.sharding.memory_kind != "device"
+        shards.append(Held(shard.index, values.copy() if shared else values))
+    return HostCopy(np.dtype(array.dtype), tuple(shards))
 
 
 class _Layers:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from bridge.formats import CheckpointError, TreePath
+from bridge.formats.saving.steps import choose_step
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.matching import Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
 from jax_impl.checkpoint.placing import Tensors
-from jax_impl.checkpoint.steps import choose_step
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.runtime.memory_kinds import kinds_like, moved

@@ -26,8 +26,9 @@ from bridge.formats import CheckpointError
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 900.0
-# Saves and loads begun so far by each set of processes: the same number on all of them, and so part of the keys.
-_BEGUN: defaultdict[tuple[int, ...], int] = defaultdict(int)
+# Saves and loads begun so far by each set of processes in a lane: the same number on all of them, and so part of the
+# keys. What runs in the background has a lane of its own: in one lane, who begins has ended all that was begun before.
+_BEGUN: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 _SHOWN = 2000
 
 
@@ -41,11 +42,12 @@ class Step:
 class Processes:
     """The processes that hold the devices of a mesh, all of which save or load at once.
 
-    ``kind``: "save" or "load". ``timeout``: seconds to wait for one another in each step. Raises ``ValueError`` on a
+    ``kind``: "save" or "load". ``timeout``: seconds to wait for one another in each step. ``background``: whether steps
+    may run in a thread; such operations follow each other, and others go on beside them. Raises ``ValueError`` on a
     process without such devices.
     """
 
-    def __init__(self, mesh: Mesh, kind: str, timeout: float) -> None:
+    def __init__(self, mesh: Mesh, kind: str, timeout: float, *, background: bool = False) -> None:
         self.index = jax.process_index()
         self.members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         self._kind = kind
@@ -56,8 +58,9 @@ class Processes:
                 f"checkpoint: expected to be called by the processes that have devices of the mesh, {self.members}, "
                 f"got process {self.index}"
             )
-        self._number = _BEGUN[self.members]
-        _BEGUN[self.members] += 1
+        self._lane = "background" if background else "foreground"
+        self._number = _BEGUN[self._lane, self.members]
+        _BEGUN[self._lane, self.members] += 1
 
     @property
     def first(self) -> bool:
@@ -99,7 +102,7 @@ class Processes:
     def _exchange(self, step_name: str, error: str | None, step: Step) -> list[str]:
         """What went wrong, on any process."""
         client: Any = distributed.global_state.client
-        everything = f"twinshard/{'-'.join(map(str, self.members))}"
+        everything = f"twinshard/{self._lane}/{'-'.join(map(str, self.members))}"
         here = f"{everything}/{self._number}/{self._steps}"
         self._steps += 1
         mine = {"step": step_name, "error": error}

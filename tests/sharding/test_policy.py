@@ -179,6 +179,7 @@ AXIS = st.from_regex(r"[A-Za-z_]|[A-Za-z_][A-Za-z0-9_]{0,4}[0-9_]", fullmatch=Tr
 ALIGN = st.just("auto") | st.integers(1, 10**6)
 AXES = st.lists(AXIS, min_size=1, max_size=2, unique=True)
 DTYPE = st.sampled_from(["float32", "bfloat16", "float16", "float64"])
+GATHER = st.sampled_from(["mxfp8", "float8_e4m3fn"])
 DEPTHS = [(p, g, o) for o in range(3) for g in range(o + 1) for p in range(g + 1)]
 
 
@@ -207,9 +208,9 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
         grains = st.one_of(st.sampled_from(["row", "tensor"]), st.integers(1, 999).map("block({})".format))
         options["align"] = draw(st.none() | ALIGN)
         units.append(UnitPolicy(match, granularity=draw(grains), recompute=draw(st.booleans()), **options))
-    precision = PrecisionPolicy(
-        draw(st.sampled_from(["float32", "float64"])), *(draw(st.none() | DTYPE) for _ in range(3))
-    )
+    main = draw(st.sampled_from(["float32", "float64"]))
+    gather = draw(st.none() | GATHER) if main == "float32" else None
+    precision = PrecisionPolicy(main, *(draw(st.none() | DTYPE) for _ in range(3)), gather)
     prefetch = draw(st.sampled_from([None, 0, 1]))
     return ShardingPolicy(tuple(units), mesh, precision, align=draw(ALIGN), prefetch=prefetch)
 
@@ -299,18 +300,20 @@ def is_legal(mesh: Any, precision: Any, units: list[dict[str, Any]]) -> bool:
     """Whether a file of these tables, and one for the root after them, is a policy; from the words of the README."""
     axes = 1 if mesh is None else len(mesh)
     sizes = [] if mesh is None else list(mesh.values())
-    dtypes = {"main": {"float32", "float64"}}
+    dtypes = {"main": {"float32", "float64"}, "gather": {"mxfp8", "float8_e4m3fn"}}
     matches = [unit.get("match") for unit in units]
     return (
         axes in (1, 2)
         and all(size == "all" or (type(size) is int and size >= 1) for size in sizes)
         and sizes.count("all") <= 1
         and all(
-            key in ("main", "compute", "reduce", "grad")
+            key in ("main", "compute", "reduce", "grad", "gather")
             and isinstance(value, str)
             and value in dtypes.get(key, {"float32", "bfloat16", "float16", "float64"})
             for key, value in (precision or {}).items()
         )
+        # Only float32 main weights are quantized.
+        and not ("gather" in (precision or {}) and (precision or {}).get("main") == "float64")
         and all(is_legal_unit(unit, axes) for unit in units)
         and len(set(map(str, [*matches, ""]))) == len(units) + 1
     )
@@ -356,7 +359,7 @@ def toml_of(table: dict[str, Any]) -> str:
 @examples(2000)
 @given(
     st.none() | MESH | TABLE,
-    st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE}) | TABLE,
+    st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE, "gather": GATHER}) | TABLE,
     st.lists(UNIT | PLACED | TABLE, max_size=3),
     st.none() | ALIGN | st.sampled_from([0, -1, 1.5, True, "all"]),
     st.none() | st.sampled_from([0, 1, 2, 1.0, False, "1"]),

@@ -14,6 +14,7 @@ SCRIPTS = {
     "plain": Script(),
     "tied gpt2": Script("gpt2"),
     "clipped mixtral": Script("mixtral", max_norm=0.5, foreach=False),
+    "offloaded": Script(microbatches=2, accumulate="no_sync", max_norm=0.5, offload=True),
     "reduced in the last microbatch": Script("llama", microbatches=2, accumulate="no_sync", max_norm=0.5),
     "last backward marked, weights kept": Script(
         microbatches=3, accumulate="last", reshard_after_forward=False, set_to_none=False
@@ -38,6 +39,7 @@ LOW_SCRIPTS = {
 }
 SLOW_LOW_SCRIPTS = {
     "float32 reduction": (Script(param_dtype="bfloat16", reduce_dtype="float32"), 1e-4),
+    "offloaded": (Script("llama", "bfloat16", "float32", offload=True), 1e-4),
     "llama, bfloat16 reduction": (Script("llama", "bfloat16"), 2e-3),
     "microbatches": (Script("llama", "bfloat16", "float32", microbatches=2, accumulate="no_sync"), 1e-4),
 }

@@ -235,10 +235,13 @@ def refused_arguments() -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (
             NotImplementedError,
-            r"CPUOffloadPolicy\(\) is not available: MainWeightAdamW",
-            {"offload_policy": fsdp.CPUOffloadPolicy()},
+            r"CPUOffloadPolicy\(\) with gather_dtype='mxfp8' is not available: use gather_dtype=None",
+            {
+                "offload_policy": fsdp.CPUOffloadPolicy(),
+                "mp_policy": torch_impl.MixedPrecisionPolicy(gather_dtype="mxfp8"),
+            },
         ),
-        (TypeError, "offload_policy: expected OffloadPolicy", {"offload_policy": "cpu"}),
+        (TypeError, r"offload_policy: expected CPUOffloadPolicy\(\), Off", {"offload_policy": "cpu"}),
         (
             NotImplementedError,
             "reshard_after_forward=2 is not available: use True",

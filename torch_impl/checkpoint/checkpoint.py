@@ -14,27 +14,22 @@ reading executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
-from bridge.formats.files.atomic import AtomicDirectory
+from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
+from bridge.formats.saving.pending import PendingSave
+from bridge.formats.saving.steps import choose_step
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -47,8 +42,9 @@ from torch_impl.checkpoint.contents import (
     state_tree,
     train_values,
 )
-from torch_impl.comm.agreement import agree, rank
-from torch_impl.dtensor.local import local_boxes, local_pieces
+from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
+from torch_impl.checkpoint.saving import PlannedSave
+from torch_impl.comm.agreement import agree, background_group, rank
 from torch_impl.dtensor.tensor import count_write
 
 # Names in an error, of which a model may have thousands.
@@ -79,43 +75,69 @@ def save_checkpoint(
         ValueError: state that cannot be saved, by name; nothing was written.
         CheckpointError: writing failed, on the rank and for the reason in the text; nothing is left behind.
     """
-    directory: AtomicDirectory | None = None
+    start_save(path, model, optimizer, train, asynchronous=False)
 
-    def prepare() -> dict[str, Any]:
-        nonlocal directory
-        # Before the directory: state that cannot be saved leaves nothing on disk.
-        tree = state_tree(model, optimizer, train)
-        if rank() == 0:
-            directory = AtomicDirectory(path)
-        return tree
 
+def save_checkpoint_async(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    train: Mapping[str, Any] | None = None,
+) -> PendingSave:
+    """Save as ``save_checkpoint`` does, the same files, while training goes on; all ranks call it.
+
+    When this returns, the rows that this rank will write have been copied to host memory, so the state may change. A
+    thread writes them, and agrees with the other ranks over a process group of its own (gloo), so training's
+    collectives are not met. Host memory: the bytes of this rank's own rows, of replicated tensors this rank's share,
+    until they are written. One save is pending at a time; the next one waits for it first.
+
+    Example::
+
+        pending = save_checkpoint_async("runs/10", model, optimizer, {"step": 10})
+        train_some_more(model, optimizer)
+        pending.wait()  # complete on disk, or raises
+
+    An error in the thread is raised on all ranks by ``wait``; where nobody called that, by the next save; and at the
+    end of the program it goes to stderr. The program ends when the save has ended. Wait before
+    ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
+
+    Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
+    asynchronous save that failed.
+    """
+    return start_save(path, model, optimizer, train)
+
+
+def start_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train: Mapping[str, Any] | None,
+    *,
+    extras: SaveExtras | None = None,
+    asynchronous: bool = True,
+) -> PendingSave:
+    """Save, in the background or at once."""
+    planned = PlannedSave(
+        path, lambda: state_tree(model, optimizer, train), extras or SaveExtras(), copy=asynchronous
+    )
+    if not asynchronous:
+        planned.write()
+        return pending.finished(planned.path)
     try:
-        tree, temporary = agree(prepare, lambda _: str(directory and directory.temporary))
-        agree(lambda: _write(tree, str(temporary), Path(path).name))
-        # A rank that returned before the commit could start a run from a path that is not there yet.
-        agree(lambda: directory.commit() if directory else None)
+        group = background_group()
     except BaseException:
-        # BaseException, so that a KeyboardInterrupt leaves no half-written directory either.
-        if directory is not None:
-            directory.abort()
+        planned.abort()
         raise
-
-
-def _write(tree: Mapping[str, Any], directory: str, name: str) -> None:
-    planner = dcp.DefaultSavePlanner()
-    try:
-        with warnings.catch_warnings():
-            # One process without a process group is a supported way to save.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(dict(tree), storage_writer=SharedDirectoryWriter(directory, name), planner=planner)
-    except CheckpointException as error:
-        # Its own text is a traceback for each rank.
-        causes = [f"rank {k}: {type(e).__name__}: {e}" for k, (e, _) in sorted(error.failures.items())]
-        raise CheckpointError(f"saving {name} failed: {'; '.join(causes)}") from error
+    return pending.start(planned.path, lambda: planned.write(group))
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    moments: str = "same",
 ) -> dict[str, Any]:
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
@@ -124,24 +146,36 @@ def load_checkpoint(
     the saved ones; those that were not saved stay. The next forward uses the new weights.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or a directory of steps, of which the latest that is complete is taken.
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
+        step: the number of another step to take.
+        moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
+            for float8 with scales, become this optimizer's, rounded as an update rounds them.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
-            lists the names or tensors that differ).
-        ValueError: the optimizer's initial state is not known.
+            lists the names or tensors that differ); or it is without the step, or any complete one.
+        ValueError: the optimizer's initial state is not known; ``moments`` is another word.
     """
+    if moments not in MODES:
+        raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
     added: list[torch.Tensor] = []
+    directory = Path(path)
+
+    def choose() -> str | None:
+        # Saves may end meanwhile: the others take what rank 0 saw.
+        return os.path.relpath(choose_step(directory, step), directory) if rank() == 0 else None
+
+    _, chosen = agree(choose, lambda found: found)
 
     def stage() -> _Staged:
         if optimizer is not None:
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer))
-        with open_checkpoint(path) as reader:
-            return _stage(reader, model, optimizer)
+        with open_checkpoint(directory / str(chosen)) as reader:
+            return _stage(reader, model, optimizer, convert=moments == "convert")
 
     try:
         staged, _ = agree(stage)
@@ -175,7 +209,9 @@ class _Staged:
             group.apply()
 
 
-def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None) -> _Staged:
+def _stage(
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | None, *, convert: bool
+) -> _Staged:
     if reader.format != "dcp":
         raise CheckpointError(
             f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
@@ -190,23 +226,46 @@ def _stage(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer | No
             raise CheckpointError(
                 f"{reader.path}: expected optimizer state, found none: load the weights alone with optimizer=None"
             )
-    _check_names(reader, live, optimizer is not None)
-    _check_tensors(reader, live)
+    others = [] if optimizer is None else other_formats(reader, model, optimizer)
+    if others and not convert:
+        raise CheckpointError(_refused(reader, others))
+    renewed = {name for one in others for name in one.names}
+    _check_names(reader, live, optimizer is not None, renewed)
+    kept = {name: tensor for name, tensor in live.items() if name not in renewed}
+    _check_tensors(reader, kept)
     copies = [
         (view, _read(reader, name, box, view))
-        for name, tensor in live.items()
-        for box, view in _held_boxes(tensor)
+        for name, tensor in kept.items()
+        for box, view in held_boxes(tensor)
     ]
+    copies += [copy for one in others for copy in one.copies(reader)]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
     return _Staged(tuple(live.values()), tuple(copies), tuple(groups), train_values(train))
 
 
-def _check_names(reader: CheckpointReader, live: Iterable[str], with_optimizer: bool) -> None:
+def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
+    lines = [one.described(reader) for one in others[:_SHOWN]]
+    more = [f"... and {len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
+    return "\n".join(
+        [
+            f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
+            'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them',
+            *lines,
+            *more,
+        ]
+    )
+
+
+def _check_names(
+    reader: CheckpointReader, live: Iterable[str], with_optimizer: bool, renewed: Collection[str]
+) -> None:
     # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
     ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
-    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)}
-    expected = set(live)
+    stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)} - {
+        *renewed
+    }
+    expected = set(live) - {*renewed}
     problems = [
         f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", expected - stored), ("unexpected", stored - expected))
@@ -235,44 +294,8 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
         )
 
 
-def _held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
-    if isinstance(tensor, DTensor):
-        return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
-    # A plain tensor is whole on every rank, and each rank reads all of it.
-    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
-
-
 def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:
     array = reader.read(name, box)
     # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
     return flat.view(like.dtype).view(box.sizes)
-
-
-class SharedDirectoryWriter(FileSystemWriter):
-    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
-
-    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
-        super().__init__(directory, sync_files=True)
-        self._directory = Path(directory)
-        self._name = name
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
-        if not self._directory.is_dir():
-            raise FileNotFoundError(
-                f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
-            )
-        return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            # torch pickles the error for the other ranks, which an exception with arguments of its own may not survive.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    def storage_meta(self) -> StorageMeta:
-        # torch would record the temporary directory's path.
-        return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)

@@ -1,6 +1,10 @@
 """Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
 
-``agree`` exchanges the outcomes of an action. ``require_same_unit`` compares how the ranks shard a unit, once per unit.
+``agree`` exchanges the outcomes of an action; ``gather`` and ``scatter`` move small values to rank 0 and from there.
+``require_same_unit`` compares how the ranks shard a unit, once per unit.
+
+Work in the background agrees over a process group of its own, ``background_group``: over the default one its messages
+could meet those of a training step.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from torch_impl.comm.mesh import DataParallelMesh
 T = TypeVar("T")
 
 _HAND_OVER_SECONDS = 0.01
+
+# The default group, and the background group that was made beside it.
+_background: tuple[Any, Any] | None = None
 
 # Raised as they are, so that callers can tell wrong use from damage; all else becomes a CheckpointError.
 _KEPT: dict[str, type[Exception]] = {
@@ -55,12 +62,31 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -> Outcome[T]:
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for one background thread; None without a process group.
+
+    Made at the first call, which all ranks make together, and anew for another default group.
+    """
+    global _background
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if _background is None or _background[0] is not world:
+        _background = (world, dist.new_group(backend="gloo"))
+    return _background[1]
+
+
+def agree(
+    action: Callable[[], T],
+    share: Callable[[T], object] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Outcome[T]:
     """Run ``action`` on every rank, then exchange outcomes once; all ranks return, or all raise.
 
     ``action`` must not communicate, or must fail on all ranks together. ``share(value)`` of rank 0, a small picklable
     value, reaches every rank in the same exchange. The error names each failing rank and its cause, keeps the type
-    of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise.
+    of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise. ``group``:
+    of all ranks, by default the default one.
     """
     cause: Exception | None = None
     try:
@@ -72,7 +98,7 @@ def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -
     reports = [report]
     if dist.is_initialized():
         reports *= dist.get_world_size()
-        dist.all_gather_object(reports, report)
+        dist.all_gather_object(reports, report, group=group)
         # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
         # while the interpreter shuts down. Programs often end right after a save, so let the thread have it now.
         time.sleep(_HAND_OVER_SECONDS)
@@ -81,6 +107,25 @@ def agree(action: Callable[[], T], share: Callable[[T], object] | None = None) -
         kind = _KEPT.get(next(iter(failed.values())).error or "", CheckpointError)
         raise kind(_describe(failed, len(reports))) from cause
     return Outcome(value, reports[0].shared)
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's picklable value, on rank 0; an empty list on the others."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if rank() == 0 else None
+    dist.gather_object(value, values, group=group)
+    return values or []
+
+
+def scatter(values: list[T], group: dist.ProcessGroup | None = None) -> T:
+    """Each rank's own of the picklable values that rank 0 gives."""
+    if not dist.is_initialized():
+        return values[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, values if rank() == 0 else None, group=group)
+    own: T = received[0]
+    return own
 
 
 def _describe(failed: dict[int, _Report], world: int) -> str:

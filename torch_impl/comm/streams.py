@@ -1,17 +1,18 @@
 """Communication beside computation: streams on CUDA, and their twin for the CPU.
 
-A transfer is a sequence of steps, each on a lane: "gather", "reduce" or "outer" (the outer mesh axis). Lanes run
-beside each other and beside the computation:
+A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh axis), or "fetch" and
+"send", copies from and to the host's memory. Lanes run beside each other and beside the computation:
 
     compute  | forward of unit 1 | forward of unit 2 |          the computation waits for a transfer when it finishes it
     gather   | weights of unit 2 | weights of unit 3 |          a transfer starts after what the computation did before
 
 * On CUDA a lane is a stream. All steps are enqueued at the start, each after everything that was enqueued on the stream
-  from which it is called; ``finish`` makes the current stream wait. Memory that outlives a step is allocated before the
-  transfer starts and freed after it is finished, on the computation's stream: so none is reused too early, and none
-  needs ``record_stream``.
-* On the CPU the first step's collective runs on the backend's own threads; later steps run when the transfer is
-  finished.
+  from which it is called; ``finish`` makes the current stream wait. It makes the program wait for copies from and to
+  the host's memory, which the program reads and writes without asking a stream. Memory that outlives a step is
+  allocated before the transfer starts and freed after it is finished, on the computation's stream: so none is reused
+  too early, and none needs ``record_stream``.
+* On the CPU the first collective runs on the backend's own threads, after the steps before it; later steps run when
+  the transfer is finished.
 
 CUDA has not been run by this repository's tests unless ``tests/gpu`` is: they are skipped without a GPU.
 """
@@ -25,6 +26,9 @@ from typing import Any, Protocol
 import torch
 
 from torch_impl.comm.collectives import Work
+
+_LANES = ("gather", "reduce", "outer", "fetch", "send")
+_HOST_LANES = frozenset({"fetch", "send"})
 
 # A lane and what to issue there: called with whether to issue asynchronously, it returns what to wait for, if anything.
 Step = tuple[str, Callable[[bool], Work | None]]
@@ -41,7 +45,10 @@ class Transfer(Protocol):
     def only_waits(self) -> bool: ...
 
     def finish(self) -> None:
-        """Return when (on CUDA: make the current stream wait until) all steps are done. To be called once."""
+        """Return when (on CUDA: make the current stream wait until) all steps are done. To be called once.
+
+        Copies from and to the host's memory are done when it returns, on CUDA too.
+        """
 
 
 class Streams(Protocol):
@@ -61,10 +68,13 @@ def streams_for(device: torch.device) -> Streams:
 
 class _CpuTransfer:
     def __init__(self, steps: Sequence[Step]) -> None:
-        (_, first), *later = steps
-        self.only_waits = not later
-        self._work = first(True)
-        # The first step is not held: gloo has copied what it reduces, and holds what it still reads.
+        later = list(steps)
+        self._work: Work | None = None
+        while later and self._work is None:
+            _, step = later.pop(0)
+            self._work = step(True)
+        self.only_waits = all(lane in _HOST_LANES for lane, _ in later)
+        # What has begun is not held: gloo has copied what it reduces, and holds what it still reads.
         self._later = later
 
     def finish(self) -> None:
@@ -92,15 +102,20 @@ class CpuStreams:
 class _CudaTransfer:
     only_waits = False
 
-    def __init__(self, steps: Sequence[Step], done: torch.cuda.Event) -> None:
+    def __init__(
+        self, steps: Sequence[Step], done: torch.cuda.Event, copied: torch.cuda.Event | None
+    ) -> None:
         # The steps hold the tensors that are read and written until then.
         self._steps = steps
         self._done: torch.cuda.Event | None = done
+        self._copied = copied
 
     def finish(self) -> None:
         done, self._done = self._done, None
         if done is not None:
             torch.cuda.current_stream().wait_event(done)
+            if self._copied is not None:
+                self._copied.synchronize()
 
     def __del__(self) -> None:
         # Dropped with its model or by an exception: the computation would use the memory again at once.
@@ -112,11 +127,11 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         # Transfers are what the computation waits for, so their kernels go first.
-        self._lanes = {name: torch.cuda.Stream(device, priority=-1) for name in ("gather", "reduce", "outer")}
+        self._lanes = {name: torch.cuda.Stream(device, priority=-1) for name in _LANES}
 
     def start(self, steps: Sequence[Step]) -> Transfer:
         computation = before = torch.cuda.current_stream()
-        done = torch.cuda.Event()
+        done, copied = torch.cuda.Event(), None
         try:
             for lane, step in steps:
                 stream = self._lanes[lane]
@@ -124,12 +139,15 @@ class CudaStreams:
                 before = stream
                 with torch.cuda.stream(stream):
                     step(False)
+                if lane in _HOST_LANES:
+                    copied = torch.cuda.Event()
+                    copied.record(stream)
         except BaseException:
             # The caller will free memory that is still written to.
             computation.wait_stream(before)
             raise
         done.record(before)
-        return _CudaTransfer(steps, done)
+        return _CudaTransfer(steps, done, copied)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from bridge.sharding import float8
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.unit import Unit
@@ -34,6 +35,8 @@ class GroupReport:
     numel: their elements; padded_numel: with padding, of the whole buffers.
     shard_sizes: elements of one shard, by buffer, multiples of align; num_shards: how many each buffer is cut into.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``MixedPrecisionPolicy``.
+    gather_dtype: in which weights cross the network, compute_dtype or a float8 format; gather_bytes: of the whole group
+    then, padding and scales included.
     divisor: of summed gradients.
     fingerprint: of the layout.
     """
@@ -53,6 +56,8 @@ class GroupReport:
     compute_dtype: str
     reduce_dtype: str
     grad_dtype: str
+    gather_dtype: str
+    gather_bytes: int
 
     @property
     def padding(self) -> float:
@@ -149,6 +154,10 @@ def _group_report(group: ParameterGroup) -> GroupReport:
         compute_dtype=compute,
         reduce_dtype=reduce,
         grad_dtype=grad,
+        gather_dtype=dtypes.gather or compute,
+        gather_bytes=layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
+        if dtypes.gather
+        else layout.padded_size * dtypes.compute.itemsize,
     )
 
 
@@ -168,5 +177,6 @@ def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:
         sizes,
         str(group.align),
         group.strategy,
-        dtypes[0] if same else "/".join(dtypes),
+        ("/".join(dtypes[:1] if same else dtypes))
+        + ("" if group.gather_dtype == group.compute_dtype else f" gathered as {group.gather_dtype}"),
     )

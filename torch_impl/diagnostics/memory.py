@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +13,41 @@ from torch_impl.runtime.group import ParameterGroup
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Bytes of this rank's that lie in the host's memory, by the kinds of ``MemoryReport``."""
+
+    main_weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    padding: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.main_weights + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank. ``padding`` is the part of ``main_weights`` that belongs to no parameter."""
+    """Bytes on this rank's device. ``padding`` is the part of ``main_weights`` that belongs to no parameter.
+
+    ``on_host``: what lies in the host's memory instead, by ``CPUOffloadPolicy`` or ``offload_fraction``, and ``host``
+    its total; neither is in ``total``. On a mesh of CPUs both are memory of one kind, and are told apart all the same.
+    """
 
     main_weights: int
     compute_weights: int
     gradients: int
     moments: int
     padding: int
+    on_host: HostMemory = HostMemory()
 
     @property
     def total(self) -> int:
         return self.main_weights + self.compute_weights + self.gradients + self.moments
+
+    @property
+    def host(self) -> int:
+        return self.on_host.total
 
     def __str__(self) -> str:
         kinds = {
@@ -34,34 +58,62 @@ class MemoryReport:
             "moments": self.moments,
             "total": self.total,
         }
+        if self.host:
+            kinds |= {
+                "in host memory": self.host,
+                "  main weights": self.on_host.main_weights,
+                "  gradients": self.on_host.gradients,
+                "  moments": self.on_host.moments,
+            }
         return "\n".join(f"{kind:20}{value:>16,} B" for kind, value in kinds.items())
 
 
 def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter."""
     weights: list[torch.Tensor] = []
-    main = gradients = moments = padding = 0
+    device, host = Counter[str](), Counter[str]()
+    # Which parameters' state an optimizer keeps on the host, where it can.
+    offloads: Callable[[torch.Tensor], bool] = getattr(optimizer, "offloads", lambda param: False)
     for group in groups:
         # Shapes only: storages of meta tensors report bytes that nobody has.
         if group.on_meta:
             continue
-        main += group.main.flat.untyped_storage().nbytes()
+        own = device if group.host is None else host
+        own["main_weights"] += group.main.flat.untyped_storage().nbytes()
         real = sum(local_of(param).numel() for param in group.params)
-        padding += (group.main.flat.numel() - real) * group.main.flat.element_size()
+        own["padding"] += (group.main.flat.numel() - real) * group.main.flat.element_size()
         if group.compute is not group.main:
             weights.append(group.compute.flat)
-        if group.resident is not None:
-            weights.append(group.resident.flat)
+        if group.gather.resident is not None:
+            weights.append(group.gather.resident)
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
-        gradients += _storage_bytes(held + group.gradient.collecting)
+        if group.host is None:
+            device["gradients"] += _storage_bytes(held + group.gradient.collecting)
+        else:
+            device["gradients"] += _storage_bytes(group.gradient.collecting)
+            host["gradients"] += _storage_bytes(held)
         if optimizer is not None:
-            moments += _storage_bytes(
-                local_of(value)
-                for param in group.params
-                for name, value in optimizer.state.get(param, {}).items()
-                if isinstance(value, torch.Tensor) and name != "step"
-            )
-    return MemoryReport(main, _storage_bytes(weights), gradients, moments, padding)
+            away = [param for param in group.params if group.host is not None or offloads(param)]
+            here = set(group.params).difference(away)
+            device["moments"] += _storage_bytes(_moments(optimizer, here))
+            host["moments"] += _storage_bytes(_moments(optimizer, away))
+    return MemoryReport(
+        device["main_weights"],
+        _storage_bytes(weights),
+        device["gradients"],
+        device["moments"],
+        device["padding"],
+        HostMemory(**host),
+    )
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter]
+) -> Iterator[torch.Tensor]:
+    for param in params:
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                yield local_of(value)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

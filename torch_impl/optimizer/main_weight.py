@@ -22,8 +22,9 @@ class MainWeightOptimizer(torch.optim.Optimizer):
     """An optimizer on this rank's rows of each parameter; subclasses say which moments there are, and compute.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
-    parameter; ``step`` is a float32 CPU scalar per parameter. Parameters of which this rank holds no rows have (empty)
-    moments like all others, so that all ranks have the same keys. Ordinary tensors are updated as well.
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless an optimizer says otherwise. Parameters of
+    which this rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Ordinary
+    tensors are updated as well.
     """
 
     state_of: ClassVar[str]
@@ -62,9 +63,17 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         """The moments of this group's parameters."""
         return self._formats
 
+    def _step_device(self, param: torch.Tensor) -> torch.device:
+        return torch.device("cpu")
+
     def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A parameter's saved state, with what the stock optimizer of this kind does not keep."""
         return saved
+
+    @property
+    def moment_formats(self) -> tuple[MomentFormat, ...]:
+        """How the moments are stored."""
+        return self._formats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises the errors of the constructor; the group is then not added."""
@@ -78,6 +87,10 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._offloaded.update(param for param in group["params"] if self._share.picks(param.numel()))
+
+    def offloads(self, param: torch.Tensor) -> bool:
+        """Whether the state of this parameter lives in CPU memory and is fetched for the update."""
+        return param in self._offloaded
 
     def init_state(self) -> None:
         """Create the state of all trainable parameters that have none: zero moments, step 0. Changes no weight."""
@@ -168,7 +181,8 @@ class MainWeightOptimizer(torch.optim.Optimizer):
                 f"parameter of shape {tuple(param.shape)}: expected real numbers, got {param.dtype}"
             )
         formats = self._formats_in(group)
-        state = {"step": torch.zeros((), dtype=torch.float32)} if formats else {}
+        step = torch.zeros((), dtype=torch.float32, device=self._step_device(param))
+        state = {"step": step} if formats else {}
         for kind in formats:
             state.update(kind.zeros(param, param in self._offloaded))
         return state
@@ -202,7 +216,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
                 f"state of a parameter of shape {tuple(param.shape)}: expected {', '.join(sorted(needed))} (of "
                 f"{self.state_of}), got {', '.join(sorted(saved))}"
             )
-        step = torch.as_tensor(saved["step"]).detach().to("cpu", torch.float32)
+        step = torch.as_tensor(saved["step"]).detach().to(self._step_device(param), torch.float32)
         state = {"step": step}
         for kind in formats:
             stored, scale = saved[kind.key], saved.get(kind.scale_key)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torch_impl.dtensor.local import local_of
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Transfers
@@ -16,14 +17,16 @@ from torch_impl.optimizer.update import ParameterUpdate, fused_adamw, update
 class MainWeightAdamW(MainWeightOptimizer):
     """AdamW, bit for bit what ``torch.optim.AdamW(fused=True)`` computes for this rank's rows of each parameter.
 
+    With ``adam_w_mode=False`` it is ``torch.optim.Adam(fused=True)`` in the same way.
+
     Cut otherwise, the same elements may differ in the last bit: torch's CPU kernel rounds the last elements of a
     tensor, those that do not fill a vector register, differently.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
-    parameter; ``step`` is a float32 CPU scalar per parameter. Parameters of which this rank holds no rows have (empty)
-    moments like all others, so that all ranks have the same keys. Weight, gradient and moments of one dtype are updated
-    in place; others are converted, a chunk at a time, to float32 (of float64 parameters: float64) and back. Ordinary
-    tensors are updated as well.
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless ``capturable``. Parameters of which this
+    rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Weight, gradient and
+    moments of one dtype are updated in place; others are converted, a chunk at a time, to float32 (of float64
+    parameters: float64) and back. Ordinary tensors are updated as well.
     """
 
     state_of = "AdamW without amsgrad"
@@ -39,6 +42,9 @@ class MainWeightAdamW(MainWeightOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         offload_fraction: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        capturable: bool = False,
         maximize: bool = False,
         amsgrad: bool = False,
     ) -> None:
@@ -48,19 +54,45 @@ class MainWeightAdamW(MainWeightOptimizer):
             float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
         offload_fraction: part of the state, by elements, to the nearest parameter, that lives in CPU memory and is
             fetched for the update. Results and checkpoints are those of no offload, to the byte.
+        adam_w_mode: False adds ``weight_decay`` times the weight to the gradient (L2), as ``torch.optim.Adam`` does.
+        bias_correction: False divides neither moment by ``1 - beta**step``.
+        capturable: ``step`` lives on the parameter's device, and with an ``lr`` in a tensor there a step never waits
+            for the device, so that a CUDA graph can capture it. On the CPU it changes nothing.
+
+        ``adam_w_mode`` and ``bias_correction`` are options of a parameter group, which state dicts restore as they
+        restore ``lr``; state of torch's Adam counts as ``adam_w_mode=False``. ``capturable``, as the dtypes, is not.
 
         Raises ValueError for a negative ``lr``, ``eps`` or ``weight_decay``, betas outside [0, 1), another dtype, a
-        fraction outside [0, 1] or ``amsgrad=True``; RuntimeError for parameters that were collected before
-        ``fully_shard`` took them.
+        fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales,
+        whose update waits for the device; TypeError for a mode that is no bool; RuntimeError for parameters that were
+        collected before ``fully_shard`` took them.
         """
         formats = (
             MomentFormat("exp_avg", exp_avg_dtype),
             MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
         )
+        self._capturable = capturable
+        if capturable:
+            _check_capturable(formats, offload_fraction)
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        defaults = {**numbers, "maximize": maximize}
-        check_adamw({**numbers, "amsgrad": amsgrad})
+        modes = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+        defaults = {**numbers, **modes, "maximize": maximize}
+        check_adamw({**numbers, **modes, "amsgrad": amsgrad})
         super().__init__(params, defaults, formats, offload_fraction)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_capturable": self._capturable}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # Older state has no modes; torch's own calls one of them by another name.
+            torchs = group.get("decoupled_weight_decay", self.defaults.get("adam_w_mode", True))
+            group.setdefault("adam_w_mode", torchs)
+            group.setdefault("bias_correction", self.defaults.get("bias_correction", True))
+
+    def _step_device(self, param: torch.Tensor) -> torch.device:
+        return local_of(param).device if self._capturable else torch.device("cpu")
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_adamw(group)
@@ -76,7 +108,7 @@ class MainWeightAdamW(MainWeightOptimizer):
 
 
 def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:
-    """Raises ValueError for hyperparameters out of range; ``of`` begins the text."""
+    """Raises ValueError or TypeError for hyperparameters out of range; ``of`` begins the text."""
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(
@@ -87,7 +119,24 @@ def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:
             raise ValueError(f"{of}: expected {name} >= 0, got {group[name]}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{of}: expected two betas in [0, 1), got {betas}")
+    for name in ("adam_w_mode", "bias_correction"):
+        if not isinstance(group[name], bool):
+            raise TypeError(f"{of}: expected {name} to be a bool, got {group[name]!r}")
     if group.get("amsgrad"):
         raise ValueError(
             f"{of}: expected amsgrad=False, got True; use torch.optim.AdamW(amsgrad=True)"
         )
+
+
+def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) -> None:
+    if offload_fraction:
+        raise ValueError(
+            f"MainWeightAdamW(capturable=True): expected offload_fraction=0, got {offload_fraction}: a step waits for "
+            "its transfers"
+        )
+    for kind in formats:
+        if kind.dtype.itemsize == 1 or kind.dtype == torch.float16:
+            raise ValueError(
+                f"MainWeightAdamW(capturable=True): expected {kind.key}_dtype float32 or bfloat16, got {kind.dtype}: "
+                "to store a moment with scales, the CPU reads the step"
+            )

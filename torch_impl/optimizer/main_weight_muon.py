@@ -107,6 +107,8 @@ class MainWeightMuon(MainWeightOptimizer):
             "betas": tuple(adamw_betas),
             "eps": adamw_eps,
             "weight_decay": adamw_weight_decay,
+            "adam_w_mode": True,
+            "bias_correction": True,
             "maximize": False,
         }
         self._check({**defaults, "use_muon": True, "params": ()})

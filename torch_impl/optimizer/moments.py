@@ -15,10 +15,10 @@ Rounding is to nearest, with two exceptions:
   huge. Elements whose gradient stays below 1/480 (float8_e5m2: 1/6*10^4, float16: 1/10^6) of the largest of their
   row get smaller updates than AdamW's for it.
 * With beta2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8 (6 to 12 %, of
-  float8_e5m2 12 to 25 %): rounded to nearest it would stay where it is. Float8 second moments are dithered: the position between two stored numbers
-  decides how often the upper one is taken over the steps, in a fixed sequence of (row, column, step), the same on every
-  rank. In a test, second moments in float8_e4m3fn that shrink ninefold over 2000 steps end 9 % too small on average,
-  by at most 26 %.
+  float8_e5m2 12 to 25 %): rounded to nearest it would stay where it is. Float8 second moments are dithered: the
+  position between two stored numbers decides how often the upper one is taken over the steps, in a fixed sequence of
+  (row, column, step), the same on every rank. In a test, second moments in float8_e4m3fn that shrink ninefold over
+  2000 steps end 9 % too small on average, by at most 26 %.
 
 bfloat16 has the range of float32 and needs no scale. Its spacing (0.4 to 0.8 %) is too wide for beta2 above about
 0.996, where a second moment cannot fall and stops rising early: this is plain rounding, as in other implementations.

@@ -16,11 +16,16 @@ is a scalar computed in doubles and rounded once to the dtype of the update. Eve
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
 The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits.
+
+With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode=False`` (torch's fused Adam) line 2 is,
+if ``weight_decay`` is not 0::
+
+    2   g = fma(w, [weight_decay], g)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,6 +37,7 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
+from torch_impl.optimizer.pieces import Moments, Piece, chunks
 
 Kernel: TypeAlias = Callable[
     [
@@ -44,8 +50,8 @@ Kernel: TypeAlias = Callable[
     None,
 ]
 """Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
-# Elements of the tensors that are staged together, unless one tensor is larger.
-_CHUNK = 1 << 22
+# A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
+_FOREVER = 1e30
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +71,7 @@ class ParameterUpdate:
     placements: Any = field(init=False)
     shape: torch.Size = field(init=False)
     weight: torch.Tensor = field(init=False)
-    moments: list[tuple[torch.Tensor, torch.Tensor | None]] = field(init=False)
+    moments: Moments = field(init=False)
     dtype: torch.dtype = field(init=False)
     resident: bool = field(init=False)
     step: torch.Tensor = field(init=False)
@@ -107,9 +113,10 @@ class ParameterUpdate:
             and (not self.formats or state["step"] is self.step)
         )
 
-    def travelling(self) -> list[torch.Tensor]:
-        """The tensors that are fetched and sent back when the state is offloaded."""
-        return [tensor for pair in self.moments for tensor in pair if tensor is not None]
+    def piece(self, grad: torch.Tensor) -> Piece:
+        """All of the update, by the local gradient."""
+        row = first_row(self.param)
+        return Piece(self.weight, grad, self.moments, self.formats, self.step, row, self.dtype)
 
 
 def update(
@@ -124,14 +131,15 @@ def update(
     ``kernel`` computes, on tensors of one dtype. Steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
-    staged: list[tuple[ParameterUpdate, torch.Tensor]] = []
+    at_home: list[Piece] = []
+    offloaded: list[Piece] = []
     for one, grad in zip(updates, grads, strict=True):
         if one.weight.numel() == 0:
             continue
         if one.resident and grad.dtype == one.dtype and grad.stride() == one.weight.stride():
             resident.setdefault(one.dtype, []).append((one, grad))
         else:
-            staged.append((one, grad))
+            (offloaded if one.offloaded else at_home).append(one.piece(grad))
     for pairs in resident.values():
         kernel(
             [one.weight for one, _ in pairs],
@@ -140,67 +148,42 @@ def update(
             [one.step for one, _ in pairs],
             group,
         )
-    at_home = [pair for pair in staged if not pair[0].offloaded]
-    for pairs in _chunks(at_home):
-        _update_staged(pairs, [one.moments for one, _ in pairs], group, kernel)
-    chunks = list(_chunks([pair for pair in staged if pair[0].offloaded]))
-    batches = [[tensor for one, _ in pairs for tensor in one.travelling()] for pairs in chunks]
-    for pairs, copies in zip(chunks, transfers.stream(batches), strict=True):
+    for pieces in chunks(at_home):
+        _update_staged(pieces, [piece.moments for piece in pieces], group, kernel)
+    batches = list(chunks(offloaded))
+    homes = [[tensor for piece in pieces for tensor in piece.stored] for pieces in batches]
+    for pieces, copies in zip(batches, transfers.stream(homes), strict=True):
         fetched = iter(copies)
-        moments = [
-            [(next(fetched), None if scale is None else next(fetched)) for _, scale in one.moments]
-            for one, _ in pairs
+        moments: list[Moments] = [
+            [(next(fetched), None if scale is None else next(fetched)) for _, scale in piece.moments]
+            for piece in pieces
         ]
-        _update_staged(pairs, moments, group, kernel)
-
-
-def _chunks(
-    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
-) -> Iterator[list[tuple[ParameterUpdate, torch.Tensor]]]:
-    """Consecutive pairs of one dtype and up to ``_CHUNK`` elements together."""
-    chunk: list[tuple[ParameterUpdate, torch.Tensor]] = []
-    size = 0
-    for one, grad in pairs:
-        if chunk and (size + one.weight.numel() > _CHUNK or chunk[0][0].dtype != one.dtype):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((one, grad))
-        size += one.weight.numel()
-    if chunk:
-        yield chunk
+        _update_staged(pieces, moments, group, kernel)
 
 
 def _update_staged(
-    pairs: Sequence[tuple[ParameterUpdate, torch.Tensor]],
-    moments: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
-    group: Mapping[str, Any],
-    kernel: Kernel,
+    pieces: Sequence[Piece], moments: Sequence[Moments], group: Mapping[str, Any], kernel: Kernel
 ) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
-    dtype = pairs[0][0].dtype
-    weights = [_like(one.weight, one.weight, dtype) for one, _ in pairs]
-    grads = [_like(grad, one.weight, dtype) for one, grad in pairs]
+    dtype = pieces[0].dtype
+    weights = [_like(piece.weight, piece.weight, dtype) for piece in pieces]
+    grads = [_like(piece.grad, piece.weight, dtype) for piece in pieces]
     values: list[list[torch.Tensor]] = []
-    for (one, _), stored in zip(pairs, moments, strict=True):
+    for piece, stored in zip(pieces, moments, strict=True):
         values.append([])
-        for kind, (tensor, scale) in zip(one.formats, stored, strict=True):
-            value = _like(tensor, one.weight, dtype) if scale is None else _empty(one.weight, dtype)
+        for kind, (tensor, scale) in zip(piece.formats, stored, strict=True):
+            value = _like(tensor, piece.weight, dtype) if scale is None else _empty(piece.weight, dtype)
             if scale is not None:
                 kind.decode(tensor, scale, value)
             values[-1].append(value)
-    kernel(weights, grads, values, [one.step for one, _ in pairs], group)
-    for (one, _), weight, stored, new in zip(pairs, weights, moments, values, strict=True):
-        if weight is not one.weight:
-            one.weight.copy_(weight)
-        for kind, (tensor, scale), value in zip(one.formats, stored, new, strict=True):
+    kernel(weights, grads, values, [piece.step for piece in pieces], group)
+    for piece, weight, stored, new in zip(pieces, weights, moments, values, strict=True):
+        if weight is not piece.weight:
+            piece.weight.copy_(weight)
+        for kind, (tensor, scale), value in zip(piece.formats, stored, new, strict=True):
             if value is not tensor:
-                kind.encode(
-                    value,
-                    tensor,
-                    scale,
-                    first_row(one.param),
-                    int(one.step.item()) if scale is not None else 0,
-                )
+                step = int(piece.step.item()) if scale is not None else 0
+                kind.encode(value, tensor, scale, piece.row, step)
 
 
 def _empty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -223,10 +206,14 @@ def fused_adamw(
 ) -> None:
     """AdamW of tensors on one device in one dtype, in place. ``moments``: of each weight the first and the second."""
     device = weights[0].device
-    if device.type != "cpu":
+    if not group["bias_correction"]:
+        # Every beta below 1, as a double, raised to this power is 0: the kernel's corrections are exactly 1.
+        steps = [torch.full_like(step, _FOREVER) for step in steps]
+    if steps[0].device != device:
         # One transfer for all, without waiting for the device.
         steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
-    torch._fused_adamw_(
+    kernel = torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_
+    kernel(
         list(weights),
         list(grads),
         [first for first, _ in moments],

@@ -1,12 +1,13 @@
 """A unit's life: flat buffers, gather, reduce, and the schedule that overlaps them.
 
-Note: the five tensors of a group. A unit's parameters of one dtype and trainability form a group. For each group a
-rank has up to five flat tensors, of which the parameters and gradients that a program sees are views:
+Note: the five tensors of a group. A unit's parameters of one dtype and trainability form a group (with a float8
+``gather_dtype`` two, of those that are quantized and the others). For each group a rank has up to five flat tensors, of
+which the parameters and gradients that a program sees are views:
 
 1. The *main weights* are what the optimizer updates and what ``parameters()`` shows at rest: this rank's rows, cut as
    finely as the optimizer state, in float32 (float64 for float64 parameters).
 2. The *resident shard* exists only where main weights are cut more finely than parameters (HFSDP). It holds the rows
-   that this rank keeps of the parameters, in the dtype of forward and backward.
+   that this rank keeps of the parameters, in the dtype of forward and backward or as float8 payload and scales.
 3. The *compute weights* are whole, in the dtype of forward and backward. They are gathered from the main weights or the
    resident shard before a forward or backward, and freed after it where the strategy shards parameters. Under no_shard
    in the main dtype, the compute weights are the main weights themselves.

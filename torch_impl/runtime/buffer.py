@@ -36,10 +36,12 @@ from torch_impl.comm.mesh import DataParallelMesh
 class FlatBuffer:
     """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None) -> None:
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None, pinned: bool = False
+    ) -> None:
         size = layout.padded_size if rank is None else layout.shard_size
         self.layout, self.rank = layout, rank
-        self.flat = torch.zeros(size, dtype=dtype, device=device)
+        self.flat = torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
         self.allocated = True
         self.nbytes = size * self.flat.element_size()
         self._storage = self.flat.untyped_storage()
@@ -92,11 +94,13 @@ class ShardLevels:
         self._slices = [one.shard_slices for one in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
 
-    def buffer(self, level: int, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
-        """This rank's buffer of a level, zeros."""
+    def buffer(
+        self, level: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> FlatBuffer:
+        """This rank's buffer of a level, zeros; ``pinned`` in the host's memory."""
         # Shards of level 0 have no rank: every rank holds all of them.
         rank = self.mesh.index(level) if level else None
-        return FlatBuffer(self.layouts[level], dtype, device, rank)
+        return FlatBuffer(self.layouts[level], dtype, device, rank, pinned)
 
     def size(self, level: int) -> int:
         """Elements that a rank holds of a level."""

@@ -12,13 +12,14 @@ from torch_impl.runtime.schedule import Schedule
 
 
 class UnitContext:
-    """Held by a unit, its groups and their buffers.
+    """Held by a unit, its groups and their buffers. ``device``: the mesh's.
 
     The parts do not hold the unit: such a cycle would keep a deleted model's memory until the garbage collector comes.
     They ask for streams and pool at each use, since a unit is its own root until an outer unit runs first.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:
+        self.device = device
         self.schedule = Schedule(device, prefetch)
         self.lifecycle = Lifecycle()
         self.name = ""

@@ -146,8 +146,11 @@ class GroupGradient:
             self._drop()
             return
         whole = self._complete(keep=True)
+        host = self._group_spec.host
         # Others use the pool's memory before these sums are reduced.
-        if self._memory.pooled:
+        if host is not None:
+            whole = host.copy_of(whole)
+        elif self._memory.pooled:
             whole = whole.clone()
         self.reduction.leave_partial(whole, level=0)
         self._drop()
@@ -216,7 +219,7 @@ class GroupGradient:
         self._host.reductions.make_room()
         spec = self._group_spec
         kept = self.reduction.kept_whole()
-        flat = self.reduction.flat_of(kept)
+        flat = None if spec.host is not None else self.reduction.flat_of(kept)
         # Sums of several microbatches are accumulated in the dtype that the optimizer reads.
         dtype = spec.dtypes.grad if keep or kept else spec.dtypes.reduce
         # Where nothing is scattered, the reduced gradients stay in this buffer.
@@ -228,7 +231,7 @@ class GroupGradient:
         self._views = spec.levels.views(0, flat)
         self._untouched = set(range(len(spec.names))).difference(kept)
         self._divided = spec.divides_first and not keep and not kept
-        # Sums that a program has set by hand lie elsewhere.
+        # Sums that a program has set by hand, or that wait on the host, lie elsewhere.
         for index, local in kept.items():
             if local.data_ptr() != self._views[index].data_ptr():
                 self._views[index].copy_(local)

@@ -1,5 +1,7 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
+With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one.
+
 The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -29,9 +30,12 @@ from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime import autograd, tensor_parallel
-from torch_impl.runtime.buffer import FlatBuffer, ShardLevels
+from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.float8 import QuantizedGather
+from torch_impl.runtime.gather import CastGather, WeightGather
 from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.host_memory import HOST, HostMemory
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
@@ -41,7 +45,8 @@ from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
 class ParameterGroup:
     """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
 
-    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports.
+    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
+    gradients lie there, not on ``device``.
     """
 
     def __init__(
@@ -55,7 +60,9 @@ class ParameterGroup:
         divisor: float,
         context: UnitContext,
         suffix: str,
+        host: HostMemory | None = None,
     ) -> None:
+        self.host = host
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
         self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
@@ -79,12 +86,15 @@ class ParameterGroup:
         self._divisor.value = value
 
     def materialize(self, device: torch.device) -> None:
-        """Give weights that were planned on the meta device memory on ``device``; they are zeros.
+        """Give weights that were planned on the meta device memory on ``device``, or where they belong with offload.
+
+        They are zeros.
 
         The parameters stay the same objects, for an optimizer that holds them already.
         """
         planned = self.params
-        self._allocate(device, [(param, param) for param in planned])
+        place = device if self.host is None else self._context.device
+        self._allocate(place, [(param, param) for param in planned])
         for param, allocated in zip(planned, self.params, strict=True):
             torch.utils.swap_tensors(param, allocated)
         self.params = planned
@@ -103,13 +113,19 @@ class ParameterGroup:
     ) -> None:
         """Make buffers and parameters like the given ones, with the values beside them if those have any."""
         strategy, dtypes = self.strategy, self.dtypes
-        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, device)
+        place, pinned = device, False
+        if self.host is not None and device.type != "meta":
+            place, pinned = HOST, self.host.pinned
+        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, place, pinned)
         # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
         self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
-        self.resident: FlatBuffer | None = None
-        if 0 < strategy.parameters < strategy.optimizer:
-            self.resident = self.levels.buffer(strategy.parameters, dtypes.compute, device)
-        if not strategy.optimizer and dtypes.compute == dtypes.main:
+        self.gather: WeightGather = (
+            CastGather(self.levels, strategy, dtypes.compute, device, fetches=self.host is not None)
+            if dtypes.gather is None
+            else QuantizedGather(self.levels, strategy, dtypes.gather, device, self.tensor_parallel)
+        )
+        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and self.host is None
+        if not strategy.optimizer and as_they_are:
             self.compute = self.main
             views = [self.main.view(name) for name in self.names]
         else:
@@ -136,16 +152,23 @@ class ParameterGroup:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
         context, suffix, dtypes = self._context, self._suffix, self.dtypes
         spec = GradientSpec(
-            self.names, self.params, self.tensor_parallel, self.levels, self.strategy, dtypes, self._divisor
+            self.names,
+            self.params,
+            self.tensor_parallel,
+            self.levels,
+            self.strategy,
+            dtypes,
+            self._divisor,
+            self.host,
         )
-        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.main.flat.device, context, suffix)
+        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute.flat.device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         finish = autograd.weakly(self._finish_transfer)
         self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
         self._transfer: Transfer | None = None
         self._gathered_version: int | None = None
-        self._resident_version: int | None = None
+        self._kept_version: int | None = None
         self._started_version: int | None = None
 
     def start_unshard(self, refresh: bool) -> bool:
@@ -195,34 +218,13 @@ class ParameterGroup:
             transfer, self._transfer = self._transfer, None
             transfer.finish()
             # Of the start: what changed since is not in the gathered weights.
-            self._gathered_version = self._resident_version = self._started_version
+            self._gathered_version = self._kept_version = self._started_version
 
     def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
-        """From the finest shards that hold current values to whole compute weights, an axis a step."""
-        level, source = self.strategy.optimizer, self.main.flat
-        resident = self.resident
-        # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
-        if resident is not None and self._resident_version == version:
-            level, source = self.strategy.parameters, resident.flat
-        # Cast before the gather: fewer bytes cross the network.
-        source = source.to(self.dtypes.compute)
-        if level == 0:
-            return [("gather", partial(_copy, target, source))]
-        steps: list[Step] = []
-        while level > 0:
-            level -= 1
-            if level == 0:
-                output = target
-            elif resident is not None and level == self.strategy.parameters:
-                output = resident.flat
-                self._resident_version = None  # until it has succeeded
-            else:
-                # Between the levels that are kept, memory for this gather only.
-                output = source.new_empty(self.levels.size(level))
-            lane = "gather" if level == 0 else "outer"
-            steps.append((lane, partial(self.levels.gather, level, output, source)))
-            source = output
-        return steps
+        current = self._kept_version == version
+        if not current:
+            self._kept_version = None  # until it has succeeded
+        return self.gather.steps(self.main.flat, target, current)
 
     def show(self, unsharded: bool) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
@@ -282,10 +284,6 @@ class ParameterGroup:
             mesh, others = given.joint_mesh(mesh), given.placements
         tensor = make_dtensor(view, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
         return nn.Parameter(tensor, requires_grad=param.requires_grad)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, async_op: bool) -> None:
-    target.copy_(source)
 
 
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:

@@ -28,6 +28,7 @@ from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
 from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.buffer import ShardLevels
+from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.precision import GroupDtypes
 from torch_impl.runtime.tensor_parallel import TensorParallel
@@ -44,7 +45,7 @@ class Divisor:
 class GradientSpec:
     """What is known of a group's gradients from the start; lists are in the order of the layout's slots.
 
-    ``params`` are the sharded parameters, whose ``.grad`` the optimizer reads.
+    ``params`` are the sharded parameters, whose ``.grad`` the optimizer reads, on the host if ``host`` is given.
     """
 
     names: Sequence[str]
@@ -54,6 +55,7 @@ class GradientSpec:
     strategy: Strategy
     dtypes: GroupDtypes
     divisor: Divisor
+    host: HostMemory | None
 
     @property
     def divides_first(self) -> bool:
@@ -260,6 +262,9 @@ class GroupReduction:
             else:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
+        if self._group_spec.host is not None:
+            step, values = self._group_spec.host.send(values)
+            steps.append(step)
         return steps, values
 
     def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
@@ -268,7 +273,8 @@ class GroupReduction:
         level = spec.strategy.gradients
         for param, view in zip(spec.params, spec.levels.views(level, values), strict=True):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
-                view.add_(local_of(param.grad), alpha=1 / spec.divisor.value if spec.divides_first else 1)
+                waiting = local_of(param.grad).to(view.device)
+                view.add_(waiting, alpha=1 / spec.divisor.value if spec.divides_first else 1)
 
     def _publish_partial(self, sums: torch.Tensor) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)

@@ -10,8 +10,8 @@ Ranks agree on collectives as long as they call the same units in the same order
 Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
 backward if none does, or for a unit that was called more than once or whose outputs are hidden in objects. They are not
 reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. A group (one
-dtype of a unit) none of whose parameters got a gradient does not reduce, so a program must not leave a group without
-any gradient on some ranks only.
+dtype of a unit; with float8 weights, its matrices or its vectors) none of whose parameters got a gradient does not
+reduce, so a program must not leave a group without any gradient on some ranks only.
 
 Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see ``schedule``.
 """

@@ -47,6 +47,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_LIKE | {"rope_parameters": PLAIN_ROPE, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),
     "gemma2": ("Gemma2", LLAMA_LIKE | {"rope_parameters": PLAIN_ROPE} | GEMMA2),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        LLAMA_LIKE
+        | {"rope_parameters": PLAIN_ROPE, "head_dim": 10, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        LLAMA_LIKE
+        | {"rope_parameters": PLAIN_ROPE, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "mlp_only_layers": [2]}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+        | {"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LLAMA_LIKE
+        | {"rope_parameters": PLAIN_ROPE, "num_key_value_heads": 6, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 16, "q_lora_rank": 9, "kv_lora_rank": 12}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 7, "v_head_dim": 5},
+    ),
     "gpt2": ("GPT2", {"vocab_size": 61, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
 }
 

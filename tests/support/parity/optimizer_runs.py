@@ -39,12 +39,13 @@ def state_bytes(
     model = Whole(parts, own)
     torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
     optimizer = made(name, model, dtypes, offload)
-    moved = getattr(optimizer, "_offloaded", ())
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.full((3,), 0.1)).sum().backward()
         optimizer.step()
-    found = {"device": 0, "host": 0, "report": model.memory_report(optimizer).moments}
+    report = model.memory_report(optimizer)
+    found = {"device": 0, "host": 0, "report": report.moments, "report host": report.on_host.moments}
+    moved = {param for param in optimizer.state if name == "adamw" and optimizer.offloads(param)}
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if key != "step":

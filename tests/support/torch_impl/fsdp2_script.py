@@ -40,6 +40,7 @@ class Script:
     max_norm: float | None = None
     set_to_none: bool = True
     foreach: bool = True
+    offload: bool = False
 
 
 def run(library: str, script: Script) -> list[tuple[float, float]]:
@@ -55,6 +56,8 @@ def run(library: str, script: Script) -> list[tuple[float, float]]:
     options: dict[str, Any] = {"mp_policy": policy}
     if script.reshard_after_forward is not None:
         options["reshard_after_forward"] = script.reshard_after_forward
+    if script.offload:
+        options["offload_policy"] = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
     for layer in units:
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(model, **options)

@@ -40,6 +40,9 @@ def test_on_the_cpu_the_first_step_runs_at_once_and_the_others_when_the_transfer
     assert log == ["a", "a done", "b", "c", "c done"]
 
 
+LANES = ("gather", "reduce", "outer", "fetch", "send")
+
+
 class NotedStream:
     """Notes who waits for whom; ``current`` is the stream in whose context the program runs."""
 
@@ -48,7 +51,7 @@ class NotedStream:
     count = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.name = ("gather", "reduce", "outer")[NotedStream.count % 3]
+        self.name = LANES[NotedStream.count % len(LANES)]
         NotedStream.count += 1
 
     def wait_stream(self, other: NotedStream) -> None:
@@ -63,6 +66,9 @@ class NotedEvent:
 
     def record(self, stream: NotedStream) -> None:
         self.on = stream.name
+
+    def synchronize(self) -> None:
+        NotedStream.log.append(f"the program waits for the end on {self.on}")
 
 
 @contextmanager
@@ -112,6 +118,48 @@ def test_on_cuda_each_step_waits_for_what_came_before_it_and_finish_waits_for_th
         "compute waits for the end on outer",
         "compute waits for the end on gather",
     ]
+
+
+def test_on_cuda_finish_also_makes_the_program_wait_for_copies_from_and_to_the_host(log: list[str]) -> None:
+    lanes = CudaStreams(torch.device("cuda", 0))
+    weights = lanes.start([("fetch", lambda async_op: None), ("gather", lambda async_op: None)])
+    gradients = lanes.start([("reduce", lambda async_op: None), ("send", lambda async_op: None)])
+    assert log == [
+        "fetch waits for compute",
+        "gather waits for fetch",
+        "reduce waits for compute",
+        "send waits for reduce",
+    ]
+    del log[:]
+    weights.finish()
+    gradients.finish()
+    assert log == [
+        "compute waits for the end on gather",
+        "the program waits for the end on fetch",
+        "compute waits for the end on send",
+        "the program waits for the end on send",
+    ]
+
+
+def test_on_the_cpu_a_fetch_runs_before_the_collective_and_a_send_when_the_transfer_is_finished() -> None:
+    log: list[str] = []
+
+    def step(name: str, work: bool) -> Any:
+        def issue(async_op: bool) -> Work | None:
+            log.append(name)
+            return Work(log, name) if work else None
+
+        return issue
+
+    steps = [("fetch", step("in", False)), ("reduce", step("sum", True)), ("send", step("out", False))]
+    transfer = CpuStreams().start(steps)
+    assert log == ["in", "sum"]
+    assert transfer.only_waits
+    transfer.finish()
+    assert log == ["in", "sum", "sum done", "out"]
+    several = CpuStreams().start([("reduce", step("a", True)), ("outer", step("b", True))])
+    assert not several.only_waits
+    several.finish()
 
 
 def test_the_computation_waits_for_a_transfer_that_is_dropped_unfinished(log: list[str]) -> None:

@@ -430,7 +430,7 @@ def test_a_checkpoint_with_moments_of_other_dtypes_is_refused_with_a_hint(tmp_pa
     save_checkpoint(tmp_path / "a", *run())
     for kinds in ({"exp_avg_dtype": torch.bfloat16}, {"exp_avg_sq_dtype": FLOAT8}):
         with pytest.raises(
-            CheckpointError, match="another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW"
+            CheckpointError, match="another format than the optimizer.s exp_avg_dtype and exp_avg_sq_dtype"
         ):
             load_checkpoint(tmp_path / "a", *run(**kinds))
 

@@ -1,4 +1,4 @@
-"""Choosing a step in a directory of steps, as a loop that saves every so often leaves it.
+"""Directories of steps, as a loop that saves every so often leaves them, and choosing a step in one.
 
 ::
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.formats import CheckpointError
+from bridge.formats.base import CheckpointError
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
 
 _STEP = re.compile(r"(?:.+_)?(\d+)")
@@ -50,6 +50,18 @@ def choose_step(path: Path, step: int | None) -> Path:
             f"step: expected one complete step {wanted} in {path}, got {found}: complete are {listed or 'none'}"
         )
     return chosen[0]
+
+
+def complete_steps(path: Path) -> dict[int, list[Path]]:
+    """The complete steps in a directory, by number, in order; none where there is no directory.
+
+    Two directories may have one number, such as ``3`` and ``step_3``.
+    """
+    numbers = _numbers(path) if path.is_dir() else {}
+    found: dict[int, list[Path]] = {}
+    for child in sorted(_complete(list(numbers)), key=lambda child: (numbers[child], child.name)):
+        found.setdefault(numbers[child], []).append(child)
+    return found
 
 
 def _numbers(path: Path) -> dict[Path, int]:

@@ -1,0 +1,32 @@
+"""A data file of a DCP checkpoint in the manifest: its size, and the checksum of what stands around the elements."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bridge.formats.dcp.archive import find_tensor
+from bridge.formats.files.manifest import ManifestFile, rest_checksum
+
+
+class StoredChunk(NamedTuple):
+    """The archive of one chunk: where it is in the file, and the bytes of its elements."""
+
+    offset: int
+    length: int
+    nbytes: int
+
+
+def data_file_entry(path: Path, chunks: Sequence[StoredChunk]) -> ManifestFile:
+    """The entry of a file with the archives of these chunks; reads what is no element. CheckpointError if damaged."""
+    size = path.stat().st_size
+    ranges = []
+    if chunks:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            for chunk in chunks:
+                stored = find_tensor(mapped, chunk.offset, chunk.length, str(path))
+                start = stored.record.start + stored.first * stored.dtype.itemsize
+                ranges.append((start, start + chunk.nbytes))
+    return ManifestFile(size, None, rest_checksum(path, ranges))

@@ -1,0 +1,174 @@
+"""What the checkpoint managers of both halves have in common: a directory of steps, and what is removed from it.
+
+::
+
+    runs/                                    after save(12) with max_to_keep=2
+      9/                      removed        12 is complete and synced first, then 9 gets a temporary name, then it goes
+      10/  11/  12/           10: a step that stays for another reason
+      13.tmp-3f9c0a1e/        removed        left by a process that was killed while saving
+      notes.txt  backup_7/    stay           not of this manager
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, SupportsFloat
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.atomic import fsync_directory, is_temporary
+from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
+from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
+from bridge.formats.saving.steps import choose_step, complete_steps
+
+
+class StepManager:
+    """The checkpoints of one run, a directory each, named by their steps. The halves add ``save`` and ``load``.
+
+    Args:
+        directory: where the steps are; made by the first save. One run saves to it at a time.
+        max_to_keep: how many of the latest steps stay; None: all.
+        keep_period: steps that are multiples of this number stay, too.
+        best_metric: the step whose metric of this name is the best stays, too.
+        best_mode: "min" or "max".
+        asynchronous: whether ``save`` returns while the checkpoint is written behind the next steps.
+
+    A step goes only after the save that supersedes it is complete and synced to disk. Only directories that a manager
+    saved are ever removed, and those that a killed save of a manager left.
+
+    Every method waits for a save that is still pending, and raises ``CheckpointError`` if it failed and nobody was
+    told. So all processes of a run see the same steps. Raises ``ValueError`` for options out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        asynchronous: bool = True,
+    ) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        self._retention = Retention(max_to_keep, keep_period, best_metric, best_mode)
+        self.asynchronous = asynchronous
+        self._cleaned = False
+        self._closed = False
+
+    def all_steps(self) -> list[int]:
+        """The complete steps in the directory, in order."""
+        self.wait()
+        return list(complete_steps(self.directory))
+
+    def latest_step(self) -> int | None:
+        """The last of ``all_steps``, None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The complete step with the best ``best_metric``, the latest of equal ones; None if no step has the metric."""
+        self.wait()
+        return self._best()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics that a complete step was saved with. ``CheckpointError`` if there is no such step."""
+        self.require_step()
+        return read_metrics(choose_step(self.directory, step))
+
+    def wait(self) -> None:
+        """Return when no save is pending; ``CheckpointError`` if the last one failed and nobody was told."""
+        pending.settle()
+
+    def close(self) -> None:
+        """Wait like ``wait``. Later saves are refused."""
+        self._closed = True
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:
+            # The block's own error is the one that is raised.
+            error.add_note(str(failure))
+
+    def require_step(self) -> None:
+        """Wait, like every method; ``CheckpointError`` where no step is complete."""
+        self.wait()
+        if not complete_steps(self.directory):
+            raise CheckpointError(
+                f"{self.directory}: expected a complete step, got none: ask latest_step() first, and begin a new run "
+                "where that is None"
+            )
+
+    def path_of(self, step: int) -> Path:
+        """Where a save of this step goes. ``ValueError`` for a step below 0, and after ``close``."""
+        if self._closed:
+            raise ValueError(f"expected an open manager of {self.directory}, got one that was closed")
+        if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
+            raise ValueError(f"step: expected an int of at least 0, got {step!r}")
+        return self.directory / str(step.__index__())
+
+    def extras(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveExtras:
+        """What a save of this step does beside saving. ``ValueError`` for metrics that are no numbers."""
+        files = {} if metrics is None else {METRICS_FILE: render_metrics(metrics)}
+        return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))
+
+    def _best(self) -> int | None:
+        return self._retention.best(
+            {step: read_metrics(found[0]) for step, found in complete_steps(self.directory).items()}
+        )
+
+    def _clean(self) -> None:
+        """Remove what killed saves left; by one process, before the first save."""
+        if self._cleaned or not self.directory.is_dir():
+            return
+        self._cleaned = True
+        for child in self.directory.iterdir():
+            step = child.name.partition(".tmp-")[0]
+            # A journal is of a conversion that can be resumed.
+            if step.isdecimal() and is_temporary(child) and not (child / JOURNAL_FILE).exists():
+                _remove(child)
+
+    def _remove_superseded(self, saved: int) -> None:
+        """By one process, after step ``saved`` is complete."""
+        steps = complete_steps(self.directory)
+        for step in self._retention.superseded(list(steps), self._best(), saved):
+            own = self.directory / str(step)
+            if own in steps[step] and (own / MANIFEST_FILE).exists():
+                try:
+                    _remove(_renamed(own))
+                except FileNotFoundError:
+                    # Somebody else removed it.
+                    continue
+                except OSError as error:
+                    warnings.warn(
+                        f"{own}: the step is superseded and cannot be removed: {error}", stacklevel=2
+                    )
+
+
+def _renamed(step: Path) -> Path:
+    """Under a temporary name, so that no reader finds half of a step."""
+    temporary = step.with_name(f"{step.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(step, temporary)
+    fsync_directory(step.parent)
+    return temporary
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""A save that runs in a thread behind training. Its error is raised once somebody asks, and never lost.
+
+::
+
+    caller    start | step | step | step | wait, or the next start or settle: raises what the work raised
+    thread          |--- work --------|
+    exit                                   what nobody was told goes to stderr
+
+One save a process at a time: two would write to one disk at once, and their processes could meet in another order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from bridge.formats.base import CheckpointError
+
+
+class PendingSave:
+    """A save that was started, of the checkpoint at ``path``.
+
+    The thread ends with the interpreter: a program that returns from its last line still completes its save.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None] | None) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        # Whether somebody was told of the error.
+        self._told = False
+        self._thread = None
+        if work is not None:
+            self._thread = threading.Thread(target=self._run, args=(work,), name=f"save of {path.name}")
+            self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not. Does not block."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete on disk; raise what the save raised, each time."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def untold(self) -> str | None:
+        """How the save failed, if it did and nobody was told yet."""
+        if self._error is None or self._told:
+            return None
+        return f"the asynchronous save of {self.path} failed: {type(self._error).__name__}: {self._error}"
+
+    def settle(self) -> None:
+        """Wait, and raise ``CheckpointError`` for a failure of which nobody was told yet."""
+        if self._thread is not None:
+            self._thread.join()
+        text = self.untold()
+        if text is not None:
+            self._told = True
+            raise CheckpointError(text) from self._error
+
+
+_latest: PendingSave | None = None
+
+
+def start(path: Path, work: Callable[[], None]) -> PendingSave:
+    """Run ``work`` in a thread; call ``settle`` first."""
+    global _latest
+    if _latest is None:
+        atexit.register(_report)
+    _latest = PendingSave(path, work)
+    return _latest
+
+
+def finished(path: Path) -> PendingSave:
+    """What a save that was not asynchronous returns where either is allowed."""
+    return PendingSave(path, None)
+
+
+def settle() -> None:
+    """Wait for the save that this process started last.
+
+    Raises ``CheckpointError``, with the path and the reason, where that save failed and neither ``wait`` nor an earlier
+    call said so.
+    """
+    if _latest is not None:
+        _latest.settle()
+
+
+def _report() -> None:
+    # Threads have ended when exit functions run.
+    text = None if _latest is None else _latest.untold()
+    if text is not None:
+        print(f"twinshard: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""The checkpoints of one run: saved every so often, the best and the latest kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+import optax
+
+from bridge.formats import TreePath
+from bridge.formats.saving.manager import StepManager
+from bridge.formats.saving.pending import PendingSave
+from jax_impl.checkpoint.checkpoint import start_save
+from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from jax_impl.comm.agreement import TIMEOUT
+from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.train_state import TrainState
+
+
+class CheckpointManager(StepManager):
+    """Saves and loads the steps of one run, a directory each; ``StepManager`` has the arguments and other methods.
+
+    Example::
+
+        with CheckpointManager("runs", max_to_keep=3, best_metric="loss") as manager:
+            if manager.latest_step() is not None:
+                loaded = manager.load(plan, optimizer)
+                state, first = loaded.state, loaded.train["step"]
+            for index in range(first, last):
+                state, metrics = step(state, batch(index))
+                if index % 100 == 0:
+                    manager.save(index, plan, state, {"step": index + 1}, metrics={"loss": metrics["loss"]})
+    """
+
+    def save(
+        self,
+        step: int,
+        plan: ShardingPlan,
+        state: TrainState,
+        train: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        objects: Mapping[TreePath, object] | None = None,
+        item: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> PendingSave:
+        """Save as ``<directory>/<step>``, then remove steps that are superseded; all processes call it.
+
+        ``metrics``: numbers by name, stored in the checkpoint's own directory; of several processes the first one's.
+        Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
+        ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
+        """
+        return start_save(
+            self.path_of(step),
+            plan,
+            state,
+            train,
+            objects=objects,
+            item=item,
+            timeout=timeout,
+            extras=self.extras(step, metrics),
+            asynchronous=self.asynchronous,
+        )
+
+    def load(
+        self,
+        plan: ShardingPlan,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        step: int | None = None,
+        **options: Any,
+    ) -> LoadedCheckpoint:
+        """Load the latest complete step, or ``step``; all processes call it.
+
+        ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
+        """
+        self.require_step()
+        return load_checkpoint(self.directory, plan, optimizer, step=step, **options)

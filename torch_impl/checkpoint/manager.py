@@ -1,0 +1,62 @@
+"""The checkpoints of one run: saved every so often, the best and the latest kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+from torch import nn
+from torch.optim import Optimizer
+
+from bridge.formats.saving.manager import StepManager
+from bridge.formats.saving.pending import PendingSave
+from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save
+
+
+class CheckpointManager(StepManager):
+    """Saves and loads the steps of one run, a directory each; ``StepManager`` has the arguments and other methods.
+
+    Example::
+
+        with CheckpointManager("runs", max_to_keep=3, best_metric="loss") as manager:
+            if manager.latest_step() is not None:
+                first = manager.load(model, optimizer)["step"]
+            for index in range(first, last):
+                loss = train_step(model, optimizer, index)
+                if index % 100 == 0:
+                    manager.save(index, model, optimizer, {"step": index + 1}, metrics={"loss": loss})
+    """
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        train: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> PendingSave:
+        """Save as ``<directory>/<step>``, then remove steps that are superseded; all ranks call it.
+
+        ``metrics``: numbers by name, stored in the checkpoint's own directory; rank 0's are.
+        Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
+        ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
+        """
+        return start_save(
+            self.path_of(step),
+            model,
+            optimizer,
+            train,
+            extras=self.extras(step, metrics),
+            asynchronous=self.asynchronous,
+        )
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Load the latest complete step, or ``step``, in place; all ranks call it. Returns the train state.
+
+        ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
+        """
+        self.require_step()
+        return load_checkpoint(self.directory, model, optimizer, step=step, **options)

@@ -1,0 +1,130 @@
+"""Moments that were saved in another format than the optimizer's: found, and read as the optimizer stores them.
+
+    checkpoint                                            this optimizer's
+    optimizer.state.<w>.exp_avg        float8             ...exp_avg     bfloat16
+    optimizer.state.<w>.exp_avg_scale  float32, a row's
+    optimizer.state.<w>.exp_avg        float32            ...exp_avg     float8
+                                                          ...exp_avg_scale
+
+Saved moments are decoded to float32 (of float64 parameters to float64) and encoded anew for this rank's rows. Scales
+may lie otherwise than by rows, as in checkpoints of models whose weights are the transposed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from bridge.formats import Box, CheckpointReader
+from bridge.formats.scaled import read_decoded
+from torch_impl.checkpoint.contents import parameter_names
+from torch_impl.dtensor.local import local_boxes, local_of, local_pieces
+from torch_impl.optimizer.moments import MomentFormat, first_row
+
+MODES = ("same", "convert")
+
+
+@dataclass(frozen=True)
+class OtherFormat:
+    """A moment whose saved format is not the optimizer's.
+
+    name: of its values in checkpoints; with ``"_scale"`` that of its scales. live: the optimizer's tensors by key.
+    """
+
+    name: str
+    kind: MomentFormat
+    param: nn.Parameter
+    live: dict[str, torch.Tensor]
+    step: str
+
+    @property
+    def names(self) -> set[str]:
+        """What stands for the moment in either format."""
+        return {self.name, f"{self.name}_scale"}
+
+    def described(self, reader: CheckpointReader) -> str:
+        """Expected and found, for an error."""
+        stored, scale = self.live[self.kind.key], self.live.get(self.kind.scale_key)
+        info = reader.tensors[self.name]
+        found = _format(info.dtype.name, f"{self.name}_scale" in reader.tensors)
+        wanted = _format(str(stored.dtype).removeprefix("torch."), scale is not None)
+        return f"{self.name}: expected {wanted}, found {found}"
+
+    def copies(self, reader: CheckpointReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """``(live local tensor, its new values)`` of the values and their scales."""
+        stored = local_of(self.live[self.kind.key])
+        scale = self.live.get(self.kind.scale_key)
+        wide = torch.float64 if self.param.dtype == torch.float64 else torch.float32
+        values = torch.zeros_like(self.live[self.kind.key], dtype=wide)
+        for box, view in held_boxes(values):
+            view.copy_(self._decoded(reader, box))
+        new = torch.empty_like(stored)
+        new_scale = None if scale is None else torch.empty_like(local_of(scale))
+        if stored.numel():
+            # Only dithering asks for the step.
+            step = int(reader.read(self.step)) if new_scale is not None else 0
+            self.kind.encode(local_of(values), new, new_scale, first_row(self.param), step)
+        yield stored, new
+        if scale is not None and new_scale is not None:
+            yield local_of(scale), new_scale
+
+    def _decoded(self, reader: CheckpointReader, box: Box) -> torch.Tensor:
+        if f"{self.name}_scale" in reader.tensors:
+            return torch.from_numpy(read_decoded(reader, self.name, f"{self.name}_scale", box))
+        # Exact in float64, whatever it was.
+        return torch.from_numpy(np.asarray(reader.read(self.name, box), np.float64))
+
+
+def other_formats(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer) -> list[OtherFormat]:
+    """The moments in the checkpoint, of those of ``optimizer``, that are in another format, and of the right shape."""
+    formats: Sequence[MomentFormat] = getattr(optimizer, "moment_formats", ())
+    found = []
+    for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):
+        for name, param in zip(names, group["params"], strict=True):
+            state = optimizer.state.get(param, {})
+            for kind in formats:
+                if kind.key not in state:
+                    continue
+                prefix = f"optimizer.state.{name}"
+                one = OtherFormat(
+                    f"{prefix}.{kind.key}", kind, param, _tensors(state, kind), f"{prefix}.step"
+                )
+                if _differs(reader, one):
+                    found.append(one)
+    return found
+
+
+def _tensors(state: dict[str, Any], kind: MomentFormat) -> dict[str, torch.Tensor]:
+    return {key: state[key] for key in (kind.key, kind.scale_key) if key in state}
+
+
+def _differs(reader: CheckpointReader, one: OtherFormat) -> bool:
+    info = reader.tensors.get(one.name)
+    stored, scale = one.live[one.kind.key], one.live.get(one.kind.scale_key)
+    # Names and shapes that are wrong are told with all others of the model.
+    if info is None or info.shape != tuple(stored.shape) or info.dtype.name in ("bool", "object"):
+        return False
+    saved_scale = reader.tensors.get(f"{one.name}_scale")
+    same_scale = (None if scale is None else tuple(scale.shape)) == (
+        None if saved_scale is None else saved_scale.shape
+    )
+    return info.dtype.name != str(stored.dtype).removeprefix("torch.") or not same_scale
+
+
+def _format(dtype: str, scaled: bool) -> str:
+    return f"{dtype} with scales" if scaled else dtype
+
+
+def held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
+    if isinstance(tensor, DTensor):
+        return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
+    # A plain tensor is whole on every rank, and each rank reads all of it.
+    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]

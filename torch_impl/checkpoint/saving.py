@@ -1,0 +1,283 @@
+"""Writing a state tree as one DCP checkpoint, with a manifest: planned by all ranks, then written by each.
+
+::
+
+    plan       agree on the tree and the directory; rank 0 gives each chunk to one of the ranks that hold it
+    copy       asynchronous saves only: the chunks that this rank writes go to host memory
+    write      each rank writes and syncs its file, and notes a checksum of every chunk         \\  in the background of
+    commit     rank 0 writes .metadata and the manifest, and renames the directory               / an asynchronous save
+
+What PyTorch offers as ``dcp.save`` does all of this in one call, and so could neither copy only what a rank writes nor
+leave training's collectives alone. Planner and writer are PyTorch's own, and so are the files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bridge.formats import Box, CheckpointError
+from bridge.formats.arrays import array_checksum
+from bridge.formats.base import dtype_from_name
+from bridge.formats.dcp.data_files import StoredChunk, data_file_entry
+from bridge.formats.files.atomic import AtomicDirectory
+from bridge.formats.files.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    ManifestTensor,
+    file_checksum,
+    object_checksum,
+    render_manifest,
+)
+from bridge.formats.saving import pending
+from bridge.formats.saving.extras import SaveExtras
+from torch_impl.comm.agreement import agree, gather, rank, scatter
+
+Tree = Mapping[str, Any]
+
+
+class PlannedSave:
+    """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
+
+    tree: makes the state tree of this rank. extras: rank 0's count. copy: whether the state may change before ``write``
+    is through. Raises what ``save_checkpoint`` raises.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tree: Callable[[], Tree],
+        extras: SaveExtras,
+        *,
+        copy: bool,
+    ) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._extras = extras
+        self._directory: AtomicDirectory | None = None
+        self._planner = ChunkPlanner()
+        self._metadata: Metadata | None = None
+        try:
+            self._plan(tree, copy)
+        except BaseException:
+            # BaseException, so that a KeyboardInterrupt leaves no half-written directory either.
+            self.abort()
+            raise
+
+    @property
+    def copied_bytes(self) -> int:
+        """Host memory that the copies of this rank's chunks take."""
+        return self._planner.copied_bytes
+
+    def _plan(self, tree: Callable[[], Tree], copy: bool) -> None:
+        def prepare() -> Tree:
+            # Inside of the agreement: some ranks may have been told already that the save before failed.
+            pending.settle()
+            # Before the directory: state that cannot be saved leaves nothing on disk.
+            made = tree()
+            if rank() == 0:
+                self._extras.before()
+                self._directory = AtomicDirectory(self.path)
+            return made
+
+        state, temporary = agree(prepare, lambda _: str(self._directory and self._directory.temporary))
+        self._temporary = Path(str(temporary))
+        self._writer = SharedDirectoryWriter(self._temporary, self.path.name)
+
+        def local_plan() -> SavePlan:
+            first = rank() == 0
+            self._planner.set_up_planner(
+                state_dict=dict(state), storage_meta=self._writer.storage_meta(), is_coordinator=first
+            )
+            self._writer.set_up_storage_writer(first)
+            return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+        plans = gather(agree(local_plan).value)
+
+        def global_plans() -> list[SavePlan]:
+            if rank() != 0:
+                return []
+            shared, self._metadata = self._planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(shared)
+
+        plan = scatter(agree(global_plans).value)
+
+        def finish() -> None:
+            self._final = self._planner.finish_plan(plan)
+            self._planner.check(self._final)
+            if copy:
+                self._planner.copy(self._final)
+
+        agree(finish)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's chunks, then let the checkpoint appear; all ranks call it.
+
+        group: to agree over, by default the default one.
+        """
+        try:
+            parts = gather(agree(self._write, group=group).value, group)
+            # A rank that returned before the commit could start a run from a path that is not there yet.
+            agree(lambda: self._commit(parts), group=group)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        if self._directory is not None:
+            self._directory.abort()
+
+    def _write(self) -> Part:
+        written = self._writer.write_data(self._final, self._planner).wait()
+        return self._planner.part(written, self._temporary, self._final)
+
+    def _commit(self, parts: list[Part]) -> None:
+        if self._directory is None:
+            return
+        assert self._metadata is not None
+        self._writer.finish(self._metadata, [list(part.written) for part in parts])
+        files = {name: file for part in parts for name, file in part.files.items()}
+        for name, content in self._extras.files.items():
+            (self._temporary / name).write_bytes(content)
+        for name in (".metadata", *self._extras.files):
+            path = self._temporary / name
+            files[name] = ManifestFile(path.stat().st_size, file_checksum(path))
+        tensors: dict[str, ManifestTensor] = {}
+        for part in parts:
+            for name, tensor in part.tensors.items():
+                chunks = {**tensors[name].chunks, **tensor.chunks} if name in tensors else tensor.chunks
+                tensors[name] = ManifestTensor(tensor.dtype, tensor.shape, chunks)
+        objects = {name: crc for part in parts for name, crc in part.objects.items()}
+        manifest = Manifest("dcp", tensors, objects, files)
+        (self._temporary / MANIFEST_FILE).write_bytes(render_manifest(manifest))
+        self._directory.commit()
+        self._extras.committed()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote, for rank 0: places of chunks for .metadata, checksums for the manifest."""
+
+    written: list[WriteResult]
+    tensors: Mapping[str, ManifestTensor] = field(default_factory=dict)
+    objects: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, ManifestFile] = field(default_factory=dict)
+
+
+class ChunkPlanner(dcp.DefaultSavePlanner):
+    """Copies what this rank writes to host memory if asked to, and notes checksums of what goes to the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
+        self._crcs: dict[MetadataIndex, int] = {}
+        self.copied_bytes = 0
+
+    def check(self, plan: SavePlan) -> None:
+        """ValueError for a tensor of a dtype that no reader here knows, by name."""
+        for item in plan.items:
+            if item.tensor_data is not None:
+                try:
+                    dtype_from_name(_dtype_of(item))
+                except CheckpointError as error:
+                    raise ValueError(f"{item.index.fqn}: {error}") from error
+
+    def copy(self, plan: SavePlan) -> None:
+        for item in plan.items:
+            value = super().resolve_data(item)
+            if not isinstance(value, torch.Tensor):
+                self._crcs[item.index] = object_checksum(self.lookup_object(item.index))
+            else:
+                value = _own_host_copy(value)
+                self.copied_bytes += value.nbytes
+            self._copies[item.index] = value
+        # Live tensors may now be freed.
+        self.state_dict = {}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        index = write_item.index
+        # A copy is let go of once it is written.
+        copied = self._copies.pop(index, None)
+        value = super().resolve_data(write_item) if copied is None else copied
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            self._crcs[index] = array_checksum(_bytes_of(value))
+        elif copied is None:
+            self._crcs[index] = object_checksum(self.lookup_object(index))
+        return value
+
+    def part(self, written: list[WriteResult], directory: Path, plan: SavePlan) -> Part:
+        """What the manifest says of this rank's chunks, from the files that they were written to."""
+        results = {result.index: result for result in written}
+        tensors: dict[str, tuple[str, tuple[int, ...], dict[Box, int]]] = {}
+        objects: dict[str, int] = {}
+        extents: dict[str, list[StoredChunk]] = {}
+        for item in plan.items:
+            place = results[item.index].storage_data
+            held = extents.setdefault(place.relative_path, [])
+            if item.tensor_data is None:
+                objects[item.index.fqn] = self._crcs[item.index]
+                continue
+            box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+            shape = tuple(item.tensor_data.size)
+            chunks = tensors.setdefault(item.index.fqn, (_dtype_of(item), shape, {}))[2]
+            chunks[box] = self._crcs[item.index]
+            nbytes = box.numel * item.tensor_data.properties.dtype.itemsize
+            held.append(StoredChunk(place.offset, place.length, nbytes))
+        return Part(
+            written,
+            {name: ManifestTensor(*entry) for name, entry in tensors.items()},
+            objects,
+            {name: data_file_entry(directory / name, held) for name, held in extents.items()},
+        )
+
+
+def _dtype_of(item: WriteItem) -> str:
+    assert item.tensor_data is not None
+    return str(item.tensor_data.properties.dtype).removeprefix("torch.")
+
+
+def _own_host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory with the strides that PyTorch's writer would store."""
+    tensor = tensor.detach()
+    copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
+    return copy if copy.untyped_storage().size() == copy.nbytes else copy.clone()
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The elements in row-major order; torch and NumPy share no names of small floats, so as bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+class SharedDirectoryWriter(FileSystemWriter):
+    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        super().__init__(directory, sync_files=True)
+        self._directory = Path(directory)
+        self._name = name
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"
+            )
+        return super().prepare_local_plan(plan)
+
+    def storage_meta(self) -> StorageMeta:
+        # torch would record the temporary directory's path.
+        return StorageMeta(checkpoint_id=self._name, save_id=self.save_id)

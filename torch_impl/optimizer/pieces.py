@@ -1,0 +1,97 @@
+"""Tensors of a staged update cut into pieces, so that an update needs memory for one chunk whatever is updated.
+
+    tensor of 5 rows, chunks of 2 rows      chunk 0    chunk 1    chunk 2
+    |r0 r1 r2 r3 r4| |small|                |r0 r1|    |r2 r3|    |r4 small|
+
+A piece is whole rows where a moment has a scale for each row, else any run of elements. Every piece but a tensor's last
+has a multiple of ``_VECTOR`` elements: torch's CPU kernel rounds what is left after a tensor's last whole vector
+otherwise (``update.py``, line 4), and so gives a piece the bits that it gives the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_impl.optimizer.moments import MomentFormat
+
+CHUNK = 1 << 20
+"""Elements that are staged together, unless the rows that cannot be cut apart have more."""
+# Elements of the longest vector register, AVX-512's, in the shortest dtype of an update.
+_VECTOR = 16
+
+Moments = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Part of a parameter's update: local tensors of one shape, or views of their parts.
+
+    ``moments``: each one's stored values and scale or None. ``row``: the index, in the parameter, of the first row.
+    ``dtype``: of the update.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    moments: Moments
+    formats: tuple[MomentFormat, ...]
+    step: torch.Tensor
+    row: int
+    dtype: torch.dtype
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """The moments and scales, all that is fetched and sent back when they are offloaded."""
+        return [tensor for pair in self.moments for tensor in pair if tensor is not None]
+
+
+def cut(piece: Piece) -> Iterator[Piece]:
+    """A whole tensor's update in pieces of ``CHUNK`` elements or fewer."""
+    numel = piece.weight.numel()
+    values = [piece.weight, piece.grad, *(tensor for tensor, _ in piece.moments)]
+    # Pieces of a tensor with gaps, or in another order, would be no views.
+    if numel <= CHUNK or not all(tensor.is_contiguous() for tensor in values):
+        yield piece
+        return
+    scaled = any(scale is not None for _, scale in piece.moments)
+    columns = piece.weight.shape[-1] if scaled else 1
+    together = columns * (_VECTOR // math.gcd(_VECTOR, columns))
+    length = max(1, CHUNK // together) * together
+    for start in range(0, numel, length):
+        rows = slice(start // columns, min(start + length, numel) // columns)
+
+        def part(tensor: torch.Tensor, rows: slice = rows) -> torch.Tensor:
+            return tensor.view(-1, columns)[rows] if scaled else tensor.view(-1)[rows]
+
+        moments: Moments = [
+            (part(tensor), None if scale is None else scale.view(-1, 1)[rows])
+            for tensor, scale in piece.moments
+        ]
+        yield Piece(
+            part(piece.weight),
+            part(piece.grad),
+            moments,
+            piece.formats,
+            piece.step,
+            piece.row + (rows.start if scaled else 0),
+            piece.dtype,
+        )
+
+
+def chunks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces, cut, of one dtype and up to ``CHUNK`` elements together."""
+    chunk: list[Piece] = []
+    size = 0
+    for whole in pieces:
+        for one in cut(whole):
+            numel = one.weight.numel()
+            if chunk and (size + numel > CHUNK or chunk[0].dtype != one.dtype):
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(one)
+            size += numel
+    if chunk:
+        yield chunk
