@@ -11,7 +11,6 @@ import jax
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
-
 KINDS = ("main_weights", "moments", "padding", "other")
 
 
@@ -71,7 +70,9 @@ class MemoryReport:
                 rows.append(("  in host memory", device.on_host))
         width = max(16, *(len(name) + 1 for name, _ in rows))
         lines = [f"{'bytes at rest':<{width}}" + "".join(f"{kind:>16}" for kind in kinds)]
-        lines += [f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows]
+        lines += [
+            f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows
+        ]
         return "\n".join(lines)
 
 

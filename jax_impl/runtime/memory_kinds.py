@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
 
 Tree = TypeVar("Tree")
 HOST = "pinned_host"
@@ -44,7 +43,9 @@ def as_before(tree: Tree, before: Tree) -> Tree:
 def constrained(tree: Tree, shardings: Any) -> Tree:
     """Inside of a program: arrays on the device lie so; others are as they are."""
     return jax.tree.map(
-        lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x, tree, shardings
+        lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x,
+        tree,
+        shardings,
     )
 
 

@@ -111,9 +111,7 @@ def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:
     """Raises ValueError or TypeError for hyperparameters out of range; ``of`` begins the text."""
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}"
-        )
+        raise ValueError(f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}")
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{of}: expected {name} >= 0, got {group[name]}")
@@ -123,9 +121,7 @@ def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:
         if not isinstance(group[name], bool):
             raise TypeError(f"{of}: expected {name} to be a bool, got {group[name]!r}")
     if group.get("amsgrad"):
-        raise ValueError(
-            f"{of}: expected amsgrad=False, got True; use torch.optim.AdamW(amsgrad=True)"
-        )
+        raise ValueError(f"{of}: expected amsgrad=False, got True; use torch.optim.AdamW(amsgrad=True)")
 
 
 def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) -> None:

@@ -148,7 +148,9 @@ class MainWeightMuon(MainWeightOptimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         if "use_muon" not in group:
-            raise ValueError("MainWeightMuon: expected groups that say use_muon, got the groups of another optimizer")
+            raise ValueError(
+                "MainWeightMuon: expected groups that say use_muon, got the groups of another optimizer"
+            )
         if not group["use_muon"]:
             check_adamw(group, "MainWeightMuon, group with use_muon=False")
             return

@@ -123,7 +123,9 @@ def _sgd(
         if group["momentum"]:
             buffers = [moments[n][0] for n in numbers]
             _accumulate(buffers, slopes, [steps[n] for n in numbers], group)
-            slopes = torch._foreach_add(slopes, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+            slopes = (
+                torch._foreach_add(slopes, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+            )
         torch._foreach_add_(own, slopes, alpha=-lr)
 
 

@@ -59,7 +59,9 @@ class MomentFormat:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {self.dtype}")
+            raise ValueError(
+                f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {self.dtype}"
+            )
 
     @property
     def scale_key(self) -> str:

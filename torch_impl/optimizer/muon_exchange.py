@@ -95,12 +95,16 @@ class Exchange:
         for stage in range(len(self._groups)):
             held = self._moved(stage, cuts, held, rows[0], to_owner=True)
         return {
-            number: torch.cat([held[number][at] for _, at in sorted(self._places.items())]).view(-1, cut.columns)
+            number: torch.cat([held[number][at] for _, at in sorted(self._places.items())]).view(
+                -1, cut.columns
+            )
             for number, cut in enumerate(cuts)
             if cut.owner == self.shard
         }
 
-    def apart(self, cuts: Sequence[Cut], whole: dict[int, torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    def apart(
+        self, cuts: Sequence[Cut], whole: dict[int, torch.Tensor], like: torch.Tensor
+    ) -> list[torch.Tensor]:
         """This rank's rows ``[rows, columns]`` of all matrices; ``whole``: those it owns. The way back of ``together``.
 
         ``like``: an empty tensor of the dtype and on the device of the results.
@@ -120,7 +124,9 @@ class Exchange:
     ) -> list[Parts]:
         """One all-to-all over the axis ``stage``: rows that a rank holds, to or from the owner's coordinate there."""
         leaving = [list(self._travelling(stage, peer, cuts, to_owner)) for peer in range(self._sizes[stage])]
-        coming = [list(self._travelling(stage, peer, cuts, not to_owner)) for peer in range(self._sizes[stage])]
+        coming = [
+            list(self._travelling(stage, peer, cuts, not to_owner)) for peer in range(self._sizes[stage])
+        ]
         # What comes to an owner from a peer is what would go back to that peer.
         parts = [held[number][at] for peer in leaving for number, at in peer]
         sent = torch.cat(parts) if parts else like.new_empty(0)

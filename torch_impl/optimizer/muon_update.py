@@ -174,7 +174,8 @@ def _owned(
                 own.append(matrix)
     owners = balanced([_cost(matrix.shape) for matrix, _ in found], loads)
     return own, [
-        (matrix, Cut(rows, matrix.shape[1], owner)) for (matrix, rows), owner in zip(found, owners, strict=True)
+        (matrix, Cut(rows, matrix.shape[1], owner))
+        for (matrix, rows), owner in zip(found, owners, strict=True)
     ]
 
 
@@ -202,7 +203,10 @@ def _travelling(matrix: _Matrix) -> list[torch.Tensor]:
 
 
 def _turn(
-    turn: Sequence[_Matrix], copies: list[torch.Tensor], group: Mapping[str, Any], orthogonalized: Orthogonalized
+    turn: Sequence[_Matrix],
+    copies: list[torch.Tensor],
+    group: Mapping[str, Any],
+    orthogonalized: Orthogonalized,
 ) -> None:
     fetched = iter(copies)
     values = []

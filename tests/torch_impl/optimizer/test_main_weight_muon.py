@@ -265,7 +265,8 @@ def test_owners_are_balanced_and_rounds_bounded() -> None:
 def test_rows_of_matrices_by_shard(shape: tuple[int, ...], bounds: tuple[int, ...]) -> None:
     found = muon_update.rows_by_shard(shape, bounds)
     owners: Sequence[int] = [
-        next(s for s, (a, b) in enumerate(itertools.pairwise(bounds)) if a <= row < b) for row in range(bounds[-1])
+        next(s for s, (a, b) in enumerate(itertools.pairwise(bounds)) if a <= row < b)
+        for row in range(bounds[-1])
     ]
     for number, rows in enumerate(found):
         held = owners[number * shape[-2] : (number + 1) * shape[-2]]
