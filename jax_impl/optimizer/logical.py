@@ -45,7 +45,7 @@ def fitted(
     arrays, model = arrays_of(plan), tree_of(plan)
     form = tried(optimizer, arrays, model, plan.engine == "shard_map")
     able = taking_loss(optimizer)
-    return able if form is None else _onparameters_of_arrays(plan, able, form_named(form, arrays, model))
+    return able if form is None else _on_parameters(plan, able, form_named(form, arrays, model))
 
 
 def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:

@@ -50,7 +50,8 @@ from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_muon"
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-Rule = Callable[[str, jax.ShapeDtypeStruct], bool]
+Rule = Callable[[str, jax.ShapeDtypeStruct], bool | tuple[int, int]]
+"""See ``main_weight_muon``."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,8 +72,8 @@ class MuonState:
 
 
 def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a parameter is a matrix, or a stack of matrices such as the kernels of experts."""
-    return len(leaf.shape) in (2, 3)
+    """Whether a parameter has two dimensions."""
+    return len(leaf.shape) == 2
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class _Muon:
     use_muon: Rule
     adamw: MainWeightTransformation
     trace: MomentFormat
+    outputs: int
 
 
 def main_weight_muon(
@@ -111,20 +113,26 @@ def main_weight_muon(
     momentum_dtype: Any = None,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
+    outputs: int = -1,
 ) -> MainWeightTransformation:
-    """Muon; arguments and defaults are those of ``torch.optim.Muon``, and ``learning_rate`` as in ``main_weight_adamw``.
+    """Muon; arguments and defaults are those of ``torch.optim.Muon``, ``learning_rate`` as in ``main_weight_adamw``.
 
     Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
 
     use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
-        layers those of one layer. By default all of two and three dimensions, of three each matrix on its own.
-        Embeddings and output heads are matrices too, which Muon's authors leave to AdamW: exclude them by path.
+        layers those of one layer. By default all of two dimensions. Of more dimensions, True makes matrices of the last
+        two, such as those of experts; ``(1, 2)`` of the last three with one of inputs and two of outputs, as kernels of
+        attention have them, ``(2, 1)`` as its output kernel has them. Embeddings and output heads are matrices too,
+        which Muon's authors leave to AdamW: exclude them by path.
     adamw_learning_rate, ...: of the rest, as in ``main_weight_adamw``; the rate is ``learning_rate`` by default.
     momentum_dtype, mu_dtype, nu_dtype: how moments are stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
-    Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype and for
-    a parameter of less than two dimensions that the rule gives to Muon, ``update`` for gradients of another shape and for
-    a schedule that gives no scalar.
+    outputs: which dimension of a matrix counts outputs, for the adjustment of the rate: -1 of kernels as JAX has them,
+        ``[..., inputs, outputs]``; -2 of weights as PyTorch has them.
+
+    Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype and
+    for a parameter of less than two dimensions that the rule gives to Muon, ``update`` for gradients of another shape
+    and for a schedule that gives no scalar.
     """
     if not callable(learning_rate):
         check_not_negative("learning_rate", learning_rate, _NAME)
@@ -132,6 +140,8 @@ def main_weight_muon(
         check_not_negative(name, number, _NAME)
     if adjust_lr_fn not in _ADJUSTMENTS:
         raise ValueError(f"{_NAME}: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {adjust_lr_fn!r}")
+    if outputs not in (-1, -2):
+        raise ValueError(f"{_NAME}: outputs: expected -1 or -2, got {outputs}")
     if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
         raise ValueError(
             f"{_NAME}: expected 0 <= ns_steps < 100 and three ns_coefficients, got {ns_steps} and {ns_coefficients}"
@@ -152,6 +162,7 @@ def main_weight_muon(
         use_muon,
         adamw,
         MomentFormat.of("momentum_dtype", momentum_dtype),
+        outputs,
     )
     return _on_tree(given)
 
@@ -169,13 +180,27 @@ class _Matrices:
         apart: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for path, leaf in sorted(weights.items()):
             shape = self.layer_shape(path, tuple(leaf.shape))
-            muon = self.given.use_muon(path, jax.ShapeDtypeStruct(shape, leaf.dtype))
-            if muon and len(shape) < 2:
+            dimensions = self._dimensions(path, shape, leaf.dtype)
+            if dimensions is not None and len(shape) < sum(dimensions):
                 raise ValueError(
                     f"{_NAME}: expected matrices where use_muon is true, got {path!r} of shape {shape}"
                 )
-            apart[0 if muon else 1][path] = leaf
+            apart[1 if dimensions is None else 0][path] = leaf
         return apart
+
+    def matrix_shape(self, path: str, leaf: Any) -> tuple[int, ...]:
+        """``[..., rows, columns]`` of a parameter as the matrices that it is."""
+        shape = tuple(leaf.shape)
+        dimensions = self._dimensions(path, self.layer_shape(path, shape), leaf.dtype)
+        assert dimensions is not None
+        columns = len(shape) - dimensions[1]
+        rows = columns - dimensions[0]
+        return (*shape[:rows], math.prod(shape[rows:columns]), math.prod(shape[columns:]))
+
+    def _dimensions(self, path: str, shape: tuple[int, ...], dtype: Any) -> tuple[int, int] | None:
+        """How many dimensions of a layer's are rows, and how many columns; None where Muon has no part in it."""
+        muon = self.given.use_muon(path, jax.ShapeDtypeStruct(shape, dtype))
+        return (1, 1) if muon is True else (muon or None)
 
     def layer_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Without the dimension that counts the layers of a stack."""
@@ -186,13 +211,13 @@ class _Matrices:
         )
         return shape if group.layers is None else shape[1:]
 
-    def whole(self, path: str, direction: jax.Array) -> jax.Array:
-        """Where each device has the whole matrices that it orthogonalizes."""
+    def whole(self, path: str, direction: jax.Array, stack: bool) -> jax.Array:
+        """Where each device has the whole matrices that it orthogonalizes; ``stack``: there are several."""
         if self.plan is None:
             return direction
         spec = PartitionSpec()
         array = self.plan.logical[path]
-        if direction.ndim > 2 and array.level and not array.cuts:
+        if stack and array.level and not array.cuts:
             shards = array.wire.axes.shards(array.level)
             if direction.shape[0] % shards == 0:
                 spec = PartitionSpec(array.wire.axes.names[: array.level])
@@ -306,9 +331,10 @@ def _applied(
         (gradient, parts), last = fence(((gradients[path], parts), last))
         m, direction = _accumulated(given, kept.decode(parts), gradient.astype(weight.dtype))
         stored.append(kept.encode(given.trace, m, after.count))
-        done = matrices.apart(path, orthogonal(given, matrices.whole(path, direction)))
-        shape = matrices.layer_shape(path, tuple(weight.shape))
-        new[path] = last = _stepped(given, weight, done, rate, shape)
+        shape = matrices.matrix_shape(path, weight)
+        whole = matrices.whole(path, direction, stack=len(shape) > 2)
+        done = orthogonal(given, whole.reshape(shape)).reshape(weight.shape)
+        new[path] = last = _stepped(given, weight, matrices.apart(path, done), rate, shape)
     trace, trace_scale = arrays.joined(given.trace, own, stored)
     return new, MuonState(after.count, trace, after.mu, after.nu, trace_scale, after.mu_scale, after.nu_scale)
 
@@ -358,8 +384,8 @@ def _stepped(
 
 
 def _adjustment(given: _Muon, shape: tuple[int, ...]) -> float:
-    """Of the learning rate of a matrix ``[..., rows, columns]``."""
-    rows, columns = shape[-2:]
+    """Of the learning rate of a matrix."""
+    outputs, inputs = shape[given.outputs], shape[-3 - given.outputs]
     if given.adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(outputs, inputs))
+    return math.sqrt(max(1, outputs / inputs))

@@ -1,7 +1,7 @@
 """SGD with momentum on main-weight shards, with the numbers of PyTorch's SGD.
 
-Every element, the list of ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of the
-weights, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
+Every element, the list of ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of
+the weights, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
 
     1   g = the gradient in the dtype of the weights
     2   g = fma([weight_decay], w, g)                   if weight_decay
@@ -81,8 +81,8 @@ def main_weight_sgd(
     momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
     Raises ``ValueError`` for numbers below 0, and for ``nesterov`` without momentum or with dampening; ``init`` and
-    ``update`` do for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives no
-    scalar.
+    ``update`` do for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives
+    no scalar.
     """
     if not callable(learning_rate):
         check_not_negative("learning_rate", learning_rate, _NAME)

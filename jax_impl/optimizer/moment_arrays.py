@@ -198,7 +198,7 @@ class PlanMoments(MomentArrays):
 
 
 class ParameterMoments(PlanMoments):
-    """Of a plan's parameters by their paths, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
+    """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
 
     def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
         scaled = self._plan.row_arrays if kind.scaled else {}

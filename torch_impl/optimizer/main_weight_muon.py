@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.main_weight_adamw import check_adamw
@@ -28,11 +27,11 @@ def is_matrix(name: str | None, param: torch.Tensor) -> bool:
 
 
 class MainWeightMuon(MainWeightOptimizer):
-    """Muon of matrices, the arithmetic of ``torch.optim.Muon`` on whole ones, however they are sharded; AdamW of the rest.
+    """Muon of matrices, ``torch.optim.Muon``'s arithmetic on whole ones, however they are sharded; AdamW of the rest.
 
-    A parameter group is for Muon or for AdamW. A group says which by ``"use_muon": True`` or ``False``; one that does not is
-    split in two by the rule ``use_muon``. Embeddings and output heads are matrices too, which Muon's authors leave to
-    AdamW: exclude them by groups, or by names::
+    A parameter group is for Muon or for AdamW. A group says which by ``"use_muon": True`` or ``False``; one that does
+    not is split in two by the rule ``use_muon``. Embeddings and output heads are matrices too, which Muon's authors
+    leave to AdamW: exclude them by groups, or by names::
 
         MainWeightMuon(
             model.named_parameters(),
@@ -41,10 +40,10 @@ class MainWeightMuon(MainWeightOptimizer):
             use_muon=lambda name, param: param.ndim == 2 and "embed" not in name and "head" not in name,
         )
 
-    Of a parameter of three dimensions each matrix is updated on its own. State of Muon is ``momentum_buffer`` and ``step``,
-    of AdamW that of ``MainWeightAdamW``. Matrices cut over ranks travel in bfloat16 in each step; with
+    Of a parameter of three dimensions each matrix is updated on its own. State of Muon is ``momentum_buffer`` and
+    ``step``, of AdamW that of ``MainWeightAdamW``. Matrices cut over ranks travel in bfloat16 in each step; with
     ``granularity="tensor"`` each lies on one rank, and nothing travels (``optimizer.muon_update``). All ranks must call
-    ``step`` and have gradients for the same parameters.
+    ``step``, and have gradients for the same parameters.
     """
 
     state_of = "Muon, or of AdamW without amsgrad where use_muon is False"
@@ -73,10 +72,10 @@ class MainWeightMuon(MainWeightOptimizer):
     ) -> None:
         """``params``, ``lr``, ... as in ``torch.optim.Muon``.
 
-        use_muon: whether a parameter is for Muon, by its name (None unless ``params`` are named) and the parameter; asked
-            for groups that do not say. By default all of two and three dimensions.
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the rest, as ``lr``, ... in ``MainWeightAdamW``; the rate
-            is ``lr`` by default.
+        use_muon: whether a parameter is for Muon, by its name (None unless ``params`` are named) and the parameter;
+            asked for groups that do not say. By default all of two and three dimensions.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the rest, as ``lr``, ... in ``MainWeightAdamW``; the
+            rate is ``lr`` by default.
         momentum_dtype, exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64
             parameters float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2
             (``optimizer.moments``).
@@ -116,7 +115,7 @@ class MainWeightMuon(MainWeightOptimizer):
         super().__init__(params, defaults, formats, offload_fraction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a group that does not say ``use_muon`` becomes up to two. Raises the errors of the constructor."""
+        """As in torch; a group that does not say ``use_muon`` becomes up to two. Raises the constructor's errors."""
         if "use_muon" in param_group:
             self._add(param_group)
             return

@@ -31,7 +31,7 @@ Parts = dict[Coordinate, torch.Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """A matrix cut over ranks. ``rows``: how many each shard has; ``owner``: the shard that has all of it in a round."""
+    """A matrix cut over ranks. ``rows``: how many each shard has; ``owner``: the shard that is to have all of it."""
 
     rows: tuple[int, ...]
     columns: int

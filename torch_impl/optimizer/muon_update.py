@@ -31,7 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
-from torch_impl.dtensor.local import own_part, row_bounds_of, row_range_of
+from torch_impl.dtensor.local import own_part, row_bounds_of
 from torch_impl.dtensor.placement import gather, replicated, row_axes, row_placement
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat

@@ -73,7 +73,9 @@ def batches(count: int) -> list[Any]:
     ]
 
 
-def trained(optimizer: Any, offload: Offload | None, steps: int = 3, **options: Any) -> tuple[Any, TrainState]:
+def trained(
+    optimizer: Any, offload: Offload | None, steps: int = 3, **options: Any
+) -> tuple[Any, TrainState]:
     stacked = bool(options.get("stacked"))
     plan, weights = fully_shard(Model(stacked=stacked), data_parallel_mesh(4), **options)
     state = init_state(plan, weights, optimizer, offload=offload)
@@ -97,12 +99,15 @@ SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
         (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01)), Offload(0.5, True), {}),
         (lambda: main_weight_adamw(0.01), Offload(0.9, True), {"stacked": ["layers"]}),
         pytest.param(
-            lambda: main_weight_adamw(0.01, **SCALED), Offload(1.0, True), {"engine": "pjit"}, marks=pytest.mark.slow
+            lambda: main_weight_adamw(0.01, **SCALED),
+            Offload(1.0, True),
+            {"engine": "pjit"},
+            marks=pytest.mark.slow,
         ),
-        pytest.param(lambda: optax.adamw(0.01), Offload(0.4), {"strategy": "no_shard"}, marks=pytest.mark.slow),
         pytest.param(
-            lambda: optax.contrib.muon(0.01), Offload(1.0), {"units": []}, marks=pytest.mark.slow
+            lambda: optax.adamw(0.01), Offload(0.4), {"strategy": "no_shard"}, marks=pytest.mark.slow
         ),
+        pytest.param(lambda: optax.contrib.muon(0.01), Offload(1.0), {"units": []}, marks=pytest.mark.slow),
     ],
 )
 def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Offload, options: Any) -> None:
@@ -131,7 +136,11 @@ def test_a_scanned_step_streams_too() -> None:
 
 def held(state: TrainState, kind: str) -> int:
     """Elements of moments."""
-    return sum(x.size for x in jax.tree.leaves((state.opt_state.mu, state.opt_state.nu)) if x.sharding.memory_kind == kind)
+    return sum(
+        x.size
+        for x in jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))
+        if x.sharding.memory_kind == kind
+    )
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
@@ -167,7 +176,10 @@ def test_a_report_tells_host_from_device_by_kind() -> None:
         assert device.total + device.host == before.total
     name, device = found.devices[0].device, found.devices[0]
     _, first, below, *_ = str(found).splitlines()
-    assert first.split() == [name, *(f"{one:,}" for one in (0, device.moments, device.padding, device.other, device.total))]
+    assert first.split() == [
+        name,
+        *(f"{one:,}" for one in (0, device.moments, device.padding, device.other, device.total)),
+    ]
     assert below.split()[:3] == ["in", "host", "memory"]
     assert below.split()[-1] == f"{device.host:,}"
 
