@@ -14,6 +14,8 @@ import torch
 from jax_impl import main_weight_muon, main_weight_sgd
 from torch_impl import MainWeightMuon, MainWeightSGD
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = [(7, 5), (13,), (64, 48), (), (5, 33)]
 SGD: list[dict[str, Any]] = [
     {},

@@ -63,6 +63,10 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         """The moments of this group's parameters."""
         return self._formats
 
+    def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of a new group whose state is to live in CPU memory."""
+        return [param for param in params if self._share.picks(param.numel())]
+
     def _step_device(self, param: torch.Tensor) -> torch.device:
         return torch.device("cpu")
 
@@ -86,7 +90,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._offloaded.update(param for param in group["params"] if self._share.picks(param.numel()))
+        self._offloaded.update(self._picked(group["params"]))
 
     def offloads(self, param: torch.Tensor) -> bool:
         """Whether the state of this parameter lives in CPU memory and is fetched for the update."""

@@ -91,6 +91,7 @@ class MainWeightMuon(MainWeightOptimizer):
             MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
         )
         self._use_muon = use_muon
+        self._chosen: set[nn.Parameter] | None = None
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -122,6 +123,9 @@ class MainWeightMuon(MainWeightOptimizer):
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
         before = len(self.param_groups)
+        # In the order in which they are given, as with other optimizers.
+        params = [one[1] if isinstance(one, tuple) else one for one in listed]
+        self._chosen = set(super()._picked(params))
         try:
             for use_muon in (True, False):
                 own = [one for one in listed if self._is_for_muon(one) == use_muon]
@@ -130,6 +134,11 @@ class MainWeightMuon(MainWeightOptimizer):
         except Exception:
             del self.param_groups[before:]
             raise
+        finally:
+            self._chosen = None
+
+    def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return super()._picked(params) if self._chosen is None else [one for one in params if one in self._chosen]
 
     def _is_for_muon(self, entry: Any) -> bool:
         name, param = entry if isinstance(entry, tuple) else (None, entry)
@@ -143,7 +152,7 @@ class MainWeightMuon(MainWeightOptimizer):
             self.param_groups[-1].pop(key, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_use_muon": self._use_muon, "_adamw": self._adamw}
+        return {**super().__getstate__(), "_use_muon": self._use_muon, "_adamw": self._adamw, "_chosen": None}
 
     def _check(self, group: Mapping[str, Any]) -> None:
         if "use_muon" not in group:

@@ -30,8 +30,8 @@ class MainWeightSGD(MainWeightOptimizer):
     """SGD, bit for bit what ``torch.optim.SGD(foreach=True)`` computes, wherever rows are cut.
 
     In float32 and float64 torch's for-loop has the same bits; ``fused=True`` rounds otherwise. State is
-    ``momentum_buffer``, a DTensor placed like its parameter, and
-    ``step``, a float32 CPU scalar; without momentum there is none. The rest is as in ``MainWeightAdamW``.
+    ``momentum_buffer``, a DTensor placed like its parameter, and ``step``, a float32 CPU scalar; without momentum there
+    is none. The rest is as in ``MainWeightAdamW``.
     """
 
     state_of = "SGD"
