@@ -142,4 +142,3 @@ def parse_optimizer(name: str, moments: str | None, offload: str | None) -> Opti
             raise PlanError(f"--offload: expected a share of the state such as 50% or 100%, got {offload!r}")
         share = Fraction(match[1] or 0) / 100
     return Optimizer(name, (first, second), share)
-

@@ -49,7 +49,9 @@ def row_moment(group: GroupBuffers, device: int) -> RowMoment | None:
     own = int(group.mesh.shard_by_device(level)[device])
     layout = group.layout
     bounds = np.arange(layout.num_shards + 1, dtype=np.int64)
-    rows = {scaled: np.zeros((len(layout.shard_sizes), layout.num_shards), np.int64) for scaled in (True, False)}
+    rows = {
+        scaled: np.zeros((len(layout.shard_sizes), layout.num_shards), np.int64) for scaled in (True, False)
+    }
     elements = 0
     for slot in layout.slots:
         starts = bounds * layout.shard_sizes[slot.buffer] - slot.offset

@@ -179,7 +179,9 @@ def _one(
     if not given.momentum:
         return w + step_size * g, stored
     m = rows.decode(stored)
-    m = jnp.where(count == 1, g, number(1 - given.dampening) * g + opaque(m * number(given.momentum), m))
+    # Momentum begins with zeros.
+    share = jnp.where(count == 1, number(1), number(1 - given.dampening)) if given.dampening else number(1)
+    m = share * g + opaque(m * number(given.momentum), m)
     new = rows.encode(given.trace, m, count)
     g = m * number(given.momentum) + g if given.nesterov else m
     return w + step_size * g, new

@@ -61,10 +61,10 @@ MESHES = [
         ("adamw", ("bfloat16", "float32"), 0.3),
         ("sgd", ("float32", "float32"), 0.0),
         ("sgd-momentum", ("float32", "float32"), 0.0),
-        ("sgd-momentum", ("float8_e4m3fn", "float32"), 0.5),
+        ("sgd-momentum", ("float8_e4m3fn", "float32"), 0.3),
         ("muon", ("float32", "float32"), 0.0),
         ("muon", ("bfloat16", "float8_e5m2"), 0.0),
-        ("muon", ("float8_e4m3fn", "float16"), 0.5),
+        ("muon", ("float8_e4m3fn", "float16"), 0.3),
         ("adafactor", ("float32", "float32"), 0.0),
     ],
 )
@@ -302,7 +302,11 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
         ),
         (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only the state of adamw"),
         (Optimizer("muon", ("bfloat16", "bfloat16")), "jax", "jax: --moments: optax keeps second moments"),
-        (Optimizer("lion", ("float8_e5m2", None)), "jax", "jax: --moments: optax has no scales for float8_e5m2"),
+        (
+            Optimizer("lion", ("float8_e5m2", None)),
+            "jax",
+            "jax: --moments: optax has no scales for float8_e5m2",
+        ),
         (Optimizer("sgd", ("bfloat16", None)), "jax", "jax: --moments: sgd has no first moment"),
     ],
 )

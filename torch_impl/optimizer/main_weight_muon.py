@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.main_weight_adamw import check_adamw
@@ -138,7 +139,11 @@ class MainWeightMuon(MainWeightOptimizer):
             self._chosen = None
 
     def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        return super()._picked(params) if self._chosen is None else [one for one in params if one in self._chosen]
+        return (
+            super()._picked(params)
+            if self._chosen is None
+            else [one for one in params if one in self._chosen]
+        )
 
     def _is_for_muon(self, entry: Any) -> bool:
         name, param = entry if isinstance(entry, tuple) else (None, entry)
