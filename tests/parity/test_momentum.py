@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,12 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 
+import jax_impl.models
+import torch_impl.models
+from bridge.commands.main import main
+from bridge.formats import open_checkpoint
 from jax_impl import main_weight_muon, main_weight_sgd
 from torch_impl import MainWeightMuon, MainWeightSGD
 
@@ -115,3 +121,55 @@ def test_muon_has_optax_s_direction_and_rate() -> None:
     stock = optax.contrib.muon(0.02, nesterov=False)
     updates, _ = stock.update({"a": slope}, stock.init({"a": weight}), {"a": weight})
     np.testing.assert_allclose(found["a"] - weight, updates["a"], atol=0.02 * 2**-5)
+
+
+TRAINED = {
+    "sgd": (
+        lambda model, dtype: MainWeightSGD(model.parameters(), lr=0.1, momentum=0.9, momentum_dtype=dtype),
+        lambda dtype: main_weight_sgd(0.1, 0.9, momentum_dtype=dtype),
+    ),
+    "muon": (
+        lambda model, dtype: MainWeightMuon(
+            model.named_parameters(),
+            use_muon=lambda name, param: param.ndim == 2 and "mlp" in name,
+            momentum_dtype=dtype,
+        ),
+        lambda dtype: main_weight_muon(
+            use_muon=lambda path, leaf: len(leaf.shape) == 2 and "mlp" in path, momentum_dtype=dtype
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dtype: str) -> None:
+    in_torch, in_jax = TRAINED[name]
+    model = torch_impl.models.Decoder(torch_impl.models.DecoderConfig())
+    optimizer = in_torch(model, getattr(torch, dtype))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    sizes = {"head_dim": model.layers[0].attention.head_dim}
+    torch_impl.save_checkpoint(tmp_path / "torch", model, optimizer, {"model": sizes})
+    convert(tmp_path / "torch", tmp_path / "jax")
+    twin = jax_impl.models.Decoder(jax_impl.models.DecoderConfig(), rngs=nnx.Rngs(0))
+    plan, _ = jax_impl.fully_shard(twin, jax_impl.data_parallel_mesh(2))
+    state = jax_impl.load_checkpoint(tmp_path / "jax", plan, in_jax(dtype)).state
+    assert int(state.opt_state.count) == 2
+    jax_impl.save_checkpoint(tmp_path / "again", plan, state, {"model": sizes})
+    convert(tmp_path / "again", tmp_path / "back")
+    with open_checkpoint(tmp_path / "torch") as sent, open_checkpoint(tmp_path / "back") as back:
+        names = {one for one in sent.tensors if one.startswith(("model.", "optimizer.state."))}
+        assert any(one.endswith(".momentum_buffer") for one in names)
+        assert names <= back.tensors.keys()
+        for one in names:
+            assert bits(back.read(one)) == bits(sent.read(one)), one
+
+
+def convert(source: Path, target: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["twinshard", "convert", str(source), str(target), "--mapping", "decoder"])
+        main()

@@ -125,7 +125,7 @@ class MainWeightMuon(MainWeightOptimizer):
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
         before = len(self.param_groups)
         # In the order in which they are given, as with other optimizers.
-        params = [one[1] if isinstance(one, tuple) else one for one in listed]
+        params: list[Any] = [one[1] if isinstance(one, tuple) else one for one in listed]
         self._chosen = set(super()._picked(params))
         try:
             for use_muon in (True, False):

@@ -118,14 +118,16 @@ def _sgd(
         own = [weights[n] for n in numbers]
         slopes = [grads[n] for n in numbers]
         if group["maximize"]:
-            slopes = torch._foreach_neg(slopes)
+            slopes = list(torch._foreach_neg(slopes))
         if group["weight_decay"]:
-            slopes = torch._foreach_add(slopes, own, alpha=group["weight_decay"])
+            slopes = list(torch._foreach_add(slopes, own, alpha=group["weight_decay"]))
         if group["momentum"]:
             buffers = [moments[n][0] for n in numbers]
             _accumulate(buffers, slopes, [steps[n] for n in numbers], group)
             slopes = (
-                torch._foreach_add(slopes, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+                list(torch._foreach_add(slopes, buffers, alpha=group["momentum"]))
+                if group["nesterov"]
+                else buffers
             )
         torch._foreach_add_(own, slopes, alpha=-lr)
 

@@ -48,8 +48,8 @@ _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.
 class MomentFormat:
     """How the moment ``key`` ("exp_avg", "exp_avg_sq", "momentum_buffer") is stored; ``positive`` for second moments.
 
-    ``option``: the argument that chooses ``dtype``, by default ``<key>_dtype``. Raises ValueError for a dtype other than
-    float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
+    ``option``: the argument that chooses ``dtype``, by default ``<key>_dtype``. Raises ValueError for a dtype other
+    than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
     """
 
     key: str

@@ -31,7 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
-from torch_impl.dtensor.local import own_part, row_bounds_of
+from torch_impl.dtensor.local import checked_dtensor, own_part, row_bounds_of
 from torch_impl.dtensor.placement import gather, replicated, row_axes, row_placement
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat
@@ -98,7 +98,7 @@ def _by_placement(
             axes = row_axes(param.placements)
             cut.setdefault((param.device_mesh, axes), []).append((one, grad))
         else:
-            gathered.append(_Matrix(one, grad, lambda tensor: tensor, tuple(param.shape[-2:])))
+            gathered.append(_Matrix(one, grad, lambda tensor: tensor, (param.shape[-2], param.shape[-1])))
 
     def by_owner(
         exchange: Exchange, found: Sequence[tuple[_Matrix, Cut]]
@@ -254,7 +254,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
 
 def _gathered(matrix: _Matrix, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """All matrices of a parameter on every rank; this rank's part of the result."""
-    param = matrix.one.param
+    param = checked_dtensor(matrix.one.param)
     whole = gather(value, param.shape, param.device_mesh, param.placements)
     for index in itertools.product(*map(range, param.shape[:-2])):
         whole[index] = orthogonal(whole[index], group)

@@ -211,7 +211,7 @@ def fused_adamw(
         steps = [torch.full_like(step, _FOREVER) for step in steps]
     if steps[0].device != device:
         # One transfer for all, without waiting for the device.
-        steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
+        steps = list(torch.stack(list(steps)).to(device, non_blocking=True).unbind())
     kernel = torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_
     kernel(
         list(weights),
