@@ -228,6 +228,8 @@ from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
 from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
+from jax_impl.optimizer.main_weight_muon import MuonState, main_weight_muon
+from jax_impl.optimizer.main_weight_sgd import SGDState, main_weight_sgd
 from jax_impl.optimizer.offload import Offload
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
@@ -243,6 +245,7 @@ __all__ = [
     "LayoutReport",
     "LoadedCheckpoint",
     "MemoryReport",
+    "MuonState",
     "NonFinite",
     "NonFiniteOutput",
     "Offload",
@@ -250,6 +253,7 @@ __all__ = [
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
+    "SGDState",
     "ShardingPlan",
     "ShardingPolicy",
     "TrainState",
@@ -267,6 +271,8 @@ __all__ = [
     "layout_report",
     "load_checkpoint",
     "main_weight_adamw",
+    "main_weight_muon",
+    "main_weight_sgd",
     "make_eval_step",
     "make_gradients",
     "make_train_step",
