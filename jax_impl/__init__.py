@@ -159,13 +159,13 @@ forces) would miss the unit's weights and is refused. A gradient through the roo
 **Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of the moments in
 ``pinned_host`` memory, and if asked for the weights. Any array of a state may be put there by hand, too
 (``jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))``). A step returns all arrays to where they were. In
-the update the moments of one unit after another travel to the device and back while others are computed, with those of
-two units on the device at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that needs
-several units' moments at once (one that sees parameters, such as Muon) gets all of them at once. Weights come to the
-device when the gradients' program starts, all of them, and unit by unit in the update. Results have the same bits as on
-the device, and checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer,
-offload=...))`` loads into such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2 for
-it.
+the update the moments of one unit after another travel to the device and back while others are computed, with those
+of two units on the device at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that
+needs several units' moments at once (one that sees parameters, such as Muon) gets all of them at once. Weights come
+to the device when the gradients' program starts, all of them, and unit by unit in the update. Results have the same
+bits as on the device, and checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer,
+offload=...))`` loads into such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2
+for it.
 
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 
