@@ -119,7 +119,7 @@ class StatePlan:
         for section in BY_WEIGHT:
             for weight, view in self.outputs.get(section, {}).items():
                 found = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
-                if section in ADAM:
+                if section in (*ADAM, "momentum_buffer"):
                     sources.setdefault(weight, {}).update(dict.fromkeys(found))
                 yield section, weight, self._state(weight, found, problems), view
         yield from self._steps(sources, problems)

@@ -240,6 +240,7 @@ def _on_tree(given: _Muon) -> MainWeightTransformation:
         return _initial(matrices, given.adamw, _by_path(weights))
 
     def apply(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
+        structure: Any
         paths, structure = jax.tree.flatten_with_path(weights)
         slopes = dict(
             zip(map(_path, [path for path, _ in paths]), structure.flatten_up_to(gradients), strict=True)

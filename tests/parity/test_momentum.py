@@ -172,4 +172,6 @@ def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dty
 def convert(source: Path, target: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["twinshard", "convert", str(source), str(target), "--mapping", "decoder"])
-        main()
+        with pytest.raises(SystemExit) as done:
+            main()
+    assert done.value.code == 0
