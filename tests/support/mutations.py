@@ -104,6 +104,27 @@ TORCH = [
         "parity/test_torch_strategies.py",
     ),
     M(
+        "a scale of a whole tensor is that of a rank's rows",
+        "torch_impl/runtime",
+        "groups = [(lane_of(axis), mesh.groups[axis]) for axis in axes if mesh.sizes[axis] > 1]",
+        "groups = []",
+        "torch_impl/runtime/test_float8.py",
+    ),
+    M(
+        "replicated weights are not quantized",
+        "torch_impl/runtime",
+        "dtypes.compute == dtypes.main and dtypes.gather is None",
+        "dtypes.compute == dtypes.main",
+        "torch_impl/runtime/test_float8.py",
+    ),
+    M(
+        "scales of changed weights are kept",
+        "torch_impl/runtime",
+        "current = self._kept_version == version",
+        "current = self._kept_version is not None",
+        "torch_impl/runtime/test_float8.py",
+    ),
+    M(
         "no refresh after a step",
         "torch_impl/runtime",
         "refresh = not in_backward",

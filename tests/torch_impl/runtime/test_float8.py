@@ -76,6 +76,7 @@ def travels(
     return [group.layout.num_shards, len(seen)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shapes", [SHAPES, EVEN_SHAPES], ids=["odd", "even"])
@@ -92,6 +93,7 @@ def test_bytes_that_travel_are_those_of_whole_tensors(
     assert ranks.run(4, travels, (2, 2), gather, shapes, options) == [[4, 2]] * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp", "hfsdp"])
 @pytest.mark.parametrize("gather", GATHERS)
 def test_all_strategies_compute_with_the_same_weights(ranks: RankGroup, gather: str, strategy: str) -> None:
@@ -124,6 +126,7 @@ class _Rank:
         return self._rank if level else 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shards", [5, 8])
 @pytest.mark.parametrize("shapes", [SHAPES, EVEN_SHAPES], ids=["odd", "even"])

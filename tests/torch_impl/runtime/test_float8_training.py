@@ -67,12 +67,14 @@ def train(options: dict[str, Any], mesh_shape: tuple[int, ...], gather: str, mic
     assert_at_rest(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_those_of_the_quantized_weights(ranks: RankGroup, strategy: str, gather: str) -> None:
     ranks.run(WORLD, train, {"strategy": strategy}, (WORLD,), gather, 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_gradients_on_two_axes(ranks: RankGroup, strategy: str, gather: str) -> None:
