@@ -133,7 +133,12 @@ def test_each_shards_bytes_are_those_of_whole_tensors(
 
 def test_bits_are_those_of_the_reference_for_all_exponents() -> None:
     values = np.arange(0, 2**32, 9973, dtype=np.uint32).view(np.float32)
-    blocks = values[: values.size // 32 * 32].reshape(-1, 32)
+    random = np.random.default_rng(0)
+    # Numbers of one block differ by up to 2^24, and the largest ones are at the edge between two scales.
+    spread = random.uniform(-2, 2, (512, 32)) * 2.0 ** random.integers(-24, 0, (512, 32))
+    spread[:, 0] = 1.75 * 2.0 ** random.integers(0, 4, 512)
+    spread[::2, 0] = np.nextafter(np.float32(spread[::2, 0]), np.float32(99))
+    blocks = np.concatenate([values[: values.size // 32 * 32].reshape(-1, 32), spread.astype(np.float32)])
     payload, scales = reference.quantize_rows(blocks)
     found = float8.scales_of(float8.magnitudes(jnp.asarray(blocks)).max(axis=1, keepdims=True))
     np.testing.assert_array_equal(found, scales)
