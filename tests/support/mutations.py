@@ -297,15 +297,15 @@ TORCH = [
     M(
         "moments swapped",
         "torch_impl/optimizer",
-        "        firsts,\n        seconds,\n        [],",
-        "        seconds,\n        firsts,\n        [],",
+        "[first for first, _ in moments],\n        [second for _, second in moments],",
+        "[second for _, second in moments],\n        [first for first, _ in moments],",
         "torch_impl/optimizer/test_main_weight_adamw.py",
     ),
     M(
         "staged moments swapped",
         "torch_impl/optimizer",
-        "[v[0] for v in values],\n        [v[1] for v in values],",
-        "[v[1] for v in values],\n        [v[0] for v in values],",
+        "kernel(weights, grads, values, [",
+        "kernel(weights, grads, [v[::-1] for v in values], [",
         "torch_impl/optimizer/test_moment_dtypes.py",
     ),
     M(
@@ -762,8 +762,8 @@ JAX = [
     M(
         "first moment by the second's beta",
         "jax_impl/optimizer",
-        "_lerp(m, g, number(1 - constants.b1))",
-        "_lerp(m, g, number(1 - constants.b2))",
+        " lerp(m, g, number(1 - constants.b1))",
+        " lerp(m, g, number(1 - constants.b2))",
         "jax_impl/optimizer/test_main_weight_adamw.py",
     ),
     M(
