@@ -84,7 +84,11 @@ ROWS = (
         ("~Offload(main_weights=True)",),
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
-    Row("products in float8", ("MixedPrecisionPolicy.float8_products",), why="not built"),
+    Row(
+        "products in float8",
+        ("MixedPrecisionPolicy.float8_products",),
+        ("float8_dot_general", "~nnx.Linear(dot_general=float8_dot_general)"),
+    ),
     # Initial values
     Row(
         "initial values where no device holds the model",
