@@ -52,8 +52,8 @@ def float8_dot_general(
     Factors of two dtypes, or not bfloat16 or float32, and weights of which the summed or the other dimensions are no
     multiple of 16, are multiplied by ``jax.lax.dot_general``, and so is all that has an ``out_sharding``.
     """
-    (summed, batch) = dimension_numbers
-    dimensions = tuple(map(tuple, summed)), tuple(map(tuple, batch))
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    dimensions = (tuple(lhs_summed), tuple(rhs_summed)), (tuple(lhs_batch), tuple(rhs_batch))
     if out_sharding is not None or not _can_multiply(lhs, rhs, dimensions):
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
