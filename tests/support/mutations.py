@@ -388,13 +388,6 @@ JAX = [
         "jax_impl/runtime/test_float8_products.py",
     ),
     M(
-        "one scale for the rows of all devices",
-        "jax_impl/runtime",
-        "scales_of(magnitudes(wide).max(initial=0), kind)",
-        'scales_of(lax.pmax(magnitudes(wide).max(initial=0), "dp"), kind)',
-        "jax_impl/runtime/test_float8_products.py::test_sharded_gradients_are_those_of_each_devices_rounded_rows",
-    ),
-    M(
         "float8 products of sizes that no kernel takes",
         "jax_impl/runtime",
         "return inputs % _MULTIPLE == 0 and outputs % _MULTIPLE == 0",
