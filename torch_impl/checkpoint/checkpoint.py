@@ -166,9 +166,9 @@ def load_checkpoint(
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
     Each rank reads its own rows. Everything is read and checked on every rank before anything is modified, which takes
-    memory for one more copy of this rank's part. A save that is still pending is waited for first, and raises here if it
-    failed and nobody was told. The hyperparameters of each parameter group (lr, betas, ...) become
-    the saved ones; those that were not saved stay. The next forward uses the new weights.
+    memory for one more copy of this rank's part. A save that is still pending is waited for first, and raises if it
+    failed and nobody was told. The hyperparameters of each parameter group (lr, betas, ...) become the saved ones;
+    those that were not saved stay. The next forward uses the new weights.
 
     Args:
         path: the checkpoint's directory, or a directory of steps, of which the latest that is complete is taken.
