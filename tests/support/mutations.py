@@ -283,7 +283,7 @@ TORCH = [
     M(
         "manager: removes what it did not save",
         "bridge/formats/saving",
-        "if own in steps[step] and (own / MANIFEST_FILE).exists():",
+        "if own in steps[step] and (own / METRICS_FILE).exists():",
         "if own in steps[step]:",
         "formats/saving",
     ),
