@@ -88,10 +88,11 @@ names is recognized as a stack where flax's own layers in it (``nnx.Linear``) sh
 "dots_with_no_batch_dims_saveable" the results of such products as well. A recomputed unit with units
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
-**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather. ``reduce_dtype`` is
-the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None`` computes in the main
-weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the dtype in which it
-multiplied.
+**Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather.
+``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values.
+``reduce_dtype`` is the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None``
+computes in the main weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the
+dtype in which it multiplied.
 
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
 takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model
@@ -157,13 +158,14 @@ forces) would miss the unit's weights and is refused. A gradient through the roo
 
 **Host memory.** ``init_state(..., offload=Offload(moments=0.5, main_weights=False))`` has a share of the moments in
 ``pinned_host`` memory, and if asked for the weights. Any array of a state may be put there by hand, too
-(``jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))``). A step returns all arrays to where they were. In the
-update the moments of one unit after another travel to the device and back while others are computed, with those of two
-units on the device at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that needs several
-units' moments at once (one that sees parameters, such as Muon) gets all of them at once. Weights come to the device when
-the gradients' program starts, all of them, and unit by unit in the update. Results have the same bits as on the device,
-and checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer, offload=...))`` loads into
-such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2 for it.
+(``jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))``). A step returns all arrays to where they were. In
+the update the moments of one unit after another travel to the device and back while others are computed, with those
+of two units on the device at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that
+needs several units' moments at once (one that sees parameters, such as Muon) gets all of them at once. Weights come
+to the device when the gradients' program starts, all of them, and unit by unit in the update. Results have the same
+bits as on the device, and checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer,
+offload=...))`` loads into such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2
+for it.
 
 **Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
 
@@ -226,6 +228,8 @@ from jax_impl.modules.module_tree import variable_leaves
 from jax_impl.modules.stack import scan_layers, stack_layers
 from jax_impl.modules.tree_model import call_unit
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
+from jax_impl.optimizer.main_weight_muon import MuonState, main_weight_muon
+from jax_impl.optimizer.main_weight_sgd import SGDState, main_weight_sgd
 from jax_impl.optimizer.offload import Offload
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
@@ -241,6 +245,7 @@ __all__ = [
     "LayoutReport",
     "LoadedCheckpoint",
     "MemoryReport",
+    "MuonState",
     "NonFinite",
     "NonFiniteOutput",
     "Offload",
@@ -248,6 +253,7 @@ __all__ = [
     "Placements",
     "PolicyError",
     "PrecisionPolicy",
+    "SGDState",
     "ShardingPlan",
     "ShardingPolicy",
     "TrainState",
@@ -265,6 +271,8 @@ __all__ = [
     "layout_report",
     "load_checkpoint",
     "main_weight_adamw",
+    "main_weight_muon",
+    "main_weight_sgd",
     "make_eval_step",
     "make_gradients",
     "make_train_step",

@@ -129,6 +129,8 @@ from torch_impl.fsdp_module import (
     share_comm_ctx,
 )
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
+from torch_impl.optimizer.main_weight_muon import MainWeightMuon
+from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 __all__ = [
@@ -140,6 +142,8 @@ __all__ = [
     "Layout",
     "LayoutReport",
     "MainWeightAdamW",
+    "MainWeightMuon",
+    "MainWeightSGD",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "NonFinite",

@@ -22,7 +22,8 @@ Refused with TypeError or ValueError by name: parameters that are wrapper subcla
 
 Raise an error when they run:
 
-* LBFGS and Muon; Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
+* LBFGS; ``torch.optim.Muon`` (use ``MainWeightMuon``);
+  Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
 * ``distribute_tensor(whole, param.device_mesh, param.placements)``: use ``param.copy_(whole)`` or
   ``model.load_state_dict(whole)``
 * ``dcp.async_save``

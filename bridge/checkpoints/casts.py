@@ -13,9 +13,9 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TreePath, dtype_from_name
 from bridge.mapping.conventions import path_of_scales
 from bridge.mapping.operations import ChangedView, as_dtype
+from bridge.mapping.plan import PlannedTensor
 from bridge.mapping.relation import TensorView
 from bridge.mapping.scales import DecodedView
-from bridge.mapping.translation import PlannedTensor
 
 _KINDS = {
     "f": "floating-point",

@@ -30,9 +30,10 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.operations import as_dtype
+from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
-from bridge.mapping.translation import Plan, PlannedTensor, make_plan
+from bridge.mapping.translation import make_plan
 
 
 @dataclass(frozen=True)

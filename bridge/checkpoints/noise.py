@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
-from bridge.mapping.translation import Plan, make_plan
+from bridge.mapping.plan import Plan
+from bridge.mapping.translation import make_plan
 
 _NAMED = 20
 

@@ -1,8 +1,9 @@
 """Translation of checkpoint trees between a torch model and a jax model, by a table of rules."""
 
 from bridge.mapping.errors import MappingError
+from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import MappingTable, load_mapping, parse_mapping
-from bridge.mapping.translation import Plan, PlannedTensor, make_plan
+from bridge.mapping.translation import make_plan
 
 __all__ = [
     "MappingError",

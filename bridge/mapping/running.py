@@ -24,10 +24,11 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.mapping.found import find
 from bridge.mapping.operations import Change, ChangedView
+from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.mapping.rules import MappingTable, mapping_table
 from bridge.mapping.sizes import with_config, with_config_fields
-from bridge.mapping.translation import Plan, PlannedTensor, make_plan
+from bridge.mapping.translation import make_plan
 
 AnyMapping = str | os.PathLike[str] | MappingTable
 """The name of a shipped family, a TOML file, or a table."""

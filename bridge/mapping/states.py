@@ -57,7 +57,10 @@ def require_whole(found: Found, usual: Convention, where: str, problems: list[st
                 if weight not in state.sections.get(section, ())
             ]
         needed: tuple[Section, ...] = ADAM if source.one_step else (*ADAM, "step")
-        with_adam = dict.fromkeys(w for s in (*needed, "max_exp_avg_sq") for w in state.sections.get(s, ()))
+        with_adam = dict.fromkeys(w for s in (*ADAM, "max_exp_avg_sq") for w in state.sections.get(s, ()))
+        # Steps count also what has momentum alone.
+        counted = state.sections.get("step", ()) if "step" in needed else ()
+        with_adam |= dict.fromkeys(w for w in counted if w not in state.sections.get("momentum_buffer", ()))
         missing += [
             source.name_of(section, weight, number)
             for weight in with_adam
@@ -116,7 +119,7 @@ class StatePlan:
         for section in BY_WEIGHT:
             for weight, view in self.outputs.get(section, {}).items():
                 found = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
-                if section in ADAM:
+                if section in (*ADAM, "momentum_buffer"):
                     sources.setdefault(weight, {}).update(dict.fromkeys(found))
                 yield section, weight, self._state(weight, found, problems), view
         yield from self._steps(sources, problems)

@@ -7,13 +7,12 @@ reveal, so a conversion that does not fit fails before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
 from bridge.mapping.conventions import (
@@ -31,10 +30,10 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.notes import PLACES, note, noted, read_notes
-from bridge.mapping.operations import ChangedView
+from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import identity
 from bridge.mapping.rules import MappingTable
-from bridge.mapping.scales import DecodedView, of_whole_rows
+from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
 from bridge.mapping.tied import one_of_two, second_of_two
@@ -43,59 +42,8 @@ T = TypeVar("T")
 _Made = tuple[str, View, View | None]
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor of the destination: a view of source tensors, or a 0-d value that is known (the step count)."""
-
-    name: str
-    path: TreePath
-    content: View | DecodedView | np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.content.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.content.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return Box.whole(self.shape).numel * self.dtype.itemsize
-
-    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``, C-contiguous. Takes the memory of the box and of one bounded source region."""
-        return self.content if isinstance(self.content, np.ndarray) else self.content.read(reader, box)
-
-
 _SHOWN = 10
 _MAX_PROBLEMS = 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The planned content of a checkpoint.
-
-    objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
-    name. dropped: names in the source that are left out.
-    """
-
-    tensors: Mapping[str, PlannedTensor]
-    objects: Mapping[str, tuple[TreePath, str]]
-    dropped: tuple[str, ...] = ()
-    notes: Mapping[str, tuple[TreePath, object]] = field(default_factory=dict)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @cached_property
-    def inexact(self) -> tuple[str, ...]:
-        """Names of the tensors that an operation of the mapping rounds."""
-        contents = {name: tensor.content for name, tensor in self.tensors.items()}
-        return tuple(
-            n for n, content in contents.items() if isinstance(content, ChangedView) and not content.exact
-        )
 
 
 def make_plan(

@@ -57,8 +57,8 @@ class GroupDtypes:
     ) -> GroupDtypes:
         """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype.
 
-        kept: whether at rest floating-point ones do as well, as frozen ones in JAX. quantized: whether they are matrices,
-        which are gathered in the policy's format.
+        kept: whether at rest floating-point ones do as well, as frozen ones in JAX. quantized: whether they are
+        matrices, which are gathered in the policy's format.
         """
         if given not in FLOATING:
             return GroupDtypes(given, given, given, given)

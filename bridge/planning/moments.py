@@ -7,17 +7,19 @@ weights, g of gradients::
     adamw           MainWeightAdamW: two moments, each in         main_weight_adamw: two moments, each in m S_o or in
                     m R_o or in ``--moments``                     ``--moments``
     sgd             torch.optim.SGD: nothing                      optax.sgd: nothing
-    sgd-momentum    torch.optim.SGD(momentum=...): g R_o          optax.sgd(momentum=...): m S_o or accumulator_dtype
+    sgd-momentum    MainWeightSGD: m R_o or ``--moments``         optax.sgd(momentum=...): m S_o or accumulator_dtype
     lion            torch has none                                optax.lion: m S_o or mu_dtype
     adafactor       torch.optim.Adafactor, of matrices and        optax.adafactor: rows and columns of the two largest
                     stacks means of rows (cut as the rows are)    dimensions, if both have 128 or more; else one moment
                     and of columns (whole), else one moment: g
-    muon            refused: it needs whole matrices              optax.contrib.muon: of matrices one, of others two
+    muon            MainWeightMuon: of matrices and stacks the    optax.contrib.muon: of matrices one, of others two
+                    first, of others two, as of adamw
 
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
 .moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
 shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
-parameter are cut along a dimension that the number of shards divides, others are whole on each device.
+parameter are cut along a dimension that the number of shards divides, others are whole on each device. The whole
+matrices of a Muon update in PyTorch, of one round at a time (``torch_impl.optimizer.muon_exchange``), are not counted.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
 """
@@ -30,13 +32,17 @@ from dataclasses import dataclass
 
 from bridge.planning.buffers import GroupBuffers
 from bridge.planning.offload import travelling
-from bridge.planning.optimizers import MOMENT_BYTES, SCALED, Optimizer
+from bridge.planning.optimizers import MOMENT_BYTES, OF_MAIN_WEIGHTS, SCALED, Optimizer
 from bridge.planning.row_moments import row_moment
 from bridge.sharding.rows import rows_of
 
 _FACTORED_FROM = 128
+# Of what MainWeightMuon takes for a matrix, or for a stack of them, unless a rule says otherwise.
+_MATRIX_DIMENSIONS = (2, 3)
 _BATCH = 1 << 20
-"""Elements of which the moments are staged together in PyTorch, unless one tensor is larger."""
+"""Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
+# Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
+_VECTOR = 16
 # Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
 # compiler.
 _CONVERTED = 5
@@ -75,16 +81,19 @@ class _Piece:
 
 @dataclass
 class _Batch:
-    """The tensors of an update that PyTorch works on together. ``largest``: elements of the largest of them."""
+    """The tensors of an update that PyTorch works on together. ``largest``: elements that cannot be cut apart."""
 
     numel: int = 0
     all_bytes: int = 0
     largest: int = 0
 
-    def add(self, numel: int, nbytes: int, times: int) -> None:
-        self.numel += numel * times
+    def add(self, piece: _Piece, nbytes: int, times: int, *, scaled: bool) -> None:
+        """``scaled``: whether moments have scales for whole rows."""
+        self.numel += piece.numel * times
         self.all_bytes += nbytes * times
-        self.largest = max(self.largest, numel)
+        row_size, _ = rows_of(piece.shape)
+        together = math.lcm(row_size, _VECTOR) if scaled and row_size else 1
+        self.largest = max(self.largest, min(piece.numel, together))
 
     @property
     def nbytes(self) -> int:
@@ -126,17 +135,19 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
 
 
 def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int) -> int:
-    if optimizer.name != "adamw":
+    if optimizer.name not in OF_MAIN_WEIGHTS:
         return 0
     moved, converted = _Batch(), _Batch()
+    scaled = any(dtype in SCALED for dtype in optimizer.moments)
     for placed in groups:
         group = placed.group
         for piece in _pieces(group, device):
             if piece.name in placed.on_host:
-                moved.add(piece.numel, _in_torch(optimizer, group, piece), placed.layers)
-            wide = sum(group.main_bytes for dtype in optimizer.moments if dtype not in (None, "float32"))
+                moved.add(piece, _in_torch(optimizer, group, piece), placed.layers, scaled=scaled)
+            dtypes = _dtypes_in_torch(optimizer, piece)
+            wide = sum(group.main_bytes for dtype in dtypes if dtype not in (None, "float32"))
             if wide:
-                converted.add(piece.numel, wide * piece.numel, placed.layers)
+                converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
     return min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes
 
 
@@ -182,14 +193,21 @@ def _first(optimizer: Optimizer, main: int) -> int:
 
 def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     """Of one parameter's part."""
-    if optimizer.name == "adamw":
-        return sum(_moment_bytes(piece, dtype, group.main_bytes) for dtype in optimizer.moments)
+    if optimizer.name in OF_MAIN_WEIGHTS:
+        dtypes = _dtypes_in_torch(optimizer, piece)
+        return sum(_moment_bytes(piece, dtype, group.main_bytes) for dtype in dtypes)
     shape = piece.shape
     if optimizer.name == "adafactor" and len(shape) > 1:
         whole = math.prod((*shape[:-2], shape[-1]))
         columns = piece.numel if shape[-2] == 1 else whole
         return (piece.rows + columns) * group.grad_bytes
     return piece.numel * group.grad_bytes
+
+
+def _dtypes_in_torch(optimizer: Optimizer, piece: _Piece) -> Sequence[str | None]:
+    """Of the moments of a parameter."""
+    matrix = optimizer.name == "muon" and len(piece.shape) in _MATRIX_DIMENSIONS
+    return optimizer.moments[:1] if matrix or optimizer.name == "sgd-momentum" else optimizer.moments
 
 
 def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:

@@ -22,6 +22,8 @@ CONSTANTS = (".count", ".ns_coeffs")
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of moments that have a scale for each row."""
 _TWO_MOMENTS = ("adamw", "muon")
+OF_MAIN_WEIGHTS = ("adamw", "sgd-momentum", "muon")
+"""Those whose state torch_impl keeps in any of the dtypes and in CPU memory: MainWeightAdamW, -SGD and -Muon."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,13 @@ class Optimizer:
         if runtime == "torch":
             if self.name == "lion":
                 return "torch: lion: torch.optim has none"
-            if self.name == "muon":
-                return "torch: muon: torch.optim.Muon needs whole matrices, which sharded parameters are not"
-            if self.name != "adamw" and (first or second):
+            if self.name not in OF_MAIN_WEIGHTS and (first or second):
                 return f"torch: --moments: {self.name} keeps its state in the dtype of the gradients"
-            if self.name != "adamw" and self.offload:
-                return f"torch: --offload: only MainWeightAdamW (adamw) keeps state in CPU memory, not {self.name}"
+            if self.name not in OF_MAIN_WEIGHTS and self.offload:
+                return (
+                    f"torch: --offload: only the state of {', '.join(OF_MAIN_WEIGHTS)} can be in CPU memory, not that "
+                    f"of {self.name}"
+                )
             return None
         if self.name == "adamw":
             return None

@@ -85,20 +85,20 @@ def _on_parameters(
     plan: ShardingPlan, optimizer: optax.GradientTransformationExtraArgs, form: Form
 ) -> optax.GradientTransformationExtraArgs:
     def init(weights: Buffers) -> Any:
-        return optimizer.init(form.pack(_parameters(plan, weights)))
+        return optimizer.init(form.pack(parameters_of_arrays(plan, weights)))
 
     def update(
         gradients: Buffers, state: Any, weights: Buffers | None = None, **extra: Any
     ) -> tuple[Buffers, Any]:
         assert weights is not None
-        given, own = (form.pack(_parameters(plan, buffers)) for buffers in (gradients, weights))
+        given, own = (form.pack(parameters_of_arrays(plan, buffers)) for buffers in (gradients, weights))
         updates, state = optimizer.update(given, state, own, **extra)
-        return _arrays(plan, form.unpack(updates)), state
+        return arrays_of_parameters(plan, form.unpack(updates)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _parameters(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
+def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
     """By path, what the arrays hold; each cut as its moments are."""
     found: dict[str, jax.Array] = {}
     last: Any = ()
@@ -118,7 +118,7 @@ def _parameters(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
     }
 
 
-def _arrays(plan: ShardingPlan, parameters: Any) -> Buffers:
+def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
     """The plan's arrays that hold these."""
     found: Buffers = {}
     for unit in plan.units.values():

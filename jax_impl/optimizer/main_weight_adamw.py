@@ -55,6 +55,7 @@ from jax_impl.optimizer.update import Constants, StepScalars, step_scalars, upda
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _LONGEST_TABLE = 1 << 22
+_NAME = "main_weight_adamw"
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +81,7 @@ class MainWeightTransformation(optax.GradientTransformation):
     more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
     over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
     ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
-    ``with_formats``: the same with others.
+    ``with_formats``: the same with others. ``with_arrays``: the same with moments that lie otherwise.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -88,6 +89,7 @@ class MainWeightTransformation(optax.GradientTransformation):
     on_plan: Callable[[ShardingPlan], MainWeightTransformation]
     formats: Mapping[str, MomentFormat]
     with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation]
+    with_arrays: Callable[[MomentArrays], MainWeightTransformation]
 
     def __new__(
         cls,
@@ -97,12 +99,12 @@ class MainWeightTransformation(optax.GradientTransformation):
         on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
         formats: Mapping[str, MomentFormat] | None = None,
         with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
+        name: str = _NAME,
+        with_arrays: Callable[[MomentArrays], MainWeightTransformation] | None = None,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             if params is None:
-                raise ValueError(
-                    "main_weight_adamw: expected the weights as third argument of update, got None"
-                )
+                raise ValueError(f"{name}: expected the weights as third argument of update, got None")
             weights, state = apply(gradients, state, params)
             return jax.tree.map(jnp.subtract, weights, params), state
 
@@ -112,6 +114,7 @@ class MainWeightTransformation(optax.GradientTransformation):
         self.on_plan = on_plan or (lambda _: self)
         self.formats = formats or {}
         self.with_formats = with_formats or (lambda _: self)
+        self.with_arrays = with_arrays or (lambda _: self)
         return self
 
 
@@ -170,7 +173,7 @@ class _AdamW:
 
 def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> AdamWState:
-        _check_weights(weights)
+        check_weights(weights)
         zeros = [[rows.zeros(kind) for rows in arrays.rows(kind, weights)] for kind in given.formats]
         return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
@@ -187,7 +190,15 @@ def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransforma
         return _transformation(replace(given, **kinds), arrays)
 
     formats = {"mu": given.mu, "nu": given.nu}
-    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats)
+    own = MainWeightTransformation(
+        init,
+        apply,
+        given.learning_rate,
+        on_plan,
+        formats,
+        with_formats,
+        with_arrays=lambda other: _transformation(given, other),
+    )
     return own
 
 
@@ -201,11 +212,11 @@ def _state(given: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, 
 def _applied(
     given: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
 ) -> tuple[Any, AdamWState]:
-    _check_weights(weights)
+    check_weights(weights)
     count = state.count + 1
     rate: Any = given.learning_rate
     if callable(rate):
-        rate = _scheduled(rate, state.count)
+        rate = scheduled(rate, state.count)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {leaf.dtype for _, leaf in paths}
@@ -216,7 +227,7 @@ def _applied(
     slopes = structure.flatten_up_to(gradients)
     done: list[tuple[jax.Array, Parts, Parts]] = []
     for number, (path, weight) in enumerate(paths):
-        _check_gradient(path, weight, slopes[number])
+        check_gradient(path, weight, slopes[number])
         compute = partial(_one, given, (rows[0][number], rows[1][number]))
         held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[weight.dtype])
@@ -254,34 +265,32 @@ def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_b
                 f"main_weight_adamw: expected {name} whose powers vanish within {_LONGEST_TABLE} steps, got {beta}"
             )
     if not callable(learning_rate):
-        _check_not_negative("learning_rate", learning_rate)
+        check_not_negative("learning_rate", learning_rate)
     for name in ("eps", "weight_decay"):
-        _check_not_negative(name, getattr(constants, name))
+        check_not_negative(name, getattr(constants, name))
     if vector_bytes not in (None, 32, 64):
         raise ValueError(
             f"main_weight_adamw: expected torch_vector_bytes of 32, 64 or None, got {vector_bytes}"
         )
 
 
-def _check_not_negative(name: str, value: float) -> None:
+def check_not_negative(name: str, value: float, of: str = _NAME) -> None:
     if not 0 <= value < math.inf:
-        raise ValueError(f"main_weight_adamw: expected {name} >= 0, got {value}")
+        raise ValueError(f"{of}: expected {name} >= 0, got {value}")
 
 
-def _check_weights(weights: Any) -> None:
+def check_weights(weights: Any, of: str = _NAME) -> None:
     for path, leaf in jax.tree.leaves_with_path(weights):
         if leaf.dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(
-                f"main_weight_adamw: expected weights in float32 or float64, got {leaf.dtype}{_at(path)}"
-            )
+            raise ValueError(f"{of}: expected weights in float32 or float64, got {leaf.dtype}{_at(path)}")
 
 
-def _check_gradient(path: Any, weight: Any, gradient: Any) -> None:
+def check_gradient(path: Any, weight: Any, gradient: Any, of: str = _NAME) -> None:
     shape = getattr(gradient, "shape", None)
     if shape != weight.shape or not jnp.issubdtype(gradient.dtype, jnp.floating):
         found = type(gradient).__name__ if shape is None else f"{gradient.dtype} of shape {shape}"
         raise ValueError(
-            f"main_weight_adamw: expected a floating-point gradient of shape {weight.shape}, got {found}{_at(path)}"
+            f"{of}: expected a floating-point gradient of shape {weight.shape}, got {found}{_at(path)}"
         )
 
 
@@ -289,15 +298,15 @@ def _at(path: Any) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def _scheduled(schedule: optax.Schedule, done: jax.Array) -> float | jax.Array:
+def scheduled(schedule: optax.Schedule, done: jax.Array, of: str = _NAME) -> float | jax.Array:
     """The learning rate after ``done`` steps; a number where the schedule does not depend on them."""
     rate = schedule(done)
     if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
         raise ValueError(
-            f"main_weight_adamw: expected a schedule that gives a scalar, got {type(rate).__name__}"
+            f"{of}: expected a schedule that gives a scalar, got {type(rate).__name__}"
             f" of shape {np.shape(rate)}"
         )
     if isinstance(rate, jax.Array):
         return rate
-    _check_not_negative("learning_rate", float(rate))
+    check_not_negative("learning_rate", float(rate), of)
     return float(rate)

@@ -197,6 +197,26 @@ class PlanMoments(MomentArrays):
         return placed(held, given, numbers)
 
 
+class ParameterMoments(PlanMoments):
+    """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
+
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        scaled = self._plan.row_arrays if kind.scaled else {}
+        return [
+            (ArrayRows if path + SCALES in scaled else Alike)(tuple(array.shape), array.dtype)
+            for path, array in _items(weights)
+        ]
+
+    def computed(
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    ) -> Any:
+        path, _ = _items(weights)[number]
+        unit = self._plan.units[self._plan.parameters[path].unit]
+        layers = next(group.layers for group in unit.groups if path in group.paths)
+        one = compute if layers is None else _by_layer(compute, layers)
+        return one(held, given, numbers)
+
+
 def _items(weights: Any) -> list[tuple[str, Any]]:
     """In the order of the leaves."""
     return sorted(weights.items())

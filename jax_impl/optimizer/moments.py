@@ -16,9 +16,9 @@ Rounding is to nearest, with two exceptions:
   the upper one is taken over the steps, in a fixed sequence of (row, column, step), the same on every device.
 
 Stored values, scales and what is read from them have the bits of ``torch_impl.optimizer.moments`` on CPU, but where
-numbers are too small to be normal: JAX takes those for zero. ``update.py`` says what keeps the roundings; every result
-here is rounded to a number of the stored dtype before the cast to it, because XLA's own casts to float8 and of
-subnormal float16 numbers round otherwise, and because XLA may drop a pair of casts.
+numbers are too small to be normal: JAX takes those for zero. ``update.py`` says what keeps the roundings. Every result
+here is rounded to a number of the stored dtype before the cast to it: so no compiler's way of casting matters, nor does
+one that drops a pair of casts.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def updated(
         w = opaque(w * scalars.decay)
     elif constants.weight_decay:
         g = opaque(g + opaque(w) * number(constants.weight_decay))
-    m = _lerp(m, g, number(1 - constants.b1))
+    m = lerp(m, g, number(1 - constants.b1))
     new, old = number(1 - constants.b2) * g, v * number(constants.b2)
     tail = _tail(w, vector_bytes)
     if tail is None:
@@ -86,7 +86,7 @@ def updated(
     return w + (-scalars.step_size * m) / denominator, m, v
 
 
-def _lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:
+def lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:
     """From ``m`` towards ``g``, starting from the nearer one as PyTorch does."""
     return m + weight * (g - m) if weight < 0.5 else g + (weight - weight.dtype.type(1)) * (g - m)
 

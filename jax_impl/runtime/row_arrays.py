@@ -44,7 +44,7 @@ def row_arrays(group: Group) -> Mapping[str, Stored]:
     """The arrays by key that scaled moments of a group may have beside or in place of those like the weights."""
     scaled = [path for path in group.paths if is_scaled(group, path)]
     if isinstance(group, LogicalGroup):
-        return {path + SCALES: _scales_of(group.stored[path]) for path in scaled}
+        return {path + SCALES: scales_of(group.stored[path]) for path in scaled}
     assert isinstance(group, FlatGroup)
     if not scaled:
         return {}
@@ -55,7 +55,8 @@ def row_arrays(group: Group) -> Mapping[str, Stored]:
     return found
 
 
-def _scales_of(array: LogicalArray) -> LogicalArray:
+def scales_of(array: LogicalArray) -> LogicalArray:
+    """The scales of a parameter that is one array."""
     last = len(array.shape) - 1
     return replace(
         array,

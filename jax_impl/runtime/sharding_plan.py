@@ -36,7 +36,7 @@ from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.memory_kinds import in_memory
 from jax_impl.runtime.model_axes import ModelAxes, data_spec
-from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, row_arrays
+from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
 from jax_impl.runtime.unit_plan import Stored, UnitPlan
 
 # Arrays by key: weights, gradients, and each kind of moments.
@@ -109,7 +109,15 @@ class ShardingPlan:
     def row_arrays(self) -> Mapping[str, Stored]:
         """Arrays that an optimizer's state has where moments have a scale for each row (``row_arrays.py``)."""
         groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
-        return MappingProxyType({key: one for group in groups for key, one in row_arrays(group).items()})
+        scales = {
+            path + SCALES: scales_of(self.logical[path])
+            for group in groups
+            for path in group.paths
+            if is_scaled(group, path)
+        }
+        return MappingProxyType(
+            scales | {key: one for group in groups for key, one in row_arrays(group).items()}
+        )
 
     @cached_property
     def trainable(self) -> frozenset[str]:
@@ -185,7 +193,7 @@ class ShardingPlan:
     def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
         """The key under which ``buffers`` have the parameter: its array's, or its own path; None if they lack it."""
         own = self.parameters[path].key
-        keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES)
+        keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES, path + SCALES)
         return next(
             (key for key in keys if key in buffers and self.tensor_shape(key, path) is not None), None
         )

@@ -120,14 +120,19 @@ def torch_bits(
 def stored(plan: ShardingPlan, state: Any) -> dict[str, np.ndarray]:
     """The bits of what a checkpoint has of the state, cut from its shards."""
     found: dict[str, np.ndarray] = {}
+    seen: dict[str, np.ndarray] = {}
     for name, by_key in Contents.of(plan, state).arrays.items():
         for key, array in by_key.items():
             for piece in plan.local_pieces(key, array):
                 size = piece.values.dtype.itemsize
                 shape = plan.tensor_shape(key, piece.path)
                 whole = found.setdefault(f"{name}/{piece.path}", np.zeros(shape, BYTES[size]))
+                times = seen.setdefault(f"{name}/{piece.path}", np.zeros(shape, int))
                 where = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
                 whole[where] = np.ascontiguousarray(piece.values).view(BYTES[size])
+                times[where] += 1
+    # Of rows that are cut over a model axis, several devices have the scales.
+    assert all(np.all(times == 1) for times in seen.values())
     return {
         f"{name}/{path}": value
         for full, array in found.items()

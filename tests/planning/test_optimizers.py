@@ -27,7 +27,7 @@ from bridge.planning.shipped_models import shipped_model
 from tests.planning.test_plan_jax import Whole, frozen_paths
 from tests.planning.test_plan_peak import WITHIN, policy
 from tests.planning.test_plan_torch import model_of, policy_text
-from tests.support.parity.optimizer_runs import muon_step, peak_bytes, state_bytes
+from tests.support.parity.optimizer_runs import peak_bytes, state_bytes
 from tests.support.parity.plan_runs import Spec
 from tests.support.ranks import RankGroup
 
@@ -61,6 +61,10 @@ MESHES = [
         ("adamw", ("bfloat16", "float32"), 0.3),
         ("sgd", ("float32", "float32"), 0.0),
         ("sgd-momentum", ("float32", "float32"), 0.0),
+        ("sgd-momentum", ("float8_e4m3fn", "float32"), 0.3),
+        ("muon", ("float32", "float32"), 0.0),
+        ("muon", ("bfloat16", "float8_e5m2"), 0.0),
+        ("muon", ("float8_e4m3fn", "float16"), 0.3),
         ("adafactor", ("float32", "float32"), 0.0),
     ],
 )
@@ -74,7 +78,7 @@ def test_state_at_rest_in_torch(
 ) -> None:
     text = policy_text(mesh, strategy, strategy, {})
     world = math.prod(mesh)
-    chosen = Optimizer(name, dtypes, Fraction(offload)) if name == "adamw" else Optimizer(name)
+    chosen = Optimizer(name, dtypes, Fraction(offload))
     measured = ranks.run(world, state_bytes, text, [PART, PART], OWN, name, dtypes, offload)
     for rank, found in enumerate(measured):
         plan = make_plan(
@@ -159,7 +163,6 @@ def test_state_at_rest_in_jax(
 @pytest.mark.parametrize(
     ("name", "dtype", "length"),
     [
-        # So few tokens that the update holds most.
         ("adamw", "bfloat16", 16),
         *(
             pytest.param(name, dtype, length, marks=pytest.mark.slow)
@@ -180,8 +183,6 @@ def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, l
     plan = make_plan(model, parse_policy(text, "test"), 2, "torch", Workload(1, length), optimizer=chosen)
     peaks = ranks.run(2, peak_bytes, text, name, dtype, [], 1, length)
     assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
-    if (dtype, length) == ("bfloat16", 16):
-        assert plan.peak.moment == "update"
 
 
 @pytest.mark.slow
@@ -266,8 +267,18 @@ def test_pytorch_stages_two_batches_of_a_state_in_cpu_memory() -> None:
         plan = make_plan(
             model, parse_policy('[[unit]]\nmatch = ""\n', "x"), 1, "torch", Workload(), optimizer=chosen
         )
-        # A batch has 2^22 elements, of all tensors more than that.
-        assert staged(chosen, plan.placed(), "torch", 0) == each << 22
+        # A batch has 2^20 elements of the tensors, which have more.
+        assert staged(chosen, plan.placed(), "torch", 0) == each << 20
+
+
+def test_rows_with_a_scale_that_lie_together_make_a_larger_batch_in_pytorch() -> None:
+    # 16 rows of odd length are the fewest whose elements fill vector registers.
+    model = Model.of("m", [Parameter("weight", (64, 100_001))])
+    chosen = Optimizer("adamw", ("float8_e4m3fn", None))
+    plan = make_plan(
+        model, parse_policy('[[unit]]\nmatch = ""\n', "x"), 1, "torch", Workload(), optimizer=chosen
+    )
+    assert staged(chosen, plan.placed(), "torch", 0) == 4 * 16 * 100_001
 
 
 def test_a_share_of_the_state_splits_equal_units() -> None:
@@ -291,13 +302,12 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
     ("optimizer", "runtime", "reason"),
     [
         (Optimizer("lion"), "torch", "torch: lion: torch.optim has none"),
-        (Optimizer("muon"), "torch", "torch: muon: torch.optim.Muon needs whole matrices"),
         (
-            Optimizer("sgd-momentum", ("bfloat16", None)),
+            Optimizer("adafactor", ("bfloat16", None)),
             "torch",
-            "torch: --moments: sgd-momentum keeps its state",
+            "torch: --moments: adafactor keeps its state",
         ),
-        (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only MainWeightAdamW"),
+        (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only the state of adamw"),
         (Optimizer("muon", ("bfloat16", "bfloat16")), "jax", "jax: --moments: optax keeps second moments"),
         (
             Optimizer("lion", ("float8_e5m2", None)),
@@ -319,14 +329,11 @@ def test_what_a_runtime_cannot_run_is_left_out_with_the_reason(
         assert any(line.startswith(reason) for line in notes(found))
 
 
-def test_refusals_are_true(ranks: RankGroup) -> None:
+def test_refusals_are_true() -> None:
     """A test that goes red when a runtime learns what a plan refuses."""
     import torch
 
     assert not hasattr(torch.optim, "Lion")
-    text = policy_text((2,), "optim_grads_params", "optim_grads_params", {})
-    with pytest.raises(AssertionError, match="is not supported on a tensor placed as"):
-        ranks.run(2, muon_step, text)
 
 
 def test_an_optimizer_that_looks_at_shapes_gives_a_lower_bound_in_jax() -> None:

@@ -297,15 +297,15 @@ TORCH = [
     M(
         "moments swapped",
         "torch_impl/optimizer",
-        "        firsts,\n        seconds,\n        [],",
-        "        seconds,\n        firsts,\n        [],",
+        "[first for first, _ in moments],\n        [second for _, second in moments],",
+        "[second for _, second in moments],\n        [first for first, _ in moments],",
         "torch_impl/optimizer/test_main_weight_adamw.py",
     ),
     M(
         "staged moments swapped",
         "torch_impl/optimizer",
-        "[v[0] for v in values],\n        [v[1] for v in values],",
-        "[v[1] for v in values],\n        [v[0] for v in values],",
+        "kernel(weights, grads, values, [",
+        "kernel(weights, grads, [v[::-1] for v in values], [",
         "torch_impl/optimizer/test_moment_dtypes.py",
     ),
     M(
@@ -747,7 +747,7 @@ JAX = [
     ),
     M(
         "a step whose save did not finish is loaded",
-        "jax_impl/checkpoint",
+        "bridge/formats/saving",
         "([step for step in trees if _has(step, COMMIT_FILE)] or trees)",
         "trees",
         "jax_impl/checkpoint/test_steps.py",
@@ -762,8 +762,8 @@ JAX = [
     M(
         "first moment by the second's beta",
         "jax_impl/optimizer",
-        "_lerp(m, g, number(1 - constants.b1))",
-        "_lerp(m, g, number(1 - constants.b2))",
+        " lerp(m, g, number(1 - constants.b1))",
+        " lerp(m, g, number(1 - constants.b2))",
         "jax_impl/optimizer/test_main_weight_adamw.py",
     ),
     M(
@@ -1031,6 +1031,34 @@ MAPPING = [
         '{"exp_avg": "mu", "exp_avg_sq": "nu",',
         '{"exp_avg": "nu", "exp_avg_sq": "mu",',
         "mapping/test_translation.py mapping/test_optax.py",
+    ),
+    M(
+        "scales of two parts taken for one",
+        "bridge/mapping/scales.py",
+        "common = math.gcd(common, dim.offset)",
+        "pass",
+        "mapping/test_scales.py",
+    ),
+    M(
+        "a factor changes the payload of scaled moments",
+        "bridge/mapping/apply.py",
+        "return view, self._changed(scales, changes)",
+        "return self._changed(view, changes), scales",
+        "mapping/test_scales.py",
+    ),
+    M(
+        "boxes of a run fill more than they have",
+        "bridge/mapping/relation.py",
+        "if math.prod(stop - start for start, stop in ranges.values()) == block.target_box(ranges).numel:",
+        "if True:",
+        "mapping/test_running.py",
+    ),
+    M(
+        "scales of another model's rows ignored",
+        "jax_impl/checkpoint/conversion.py",
+        "return decode(values, box, self._stored.read(scales, scale_box(box, runs)), runs)",
+        "return values.astype(np.float32)",
+        "jax_impl/checkpoint/test_mapping.py",
     ),
     M(
         "an offset forgotten",

@@ -84,6 +84,7 @@ ROWS = (
         ("~Offload(main_weights=True)",),
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
+    Row("products in float8", ("MixedPrecisionPolicy.float8_products",), why="not built"),
     # Initial values
     Row(
         "initial values where no device holds the model",

@@ -1,8 +1,8 @@
 """What a user can reach in each half, and which parts of one half answer which of the other.
 
-An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or field
-of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every other
-one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
+An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or
+field of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every
+other one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
 
 ``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` puts it there.
 """
@@ -107,14 +107,13 @@ def in_readme(path: Path) -> str:
 def main() -> None:
     from tests.support.surface_rows import ROWS
 
-    print(table(ROWS), end="")
+    features = table(ROWS)
+    print(features, end="")
     if "--write" in sys.argv:
         for path in READMES:
             text = path.read_text(encoding="utf-8")
-            block = f"{BEGIN}\n{table(ROWS)}{END}"
-            path.write_text(
-                re.sub(f"{BEGIN}\n.*?{END}", lambda _: block, text, flags=re.DOTALL), encoding="utf-8"
-            )
+            start, stop = text.index(BEGIN) + len(BEGIN) + 1, text.index(END)
+            path.write_text(text[:start] + features + text[stop:], encoding="utf-8")
 
 
 if __name__ == "__main__":

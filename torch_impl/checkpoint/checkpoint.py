@@ -52,7 +52,7 @@ from torch_impl.dtensor.tensor import count_write
 # Names in an error, of which a model may have thousands.
 _SHOWN = 10
 # What most often explains that names or dtypes differ.
-_SUSPECTS = "(another model? another exp_avg_dtype or exp_avg_sq_dtype of MainWeightAdamW?)"
+_SUSPECTS = "(another model? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the optimizer?)"
 
 
 def save_checkpoint(

@@ -1,4 +1,4 @@
-"""The three collectives of the runtime, each over one process group.
+"""The collectives of the runtime, each over one process group.
 
 Everything that training communicates goes through here, so that calls can be counted, and so that one place knows the
 names torch has had for them and its private way to issue several as one.
@@ -82,6 +82,28 @@ def all_reduce(
     """Combine ``values`` over the ranks, in place."""
     work: Work | None = dist.all_reduce(values, op=op, group=group, async_op=async_op)
     return work
+
+
+def all_to_all(
+    outputs: torch.Tensor,
+    values: torch.Tensor,
+    output_sizes: Sequence[int],
+    value_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> None:
+    """Give the k-th part of flat ``values`` to rank k, and fill the k-th part of ``outputs`` with what rank k gives.
+
+    The sizes are those of the parts, in elements, by rank.
+    """
+    # As bytes, because gloo knows few dtypes.
+    width = values.element_size()
+    dist.all_to_all_single(
+        outputs.view(torch.uint8),
+        values.view(torch.uint8),
+        [width * size for size in output_sizes],
+        [width * size for size in value_sizes],
+        group=group,
+    )
 
 
 class _Several:

@@ -14,7 +14,7 @@ from torch_impl.comm import collectives
 from torch_impl.comm.streams import Step, Streams, Transfer
 from torch_impl.diagnostics.tensors import named_units
 
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # What no unit began: the exchange at fully_shard, full_tensor, norms.
 _ELSEWHERE = "elsewhere"
 

@@ -105,7 +105,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(
         f"{func} is not supported on a tensor placed as {first.placements}: only element-wise operators and "
         "reductions of the whole tensor are; use to_local() for this rank's rows or full_tensor() for all, and set all "
-        "by copy_() of a whole tensor or before sharding"
+        "by copy_() of a whole tensor or before sharding; in place of torch.optim.Muon use MainWeightMuon"
     )
 
 

@@ -46,19 +46,23 @@ _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How the moment ``key`` ("exp_avg" or "exp_avg_sq") is stored; ``positive`` for second moments.
+    """How the moment ``key`` ("exp_avg", "exp_avg_sq", "momentum_buffer") is stored; ``positive`` for second moments.
 
-    Raises ValueError for a dtype other than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
+    ``option``: the argument that chooses ``dtype``, by default ``<key>_dtype``. Raises ValueError for a dtype other
+    than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
     """
 
     key: str
     dtype: torch.dtype
     positive: bool = False
+    option: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(f"{self.key}_dtype: expected one of {known}, got {self.dtype}")
+            raise ValueError(
+                f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {self.dtype}"
+            )
 
     @property
     def scale_key(self) -> str:

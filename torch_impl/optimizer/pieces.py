@@ -37,7 +37,7 @@ class Piece:
     weight: torch.Tensor
     grad: torch.Tensor
     moments: Moments
-    formats: tuple[MomentFormat, MomentFormat]
+    formats: tuple[MomentFormat, ...]
     step: torch.Tensor
     row: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""One AdamW update of many local tensors by torch's fused kernel.
+"""One update of many local tensors; AdamW by torch's fused kernel.
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
 staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
@@ -25,9 +25,9 @@ if ``weight_decay`` is not 0::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -39,6 +39,17 @@ from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.pieces import Moments, Piece, chunks
 
+Kernel: TypeAlias = Callable[
+    [
+        Sequence[torch.Tensor],
+        Sequence[torch.Tensor],
+        Sequence[Sequence[torch.Tensor]],
+        Sequence[torch.Tensor],
+        Mapping[str, Any],
+    ],
+    None,
+]
+"""Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
 # A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
 _FOREVER = 1e30
 
@@ -47,13 +58,14 @@ _FOREVER = 1e30
 class ParameterUpdate:
     """What an update of one parameter needs of it, looked up once. ``state`` is the optimizer's, in ``formats``.
 
-    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``.
+    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``; there may be none,
+    and then no step either.
     ``made_by_unit``: the parameter is what ``fully_shard`` makes of one.
     """
 
     param: nn.Parameter
     state: dict[str, torch.Tensor]
-    formats: tuple[MomentFormat, MomentFormat]
+    formats: tuple[MomentFormat, ...]
     offloaded: bool
     made_by_unit: bool = field(init=False)
     placements: Any = field(init=False)
@@ -63,12 +75,11 @@ class ParameterUpdate:
     dtype: torch.dtype = field(init=False)
     resident: bool = field(init=False)
     step: torch.Tensor = field(init=False)
-    _held: tuple[torch.Tensor, torch.Tensor] = field(init=False)
+    _held: tuple[torch.Tensor, ...] = field(init=False)
     _weight_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        first, second = self.formats
-        self._held = self.state[first.key], self.state[second.key]
+        self._held = tuple(self.state[one.key] for one in self.formats)
         self.made_by_unit = isinstance(self.param, RowDTensor)
         self.placements = self.param.placements if isinstance(self.param, DTensor) else None
         self.shape = self.param.shape
@@ -89,7 +100,7 @@ class ParameterUpdate:
             self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
         self.resident = uniform and unscaled and alike and not self.offloaded
-        self.step = self.state["step"]
+        self.step = self.state["step"] if self.formats else torch.zeros(())
         self._weight_dtype = self.weight.dtype
 
     def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -98,9 +109,8 @@ class ParameterUpdate:
             state is self.state
             and local_of(self.param) is self.weight
             and self.weight.dtype == self._weight_dtype
-            and state[self.formats[0].key] is self._held[0]
-            and state[self.formats[1].key] is self._held[1]
-            and state["step"] is self.step
+            and all(state[one.key] is held for one, held in zip(self.formats, self._held, strict=True))
+            and (not self.formats or state["step"] is self.step)
         )
 
     def piece(self, grad: torch.Tensor) -> Piece:
@@ -114,10 +124,11 @@ def update(
     grads: Sequence[torch.Tensor],
     group: Mapping[str, Any],
     transfers: Transfers,
+    kernel: Kernel,
 ) -> None:
     """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
 
-    Their steps are counted already. Local tensors without elements are skipped.
+    ``kernel`` computes, on tensors of one dtype. Steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
     at_home: list[Piece] = []
@@ -130,16 +141,15 @@ def update(
         else:
             (offloaded if one.offloaded else at_home).append(one.piece(grad))
     for pairs in resident.values():
-        _fused(
+        kernel(
             [one.weight for one, _ in pairs],
             [grad for _, grad in pairs],
-            [one.moments[0][0] for one, _ in pairs],
-            [one.moments[1][0] for one, _ in pairs],
+            [[tensor for tensor, _ in one.moments] for one, _ in pairs],
             [one.step for one, _ in pairs],
             group,
         )
     for pieces in chunks(at_home):
-        _update_staged(pieces, [piece.moments for piece in pieces], group)
+        _update_staged(pieces, [piece.moments for piece in pieces], group, kernel)
     batches = list(chunks(offloaded))
     homes = [[tensor for piece in pieces for tensor in piece.stored] for pieces in batches]
     for pieces, copies in zip(batches, transfers.stream(homes), strict=True):
@@ -148,10 +158,12 @@ def update(
             [(next(fetched), None if scale is None else next(fetched)) for _, scale in piece.moments]
             for piece in pieces
         ]
-        _update_staged(pieces, moments, group)
+        _update_staged(pieces, moments, group, kernel)
 
 
-def _update_staged(pieces: Sequence[Piece], moments: Sequence[Moments], group: Mapping[str, Any]) -> None:
+def _update_staged(
+    pieces: Sequence[Piece], moments: Sequence[Moments], group: Mapping[str, Any], kernel: Kernel
+) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
     dtype = pieces[0].dtype
     weights = [_like(piece.weight, piece.weight, dtype) for piece in pieces]
@@ -164,14 +176,7 @@ def _update_staged(pieces: Sequence[Piece], moments: Sequence[Moments], group: M
             if scale is not None:
                 kind.decode(tensor, scale, value)
             values[-1].append(value)
-    _fused(
-        weights,
-        grads,
-        [v[0] for v in values],
-        [v[1] for v in values],
-        [piece.step for piece in pieces],
-        group,
-    )
+    kernel(weights, grads, values, [piece.step for piece in pieces], group)
     for piece, weight, stored, new in zip(pieces, weights, moments, values, strict=True):
         if weight is not piece.weight:
             piece.weight.copy_(weight)
@@ -192,29 +197,29 @@ def _like(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
     return _empty(weight, dtype).copy_(tensor)
 
 
-def _fused(
-    weights: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    firsts: list[torch.Tensor],
-    seconds: list[torch.Tensor],
-    steps: list[torch.Tensor],
+def fused_adamw(
+    weights: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    moments: Sequence[Sequence[torch.Tensor]],
+    steps: Sequence[torch.Tensor],
     group: Mapping[str, Any],
 ) -> None:
+    """AdamW of tensors on one device in one dtype, in place. ``moments``: of each weight the first and the second."""
     device = weights[0].device
     if not group["bias_correction"]:
         # Every beta below 1, as a double, raised to this power is 0: the kernel's corrections are exactly 1.
         steps = [torch.full_like(step, _FOREVER) for step in steps]
     if steps[0].device != device:
         # One transfer for all, without waiting for the device.
-        steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
+        steps = list(torch.stack(list(steps)).to(device, non_blocking=True).unbind())
     kernel = torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_
     kernel(
-        weights,
-        grads,
-        firsts,
-        seconds,
+        list(weights),
+        list(grads),
+        [first for first, _ in moments],
+        [second for _, second in moments],
         [],
-        steps,
+        list(steps),
         lr=group["lr"],
         beta1=group["betas"][0],
         beta2=group["betas"][1],

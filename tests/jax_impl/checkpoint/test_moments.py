@@ -45,6 +45,10 @@ def below(place: str, *names: str) -> tuple[str, ...]:
         (below("0", *ADAM), ("0/count", "0/mu/*"), {}),
         (below("0", *ADAM), ("0/mu/*", "0/nu/*"), {}),
         (below("0", "mu/*"), below("0", *ADAM), {"0/": "0/"}),
+        # Without their scales, numbers mean nothing.
+        (("mu/*",), ("mu/*", "mu_scale/*"), {}),
+        (("mu/*", "mu_scale/*"), ("mu/*",), {}),
+        (("mu/*", "mu_scale/*"), below("0", "mu/*", "mu_scale/*"), {"": "0/"}),
         (
             (*below("0", *ADAM), *below("1", *ADAM)),
             (*below("1/0", *ADAM), *below("1/1", *ADAM)),

@@ -54,6 +54,22 @@ def assert_gathers(setting: Setting, found: Compiled) -> None:
     assert gathered == expected
 
 
+def assert_payload_travels(setting: Setting, found: Compiled) -> None:
+    """Gathers are of bytes but for vectors, and move no more than payload and scales twice, with padding."""
+    gathered = [
+        (array.dtype, array.size, one.times)
+        for one in found.collectives
+        if one.kind == GATHER
+        for array in one.arrays
+    ]
+    wide = [size for dtype, size, _ in gathered if dtype not in ("u8", "s8")]
+    elements = sum(one.size * one.layers for one in found.stored)
+    assert all(size < elements / 50 for size in wide), gathered
+    payload = sum(size * times for dtype, size, times in gathered if dtype in ("u8", "s8"))
+    # XLA leaves out what backward does not read.
+    assert elements < payload <= 2.2 * elements, (payload, elements)
+
+
 def assert_parts_travel(setting: Setting, found: Compiled) -> None:
     """Gathers and reductions of what each device has of what model axes cut; activations are reduced beside them."""
     expected, sizes = _of_buffers(setting, found), found.sizes()

@@ -24,6 +24,7 @@ from tests.jax_impl.compilers.expected import (
     assert_collectives,
     assert_no_more_memory_than_by_hand,
     assert_parts_travel,
+    assert_payload_travels,
     by_hand,
     case,
     wrong,
@@ -72,6 +73,20 @@ def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setti
 )
 def test_parts_of_what_a_model_axis_cuts_travel_alone(gpu: Compile, setting: Setting):
     assert_parts_travel(setting, gpu(setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        case("h100:8", "shard_map", "256", gather="mxfp8", dtype="bfloat16"),
+        case("h100:8", "shard_map", "256", ZERO_3, SLOW, gather="float8_e4m3fn", stacked=True),
+        case("h100:8", "shard_map", "331", ZERO_3, SLOW, gather="mxfp8"),
+        case("h100:8", "pjit", "256", gather="mxfp8", dtype="bfloat16"),
+        case("h100:8", "pjit", "256", ZERO_3, SLOW, gather="float8_e4m3fn", stacked=True),
+    ],
+)
+def test_what_travels_of_float8_weights_is_their_payload(gpu: Compile, setting: Setting):
+    assert_payload_travels(setting, gpu(setting))
 
 
 AT_ONCE = wrong(

@@ -21,6 +21,7 @@ from tests.jax_impl.compilers.expected import (
     assert_collectives,
     assert_gathers,
     assert_no_more_memory_than_by_hand,
+    assert_payload_travels,
     assert_reduce_scatters,
     by_hand,
     case,
@@ -113,3 +114,14 @@ def test_gathers_and_reductions_run_beside_products_as_in_a_step_by_hand(tpu: Co
 def test_moments_travel_while_others_are_updated(tpu: Compile, setting: Setting, tmp_path: Path):
     assert_streamed(setting, tpu(setting), tiles=1.01)
     assert_planned(setting, tpu(setting), 4, tmp_path, tiles=1.01)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        tpu_case("v5e:4x4", "shard_map", "256", gather="mxfp8"),
+        tpu_case("v5e:4x4", "pjit", "256", gather="float8_e4m3fn"),
+    ],
+)
+def test_what_travels_of_float8_weights_is_their_payload(tpu: Compile, setting: Setting):
+    assert_payload_travels(setting, tpu(setting))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,11 +21,14 @@ from jax_impl import (
     data_parallel_mesh,
     fully_shard,
     init_state,
+    load_checkpoint,
     main_weight_adamw,
     make_gradients,
     make_train_step,
     plan_sharding,
+    save_checkpoint,
     shard_batch,
+    shard_weights,
     unshard,
 )
 from jax_impl.models import Decoder
@@ -129,7 +133,12 @@ def test_each_shards_bytes_are_those_of_whole_tensors(
 
 def test_bits_are_those_of_the_reference_for_all_exponents() -> None:
     values = np.arange(0, 2**32, 9973, dtype=np.uint32).view(np.float32)
-    blocks = values[: values.size // 32 * 32].reshape(-1, 32)
+    random = np.random.default_rng(0)
+    # Numbers of one block differ by up to 2^24, and the largest ones are at the edge between two scales.
+    spread = random.uniform(-2, 2, (512, 32)) * 2.0 ** random.integers(-24, 0, (512, 32))
+    spread[:, 0] = 1.75 * 2.0 ** random.integers(0, 4, 512)
+    spread[::2, 0] = np.nextafter(np.float32(spread[::2, 0]), np.float32(99))
+    blocks = np.concatenate([values[: values.size // 32 * 32].reshape(-1, 32), spread.astype(np.float32)])
     payload, scales = reference.quantize_rows(blocks)
     found = float8.scales_of(float8.magnitudes(jnp.asarray(blocks)).max(axis=1, keepdims=True))
     np.testing.assert_array_equal(found, scales)
@@ -338,3 +347,32 @@ def test_what_is_asked_for_is_checked() -> None:
         wide = {"w": jnp.ones((4, 4), jnp.float64)}
         with pytest.raises(ValueError, match="expected None for float64 main weights, got 'mxfp8'"):
             plan_sharding(wide, mesh, units=[], gather_dtype="mxfp8")
+
+
+def test_a_run_goes_on_from_its_checkpoint_also_with_weights_gathered_otherwise(tmp_path: Path) -> None:
+    tree = {"w": jnp.asarray(values_of(EVEN)["gate"] / 1e3), "b": jnp.ones(128)}
+    optimizer = main_weight_adamw(1e-2)
+
+    def loss(model: Any, rows: jax.Array) -> jax.Array:
+        return jnp.mean((rows @ model["w"] + model["b"]) ** 2)
+
+    def plan_of(gather: str | None) -> Any:
+        return plan_sharding(tree, data_parallel_mesh(2), units=[], gather_dtype=gather)
+
+    rows = [np.random.default_rng(n).standard_normal((4, 13)).astype(np.float32) for n in range(4)]
+    plan = plan_of("mxfp8")
+    step = make_train_step(plan, loss, optimizer)
+    state = init_state(plan, shard_weights(plan, tree), optimizer)
+    for batch in rows[:2]:
+        state, _ = step(state, batch)
+    save_checkpoint(tmp_path / "a", plan, state)
+    other = plan_of(None)
+    loaded = load_checkpoint(tmp_path / "a", other, optimizer).state
+    save_checkpoint(tmp_path / "b", other, loaded)
+    again = load_checkpoint(tmp_path / "b", plan, optimizer).state
+    for batch in rows[2:]:
+        state, expected = step(state, batch)
+        again, found = step(again, batch)
+        assert float(found["loss"]) == float(expected["loss"])
+    whole, its = unshard(plan, state.weights), unshard(plan, again.weights)
+    assert all(np.array_equal(whole[path], its[path]) for path in tree)

@@ -83,7 +83,8 @@ class Setting:
 
     ``inner``: devices of the inner of two data-parallel axes; 0 for one axis. ``tensors``: of a model axis, which cuts
     heads and features of the layers; 0 for none. ``align``: of layouts. ``recommended``: with XLA's
-    options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients.
+    options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients. ``gather``: a
+    float8 format.
 
     ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
     for those. ``weights_on_host``: whether the weights are there, too. ``moments``: their dtypes.
@@ -109,6 +110,7 @@ class Setting:
     offload: float | None = None
     weights_on_host: bool = False
     moments: tuple[str, str] = ("float32", "float32")
+    gather: str | None = None
 
     def __str__(self) -> str:
         flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
@@ -116,6 +118,7 @@ class Setting:
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
         parts += [f"tensors{self.tensors}"] if self.tensors else []
+        parts += [] if self.gather is None else [self.gather]
         parts += [] if self.align == "auto" else [f"align{self.align}"]
         parts += [] if self.offload is None else [f"offload{self.offload:g}", *self.moments]
         parts += ["weights"] if self.weights_on_host else []

@@ -135,6 +135,7 @@ def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:
         strategy=setting.strategy,
         engine=setting.contestant,
         recompute=setting.recompute,
+        gather_dtype=setting.gather,
         param_dtype=None if setting.dtype == "float32" else setting.dtype,
         stacked=["layers"] if setting.stacked else [],
         prefetch=setting.prefetch,

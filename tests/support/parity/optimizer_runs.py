@@ -16,7 +16,7 @@ from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 
 def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -> torch.optim.Optimizer:
-    """An optimizer by its name in a plan. ``dtypes``, ``offload``: of adamw alone."""
+    """An optimizer by its name in a plan. ``dtypes``, ``offload``: of optimizers of main weights."""
     if name == "adamw":
         first, second = (getattr(torch, one) for one in dtypes)
         return torch_impl.MainWeightAdamW(
@@ -24,7 +24,20 @@ def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -
         )
     if name == "adafactor":
         return torch.optim.Adafactor(model.parameters())
-    return torch.optim.SGD(model.parameters(), momentum=0.9 if name == "sgd-momentum" else 0.0)
+    first, second = (getattr(torch, one) for one in dtypes)
+    if name == "sgd-momentum":
+        return torch_impl.MainWeightSGD(
+            model.parameters(), momentum=0.9, momentum_dtype=first, offload_fraction=offload
+        )
+    if name == "muon":
+        return torch_impl.MainWeightMuon(
+            model.parameters(),
+            momentum_dtype=first,
+            exp_avg_dtype=first,
+            exp_avg_sq_dtype=second,
+            offload_fraction=offload,
+        )
+    return torch.optim.SGD(model.parameters())
 
 
 def state_bytes(
@@ -73,12 +86,3 @@ def peak_bytes(policy: str, name: str, dtype: str, frozen: list[str], batch: int
         return step
 
     return live_bytes(build, torch.device("cpu")).peak
-
-
-def muon_step(policy: str) -> None:
-    """A step of ``torch.optim.Muon`` on sharded matrices."""
-    model = Whole([[Spec((6, 5))]], [])
-    torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
-    optimizer = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
-    model(torch.full((3,), 0.1)).sum().backward()
-    optimizer.step()

@@ -138,7 +138,7 @@ def test_results_are_right_when_every_copy_is_made_as_late_as_the_waits_allow(
         MainWeightAdamW(model.parameters(), **DTYPES[kind], offload_fraction=fraction)
         for model, fraction in zip(models, (0.0, 1.0), strict=True)
     )
-    monkeypatch.setattr("torch_impl.optimizer.main_weight_adamw.transfers_for", lambda device: late)
+    monkeypatch.setattr("torch_impl.optimizer.main_weight.transfers_for", lambda device: late)
     for step in range(3):
         late.log.clear()
         late._number = 0

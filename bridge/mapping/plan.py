@@ -1,0 +1,65 @@
+"""The planned content of a checkpoint: every tensor, and where in the source its elements come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointReader, TreePath
+from bridge.mapping.apply import View
+from bridge.mapping.operations import ChangedView
+from bridge.mapping.scales import DecodedView
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of the destination: a view of source tensors, or a 0-d value that is known (the step count)."""
+
+    name: str
+    path: TreePath
+    content: View | DecodedView | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.content.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.content.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
+        """The elements of ``box``, C-contiguous. Takes the memory of the box and of one bounded source region."""
+        return self.content if isinstance(self.content, np.ndarray) else self.content.read(reader, box)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The planned content of a checkpoint.
+
+    objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
+    name. dropped: names in the source that are left out.
+    """
+
+    tensors: Mapping[str, PlannedTensor]
+    objects: Mapping[str, tuple[TreePath, str]]
+    dropped: tuple[str, ...] = ()
+    notes: Mapping[str, tuple[TreePath, object]] = field(default_factory=dict)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def inexact(self) -> tuple[str, ...]:
+        """Names of the tensors that an operation of the mapping rounds."""
+        contents = {name: tensor.content for name, tensor in self.tensors.items()}
+        return tuple(
+            n for n, content in contents.items() if isinstance(content, ChangedView) and not content.exact
+        )

@@ -1,0 +1,392 @@
+"""Muon on main weights: matrices by ``torch.optim.Muon``'s arithmetic, the rest by ``main_weight_adamw``.
+
+Of each matrix, the list of ``torch_impl.optimizer.muon_update``::
+
+    1   m = lerp(m, g, 1 - momentum)
+    2   u = lerp(g, m, momentum) with nesterov, else m
+    3   o = Newton-Schulz iteration of u                the whole matrix, in bfloat16
+    4   w = w * (1 - lr * weight_decay)
+    5   w = w - adjusted lr * o
+
+All but line 3 has PyTorch's bits. Line 3 multiplies bfloat16 matrices, whose sums XLA and PyTorch take in other orders:
+``o``, whose elements are about one over the root of the longer side, then differs by some units of bfloat16 (2**-8).
+
+On a plan (``optimizer/logical.py``) weights and gradients are brought together unit by unit in each step, and moments
+are cut along a dimension that divides. For line 3 ``u`` travels in bfloat16: a matrix to all devices, each of which
+computes the same; a stack whose number of matrices the number of shards divides to where each device has its share of
+whole matrices, and ``o`` back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_impl.comm.collectives import fence, round_to
+from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
+from jax_impl.optimizer.main_weight_adamw import (
+    AdamWState,
+    MainWeightTransformation,
+    check_gradient,
+    check_not_negative,
+    check_weights,
+    main_weight_adamw,
+    scheduled,
+)
+from jax_impl.optimizer.main_weight_sgd import negative
+from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
+from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.optimizer.update import lerp
+from jax_impl.runtime.sharding_plan import ShardingPlan
+
+_NAME = "main_weight_muon"
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+Rule = Callable[[str, jax.ShapeDtypeStruct], bool | tuple[int, int]]
+"""See ``main_weight_muon``."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MuonState:
+    """By path: ``trace``: momentum of matrices, ``mu``, ``nu``: AdamW's moments of the rest; ``count``: steps done.
+
+    ``trace_scale``, ``mu_scale``, ``nu_scale``: a float32 scale for each row of what has one; None for formats without.
+    """
+
+    count: jax.Array
+    trace: dict[str, jax.Array]
+    mu: dict[str, jax.Array]
+    nu: dict[str, jax.Array]
+    trace_scale: Any = None
+    mu_scale: Any = None
+    nu_scale: Any = None
+
+
+def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a parameter has two dimensions."""
+    return len(leaf.shape) == 2
+
+
+@dataclass(frozen=True)
+class _Muon:
+    """What the user gave. ``adamw``: of the rest. ``trace``: how momentum is stored."""
+
+    learning_rate: float | optax.Schedule
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+    use_muon: Rule
+    adamw: MainWeightTransformation
+    trace: MomentFormat
+    outputs: int
+
+
+def main_weight_muon(
+    learning_rate: float | optax.Schedule = 1e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+    *,
+    use_muon: Rule = is_matrix,
+    adamw_learning_rate: float | optax.Schedule | None = None,
+    adamw_b1: float = 0.9,
+    adamw_b2: float = 0.999,
+    adamw_eps: float = 1e-8,
+    adamw_weight_decay: float = 0.01,
+    momentum_dtype: Any = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    outputs: int = -1,
+) -> MainWeightTransformation:
+    """Muon; arguments and defaults are those of ``torch.optim.Muon``, ``learning_rate`` as in ``main_weight_adamw``.
+
+    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
+
+    use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
+        layers those of one layer. By default all of two dimensions. Of more dimensions, True makes matrices of the last
+        two, such as those of experts; ``(1, 2)`` of the last three with one of inputs and two of outputs, as kernels of
+        attention have them, ``(2, 1)`` as its output kernel has them. Embeddings and output heads are matrices too,
+        which Muon's authors leave to AdamW: exclude them by path.
+    adamw_learning_rate, ...: of the rest, as in ``main_weight_adamw``; the rate is ``learning_rate`` by default.
+    momentum_dtype, mu_dtype, nu_dtype: how moments are stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
+
+    outputs: which dimension of a matrix counts outputs, for the adjustment of the rate: -1 of kernels as JAX has them,
+        ``[..., inputs, outputs]``; -2 of weights as PyTorch has them.
+
+    Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype and
+    for a parameter of less than two dimensions that the rule gives to Muon, ``update`` for gradients of another shape
+    and for a schedule that gives no scalar.
+    """
+    if not callable(learning_rate):
+        check_not_negative("learning_rate", learning_rate, _NAME)
+    for name, number in (("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)):
+        check_not_negative(name, number, _NAME)
+    if adjust_lr_fn not in _ADJUSTMENTS:
+        raise ValueError(f"{_NAME}: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {adjust_lr_fn!r}")
+    if outputs not in (-1, -2):
+        raise ValueError(f"{_NAME}: outputs: expected -1 or -2, got {outputs}")
+    if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
+        raise ValueError(
+            f"{_NAME}: expected 0 <= ns_steps < 100 and three ns_coefficients, got {ns_steps} and {ns_coefficients}"
+        )
+    rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
+    adamw = main_weight_adamw(
+        rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay, mu_dtype=mu_dtype, nu_dtype=nu_dtype
+    )
+    given = _Muon(
+        learning_rate,
+        weight_decay,
+        momentum,
+        nesterov,
+        ns_coefficients,
+        eps,
+        ns_steps,
+        adjust_lr_fn,
+        use_muon,
+        adamw,
+        MomentFormat.of("momentum_dtype", momentum_dtype),
+        outputs,
+    )
+    return _on_tree(given)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """Where matrices lie. ``plan`` None: of a pytree that belongs to no plan."""
+
+    given: _Muon
+    arrays: MomentArrays
+    plan: ShardingPlan | None = None
+
+    def split(self, weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of Muon, and the rest."""
+        apart: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for path, leaf in sorted(weights.items()):
+            shape = self.layer_shape(path, tuple(leaf.shape))
+            dimensions = self._dimensions(path, shape, leaf.dtype)
+            if dimensions is not None and len(shape) < sum(dimensions):
+                raise ValueError(
+                    f"{_NAME}: expected matrices where use_muon is true, got {path!r} of shape {shape}"
+                )
+            apart[1 if dimensions is None else 0][path] = leaf
+        return apart
+
+    def matrix_shape(self, path: str, leaf: Any) -> tuple[int, ...]:
+        """``[..., rows, columns]`` of a parameter as the matrices that it is."""
+        shape = tuple(leaf.shape)
+        dimensions = self._dimensions(path, self.layer_shape(path, shape), leaf.dtype)
+        assert dimensions is not None
+        columns = len(shape) - dimensions[1]
+        rows = columns - dimensions[0]
+        return (*shape[:rows], math.prod(shape[rows:columns]), math.prod(shape[columns:]))
+
+    def _dimensions(self, path: str, shape: tuple[int, ...], dtype: Any) -> tuple[int, int] | None:
+        """How many dimensions of a layer's are rows, and how many columns; None where Muon has no part in it."""
+        muon = self.given.use_muon(path, jax.ShapeDtypeStruct(shape, dtype))
+        return (1, 1) if muon is True else (muon or None)
+
+    def layer_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Without the dimension that counts the layers of a stack."""
+        if self.plan is None:
+            return shape
+        group = next(
+            group for group in self.plan.units[self.plan.parameters[path].unit].groups if path in group.paths
+        )
+        return shape if group.layers is None else shape[1:]
+
+    def whole(self, path: str, direction: jax.Array, stack: bool) -> jax.Array:
+        """Where each device has the whole matrices that it orthogonalizes; ``stack``: there are several."""
+        if self.plan is None:
+            return direction
+        spec = PartitionSpec()
+        array = self.plan.logical[path]
+        if stack and array.level and not array.cuts:
+            shards = array.wire.axes.shards(array.level)
+            if direction.shape[0] % shards == 0:
+                spec = PartitionSpec(array.wire.axes.names[: array.level])
+        return lax.with_sharding_constraint(direction, NamedSharding(self.plan.mesh, spec))
+
+    def apart(self, path: str, direction: jax.Array) -> jax.Array:
+        """As the moments of the parameter lie."""
+        if self.plan is None:
+            return direction
+        return lax.with_sharding_constraint(
+            direction, NamedSharding(self.plan.mesh, self.plan.logical[path].spec)
+        )
+
+
+def _on_tree(given: _Muon) -> MainWeightTransformation:
+    """For any pytree, and for the arrays of a plan."""
+    matrices = _Matrices(given, TreeMoments())
+
+    def init(weights: Any) -> MuonState:
+        return _initial(matrices, given.adamw, _by_path(weights))
+
+    def apply(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
+        structure: Any
+        paths, structure = jax.tree.flatten_with_path(weights)
+        slopes = dict(
+            zip(map(_path, [path for path, _ in paths]), structure.flatten_up_to(gradients), strict=True)
+        )
+        new, state = _applied(matrices, given.adamw, slopes, state, _by_path(weights))
+        return jax.tree.unflatten(structure, [new[_path(path)] for path, _ in paths]), state
+
+    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
+        return _on_plan(given, plan)
+
+    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        return _on_tree(_with_formats(given, formats))
+
+    return _made(given, init, apply, on_plan, with_formats)
+
+
+def _on_plan(given: _Muon, plan: ShardingPlan) -> MainWeightTransformation:
+    arrays = ParameterMoments(plan)
+    matrices, adamw = _Matrices(given, arrays, plan), given.adamw.with_arrays(arrays)
+
+    def init(weights: Any) -> MuonState:
+        return _initial(matrices, adamw, parameters_of_arrays(plan, weights))
+
+    def apply(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
+        slopes, own = (parameters_of_arrays(plan, buffers) for buffers in (gradients, weights))
+        new, state = _applied(matrices, adamw, slopes, state, own)
+        return arrays_of_parameters(plan, new), state
+
+    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        return _on_plan(_with_formats(given, formats), plan)
+
+    return _made(given, init, apply, lambda other: _on_plan(given, other), with_formats)
+
+
+def _made(given: _Muon, init: Any, apply: Any, on_plan: Any, with_formats: Any) -> MainWeightTransformation:
+    formats = {"trace": given.trace, **given.adamw.formats}
+    return MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats, _NAME)
+
+
+def _with_formats(given: _Muon, formats: Mapping[str, MomentFormat]) -> _Muon:
+    of_adamw = {name: kind for name, kind in formats.items() if name != "trace"}
+    return replace(
+        given,
+        trace=formats.get("trace", given.trace),
+        adamw=given.adamw.with_formats({**given.adamw.formats, **of_adamw}),
+    )
+
+
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _by_path(weights: Any) -> dict[str, Any]:
+    return {_path(keys): leaf for keys, leaf in jax.tree.leaves_with_path(weights)}
+
+
+def _initial(matrices: _Matrices, adamw: MainWeightTransformation, weights: Mapping[str, Any]) -> MuonState:
+    check_weights(weights, _NAME)
+    own, rest = matrices.split(weights)
+    kind = matrices.given.trace
+    zeros = [rows.zeros(kind) for rows in matrices.arrays.rows(kind, own)]
+    trace, trace_scale = matrices.arrays.joined(kind, own, zeros)
+    other: AdamWState = adamw.init(rest)
+    return MuonState(other.count, trace, other.mu, other.nu, trace_scale, other.mu_scale, other.nu_scale)
+
+
+def _applied(
+    matrices: _Matrices,
+    adamw: MainWeightTransformation,
+    gradients: Mapping[str, Any],
+    state: MuonState,
+    weights: Mapping[str, Any],
+) -> tuple[dict[str, Any], MuonState]:
+    check_weights(weights, _NAME)
+    given, arrays = matrices.given, matrices.arrays
+    own, rest = matrices.split(weights)
+    before = AdamWState(state.count, state.mu, state.nu, state.mu_scale, state.nu_scale)
+    new, after = adamw.apply({path: gradients[path] for path in rest}, before, rest)
+    rate: Any = given.learning_rate
+    if callable(rate):
+        rate = scheduled(rate, state.count, _NAME)
+    rows = arrays.rows(given.trace, own)
+    moments = arrays.parts(rows, own, state.trace, state.trace_scale)
+    stored = []
+    last: Any = ()
+    for (path, weight), kept, parts in zip(own.items(), rows, moments, strict=True):
+        check_gradient((jax.tree_util.DictKey(path),), weight, gradients[path], _NAME)
+        # The collectives of one matrix after those of another: see forward.hold.
+        (gradient, parts), last = fence(((gradients[path], parts), last))
+        m, direction = _accumulated(given, kept.decode(parts), gradient.astype(weight.dtype))
+        stored.append(kept.encode(given.trace, m, after.count))
+        shape = matrices.matrix_shape(path, weight)
+        whole = matrices.whole(path, direction, stack=len(shape) > 2)
+        done = orthogonal(given, whole.reshape(shape)).reshape(weight.shape)
+        new[path] = last = _stepped(given, weight, matrices.apart(path, done), rate, shape)
+    trace, trace_scale = arrays.joined(given.trace, own, stored)
+    return new, MuonState(after.count, trace, after.mu, after.nu, trace_scale, after.mu_scale, after.nu_scale)
+
+
+def _accumulated(given: _Muon, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lines 1 and 2; the direction in bfloat16."""
+    number = g.dtype.type
+    m = lerp(m, g, number(1 - given.momentum))
+    u = lerp(g, m, number(given.momentum)) if given.nesterov else m
+    # float64 as PyTorch does: first to float32.
+    return m, round_to(u.astype(jnp.float32), np.dtype(jnp.bfloat16))
+
+
+def orthogonal(given: _Muon, direction: jax.Array) -> jax.Array:
+    """Line 3, of bfloat16 ``[..., rows, columns]``."""
+    a, b, c = (np.float32(number) for number in given.ns_coefficients)
+    half = np.dtype(jnp.bfloat16)
+    tall = direction.shape[-2] > direction.shape[-1]
+    x = jnp.swapaxes(direction, -1, -2) if tall else direction
+    wide = x.astype(jnp.float32)
+    norm = round_to(jnp.sqrt(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)), half)
+    least = round_to(jnp.float32(given.eps), half)
+    x = round_to(wide / jnp.maximum(norm, least).astype(jnp.float32), half)
+    for _ in range(given.ns_steps):
+        gram = round_to(_product(x, jnp.swapaxes(x, -1, -2)), half)
+        polynomial = round_to(b * gram.astype(jnp.float32) + c * _product(gram, gram), half)
+        x = round_to(a * x.astype(jnp.float32) + _product(polynomial, x), half)
+    return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """float32, of bfloat16 matrices."""
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def _stepped(
+    given: _Muon, w: jax.Array, direction: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Lines 4 and 5."""
+    kept = -negative(rate, w.dtype, given.weight_decay) if isinstance(rate, jax.Array) else None
+    number = w.dtype.type
+    decay = number(1 - rate * given.weight_decay) if kept is None else number(1) - kept
+    scaled = w * decay
+    # Rounded, as behind a choice for each element: see update.py.
+    scaled = jnp.where(w == w, scaled, number(np.nan))
+    return scaled + negative(rate, w.dtype, _adjustment(given, shape)) * direction.astype(w.dtype)
+
+
+def _adjustment(given: _Muon, shape: tuple[int, ...]) -> float:
+    """Of the learning rate of a matrix."""
+    outputs, inputs = shape[given.outputs], shape[-3 - given.outputs]
+    if given.adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(outputs, inputs))
+    return math.sqrt(max(1, outputs / inputs))

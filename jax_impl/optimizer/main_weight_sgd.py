@@ -1,0 +1,187 @@
+"""SGD with momentum on main-weight shards, with the numbers of PyTorch's SGD.
+
+Every element, the list of ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of
+the weights, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
+
+    1   g = the gradient in the dtype of the weights
+    2   g = fma([weight_decay], w, g)                   if weight_decay
+    3   m = fma([1 - dampening], g, m * [momentum])     in the first step m = g; only with momentum
+    4   g = fma([momentum], m, g) with nesterov, else m
+    5   w = fma([-lr], g, w)
+
+Fed the same gradients, the compiled step gives the weights and momentum of ``torch.optim.SGD`` on CPU bit for bit, in
+float32 and float64, whatever the number of devices, but for numbers too small to be normal, which JAX takes for zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jax_impl.optimizer.main_weight_adamw import (
+    MainWeightTransformation,
+    check_gradient,
+    check_not_negative,
+    check_weights,
+    scheduled,
+)
+from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
+from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.runtime.sharding_plan import ShardingPlan
+
+_NAME = "main_weight_sgd"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SGDState:
+    """``count``: int32 scalar, steps done. ``trace``: momentum, shaped and sharded like the weights; None without.
+
+    ``trace_scale``: a float32 scale for each row of what has one; None for formats without scales.
+    """
+
+    count: jax.Array
+    trace: Any = None
+    trace_scale: Any = None
+
+
+@dataclass(frozen=True)
+class _SGD:
+    """What the user gave. ``trace``: how momentum is stored."""
+
+    learning_rate: float | optax.Schedule
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    trace: MomentFormat
+
+
+def main_weight_sgd(
+    learning_rate: float | optax.Schedule,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    *,
+    momentum_dtype: Any = None,
+) -> MainWeightTransformation:
+    """SGD; the arguments are those of PyTorch's, and ``learning_rate`` as in ``main_weight_adamw``.
+
+    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
+
+    momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
+
+    Raises ``ValueError`` for numbers below 0, and for ``nesterov`` without momentum or with dampening; ``init`` and
+    ``update`` do for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives
+    no scalar.
+    """
+    if not callable(learning_rate):
+        check_not_negative("learning_rate", learning_rate, _NAME)
+    check_not_negative("momentum", momentum, _NAME)
+    check_not_negative("weight_decay", weight_decay, _NAME)
+    if nesterov and (not momentum or dampening):
+        raise ValueError(
+            f"{_NAME}: nesterov: expected momentum > 0 and dampening = 0, got momentum={momentum}, "
+            f"dampening={dampening}"
+        )
+    kind = MomentFormat.of("momentum_dtype", momentum_dtype)
+    given = _SGD(learning_rate, momentum, dampening, weight_decay, nesterov, kind)
+    return _transformation(given, TreeMoments())
+
+
+def _transformation(given: _SGD, arrays: MomentArrays) -> MainWeightTransformation:
+    def init(weights: Any) -> SGDState:
+        check_weights(weights, _NAME)
+        zeros = [rows.zeros(given.trace) for rows in arrays.rows(given.trace, weights)]
+        return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+
+    def apply(gradients: Any, state: SGDState, weights: Any) -> tuple[Any, SGDState]:
+        return _applied(given, arrays, gradients, state, weights)
+
+    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
+        # Others do the same to each element wherever the element lies.
+        return _transformation(given, PlanMoments(plan)) if given.trace.scaled and given.momentum else own
+
+    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        kinds: dict[str, Any] = dict(formats)
+        return _transformation(replace(given, **kinds), arrays)
+
+    formats = {"trace": given.trace} if given.momentum else {}
+    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats, _NAME)
+    return own
+
+
+def _state(given: _SGD, arrays: MomentArrays, count: jax.Array, weights: Any, parts: list[Parts]) -> SGDState:
+    return SGDState(count, *arrays.joined(given.trace, weights, parts)) if given.momentum else SGDState(count)
+
+
+def _applied(
+    given: _SGD, arrays: MomentArrays, gradients: Any, state: SGDState, weights: Any
+) -> tuple[Any, SGDState]:
+    check_weights(weights, _NAME)
+    count = state.count + 1
+    rate: Any = given.learning_rate
+    if callable(rate):
+        rate = scheduled(rate, state.count, _NAME)
+    structure: Any
+    paths, structure = jax.tree.flatten_with_path(weights)
+    rows = arrays.rows(given.trace, weights)
+    moments: list[Parts] = [{} for _ in paths]
+    if given.momentum:
+        moments = arrays.parts(rows, weights, state.trace, state.trace_scale)
+    slopes = structure.flatten_up_to(gradients)
+    done: list[tuple[jax.Array, Parts]] = []
+    for number, (path, weight) in enumerate(paths):
+        check_gradient(path, weight, slopes[number], _NAME)
+        held = weight, moments[number]
+        numbers = count, negative(rate, weight.dtype)
+        compute = partial(_one, given, rows[number])
+        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
+    new = jax.tree.unflatten(structure, [weight for weight, _ in done])
+    return new, _state(given, arrays, count, weights, [moment for _, moment in done])
+
+
+def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> Any:
+    """``-(rate * factor)``, a double rounded once to ``dtype``."""
+    if not isinstance(rate, jax.Array):
+        return dtype.type(-(rate * factor))
+    with jax.enable_x64(True):
+        double = lax.convert_element_type(rate, np.float64)
+        return lax.convert_element_type(-(double * np.float64(factor)), dtype)
+
+
+def _one(
+    given: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
+) -> tuple[jax.Array, Parts]:
+    """Weights and momentum of one array, or of the shard that a device has of it, after the step."""
+    (w, stored), (count, step_size) = held, numbers
+    number = w.dtype.type
+
+    def opaque(x: Any, of: jax.Array) -> jax.Array:
+        # Rounded, as behind a choice for each element: see update.py. NaN comes of NaN alone.
+        return jnp.where(of == of, x, number(np.nan))
+
+    g = gradient.astype(w.dtype)
+    if given.momentum or given.weight_decay:
+        # A gradient that the same program computed may be a product.
+        g = opaque(g, g)
+    if given.weight_decay:
+        g = w * number(given.weight_decay) + g
+    if not given.momentum:
+        return w + step_size * g, stored
+    m = rows.decode(stored)
+    # Momentum begins with zeros.
+    share = jnp.where(count == 1, number(1), number(1 - given.dampening)) if given.dampening else number(1)
+    m = share * g + opaque(m * number(given.momentum), m)
+    new = rows.encode(given.trace, m, count)
+    g = m * number(given.momentum) + g if given.nesterov else m
+    return w + step_size * g, new

@@ -1,0 +1,284 @@
+"""What the optimizers of main weights share: their state, where that lives, and the checks before an update."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_impl.dtensor.local import is_partial, local_of
+from torch_impl.optimizer.moments import MomentFormat
+from torch_impl.optimizer.offload import Share, Transfers, transfers_for
+from torch_impl.optimizer.update import ParameterUpdate
+from torch_impl.runtime.ownership import taken_by
+
+
+class MainWeightOptimizer(torch.optim.Optimizer):
+    """An optimizer on this rank's rows of each parameter; subclasses say which moments there are, and compute.
+
+    Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless an optimizer says otherwise. Parameters of
+    which this rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Ordinary
+    tensors are updated as well.
+    """
+
+    state_of: ClassVar[str]
+    """Whose state it is, in messages."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        formats: Sequence[MomentFormat],
+        offload_fraction: float,
+    ) -> None:
+        """``formats``: of all moments that a parameter may have. Raises the errors of ``add_param_group``."""
+        self._formats = tuple(formats)
+        self._share = Share(offload_fraction)
+        self._offloaded: set[nn.Parameter] = set()
+        self._updates: dict[nn.Parameter, ParameterUpdate] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError for hyperparameters out of range."""
+
+    @abstractmethod
+    def _update(
+        self,
+        updates: Sequence[ParameterUpdate],
+        grads: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        transfers: Transfers,
+    ) -> None:
+        """Update parameters of one group on one device by their local gradients; their steps are counted already."""
+
+    def _formats_in(self, group: Mapping[str, Any]) -> tuple[MomentFormat, ...]:
+        """The moments of this group's parameters."""
+        return self._formats
+
+    def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of a new group whose state is to live in CPU memory."""
+        return [param for param in params if self._share.picks(param.numel())]
+
+    def _step_device(self, param: torch.Tensor) -> torch.device:
+        return torch.device("cpu")
+
+    def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's saved state, with what the stock optimizer of this kind does not keep."""
+        return saved
+
+    @property
+    def moment_formats(self) -> tuple[MomentFormat, ...]:
+        """How the moments are stored."""
+        return self._formats
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises the errors of the constructor; the group is then not added."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+            for index in range(len(group["params"])):
+                _check_not_taken(group, index)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._offloaded.update(self._picked(group["params"]))
+
+    def offloads(self, param: torch.Tensor) -> bool:
+        """Whether the state of this parameter lives in CPU memory and is fetched for the update."""
+        return param in self._offloaded
+
+    def init_state(self) -> None:
+        """Create the state of all trainable parameters that have none: zero moments, step 0. Changes no weight."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self.state.get(param):
+                    self.state[param] = self._initial_state(param, group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch overloads it
+        """Update all parameters that have a gradient; returns what ``closure`` returns.
+
+        Raises RuntimeError when gradients were not reduced over the ranks yet, or for parameters that ``fully_shard``
+        took after this optimizer was built; nothing is updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [self._with_gradients(group) for group in self.param_groups]
+        for group, by_device in zip(self.param_groups, work, strict=True):
+            for device, (updates, grads) in by_device.items():
+                # Counted also for ranks without rows: all ranks must agree that the weights have changed.
+                torch.autograd.graph.increment_version([one.weight for one in updates])
+                torch._foreach_add_([one.step for one in updates], 1.0)
+                if device not in self._transfers:
+                    self._transfers[device] = transfers_for(device)
+                self._update(updates, grads, group, self._transfers[device])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but moments are stored as this optimizer stores them, whatever the dtypes they were saved in.
+
+        Raises ValueError for moments that are placed otherwise than their parameter, or for state of another kind of
+        optimizer; nothing is changed then.
+        """
+        before = {"state": self.state, "param_groups": self.param_groups}
+        # torch would turn all moments into the parameter's dtype on its device; sealed, they reach _adopt as they are.
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: _sealed(loaded)),
+            self.register_load_state_dict_post_hook(lambda _: self._adopt(), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.__setstate__(before)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_formats": self._formats, "_share": self._share, "_offloaded": self._offloaded}
+        return {**super().__getstate__(), **own, "_transfers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._updates = {}
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    def _with_gradients(
+        self, group: dict[str, Any]
+    ) -> dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]]:
+        """Parameters that have a gradient, and their local gradients, by device; all checks are made here."""
+        found: dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]] = {}
+        for index, param in enumerate(group["params"]):
+            one = self._updates.get(param)
+            if one is None or not one.made_by_unit:
+                _check_not_taken(group, index)
+            grad = param.grad
+            if grad is None:
+                continue
+            if one is None or not one.is_current(self.state.get(param)):
+                one = self._update_of(param, group)
+            local = _checked_gradient(grad, one)
+            device = one.weight.device
+            if device not in found:
+                found[device] = ([], [])
+            updates, grads = found[device]
+            updates.append(one)
+            grads.append(local)
+        return found
+
+    def _initial_state(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        if param.is_complex():
+            raise TypeError(
+                f"parameter of shape {tuple(param.shape)}: expected real numbers, got {param.dtype}"
+            )
+        formats = self._formats_in(group)
+        step = torch.zeros((), dtype=torch.float32, device=self._step_device(param))
+        state = {"step": step} if formats else {}
+        for kind in formats:
+            state.update(kind.zeros(param, param in self._offloaded))
+        return state
+
+    def _update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> ParameterUpdate:
+        formats = self._formats_in(group)
+        if not self.state.get(param) and formats:
+            self.state[param] = self._initial_state(param, group)
+        one = ParameterUpdate(param, self.state[param], formats, param in self._offloaded)
+        self._updates[param] = one
+        return one
+
+    def _adopt(self) -> None:
+        """Turn the sealed state of a load into this optimizer's."""
+        groups = {}
+        for group in self.param_groups:
+            self._check(group)
+            groups.update(dict.fromkeys(group["params"], group))
+        for param, sealed in self.state.items():
+            saved = {key: value.content for key, value in sealed.items()}
+            self.state[param] = self._adopted(param, groups[param], saved) if saved else {}
+
+    def _adopted(
+        self, param: torch.Tensor, group: Mapping[str, Any], saved: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        formats = self._formats_in(group)
+        saved = self._completed(saved)
+        needed = {"step", *(kind.key for kind in formats)}
+        if not needed <= saved.keys() <= needed | {kind.scale_key for kind in formats}:
+            raise ValueError(
+                f"state of a parameter of shape {tuple(param.shape)}: expected {', '.join(sorted(needed))} (of "
+                f"{self.state_of}), got {', '.join(sorted(saved))}"
+            )
+        step = torch.as_tensor(saved["step"]).detach().to(self._step_device(param), torch.float32)
+        state = {"step": step}
+        for kind in formats:
+            stored, scale = saved[kind.key], saved.get(kind.scale_key)
+            _check_placement(kind.key, stored, param)
+            state.update(kind.adopt(param, stored, scale, int(step.item()), param in self._offloaded))
+        return state
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """Keeps a value of a state dict as it is: torch converts tensors and containers only."""
+
+    content: Any
+
+
+def _sealed(loaded: dict[str, Any]) -> dict[str, Any]:
+    state = {key: {name: _Sealed(v) for name, v in own.items()} for key, own in loaded["state"].items()}
+    return {**loaded, "state": state}
+
+
+def _described(group: Mapping[str, Any], index: int) -> str:
+    param, names = group["params"][index], group.get("param_names")
+    return f"parameter of shape {tuple(param.shape)}" if names is None else f"parameter {names[index]!r}"
+
+
+def _check_not_taken(group: Mapping[str, Any], index: int) -> None:
+    unit = taken_by(group["params"][index])
+    if unit is not None:
+        raise RuntimeError(
+            f"{_described(group, index)} was collected before fully_shard took it into a {unit} unit, and is not "
+            "trained any more: build the optimizer after sharding, from model.parameters()"
+        )
+
+
+def _checked_gradient(grad: torch.Tensor, one: ParameterUpdate) -> torch.Tensor:
+    """The local gradient."""
+    placements = grad.placements if isinstance(grad, DTensor) else None
+    if placements != one.placements or grad.shape != one.shape:
+        if is_partial(grad):
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(one.shape)} is not reduced over the ranks: run the last "
+                "backward of the step outside no_sync(), with set_is_last_backward(True) and "
+                "set_requires_gradient_sync(True)"
+            )
+        _check_placement("gradient", grad, one.param)
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"gradient of a parameter of shape {tuple(one.shape)}: expected a dense tensor, got {grad.layout}; use "
+            "sparse=False or torch.optim.SparseAdam"
+        )
+    return local_of(grad)
+
+
+def _check_placement(what: str, tensor: Any, param: Any) -> None:
+    expected = param.placements if isinstance(param, DTensor) else None
+    found = tensor.placements if isinstance(tensor, DTensor) else None
+    if expected != found or tensor.shape != param.shape:
+        raise ValueError(
+            f"{what} of a parameter of shape {tuple(param.shape)}: expected placements {expected}, got shape "
+            f"{tuple(tensor.shape)} with placements {found}"
+        )

@@ -1,0 +1,204 @@
+"""Muon on the main weights of sharded modules. ``torch_impl.optimizer.muon_update`` says what is computed where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_impl.optimizer.main_weight import MainWeightOptimizer
+from torch_impl.optimizer.main_weight_adamw import check_adamw
+from torch_impl.optimizer.main_weight_sgd import check_numbers
+from torch_impl.optimizer.moments import MomentFormat
+from torch_impl.optimizer.muon_update import update_matrices
+from torch_impl.optimizer.offload import Transfers
+from torch_impl.optimizer.update import ParameterUpdate, fused_adamw, update
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+# What groups of the other kind have no use for.
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_OF_ADAMW = ("betas",)
+
+
+def is_matrix(name: str | None, param: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of matrices such as the weights of experts."""
+    return param.ndim in (2, 3)
+
+
+class MainWeightMuon(MainWeightOptimizer):
+    """Muon of matrices, ``torch.optim.Muon``'s arithmetic on whole ones, however they are sharded; AdamW of the rest.
+
+    A parameter group is for Muon or for AdamW. A group says which by ``"use_muon": True`` or ``False``; one that does
+    not is split in two by the rule ``use_muon``. Embeddings and output heads are matrices too, which Muon's authors
+    leave to AdamW: exclude them by groups, or by names::
+
+        MainWeightMuon(
+            model.named_parameters(),
+            lr=2e-2,
+            adamw_lr=3e-4,
+            use_muon=lambda name, param: param.ndim == 2 and "embed" not in name and "head" not in name,
+        )
+
+    Of a parameter of three dimensions each matrix is updated on its own. State of Muon is ``momentum_buffer`` and
+    ``step``, of AdamW that of ``MainWeightAdamW``. Matrices cut over ranks travel in bfloat16 in each step; with
+    ``granularity="tensor"`` each lies on one rank, and nothing travels (``optimizer.muon_update``). All ranks must call
+    ``step``, and have gradients for the same parameters.
+    """
+
+    state_of = "Muon, or of AdamW without amsgrad where use_muon is False"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: Callable[[str | None, torch.Tensor], bool] = is_matrix,
+        adamw_lr: float | torch.Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 1e-2,
+        momentum_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        offload_fraction: float = 0.0,
+    ) -> None:
+        """``params``, ``lr``, ... as in ``torch.optim.Muon``.
+
+        use_muon: whether a parameter is for Muon, by its name (None unless ``params`` are named) and the parameter;
+            asked for groups that do not say. By default all of two and three dimensions.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the rest, as ``lr``, ... in ``MainWeightAdamW``; the
+            rate is ``lr`` by default.
+        momentum_dtype, exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64
+            parameters float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2
+            (``optimizer.moments``).
+        offload_fraction: as in ``MainWeightAdamW``.
+
+        Raises ValueError for hyperparameters out of range, 100 or more ``ns_steps``, another ``adjust_lr_fn``, another
+        dtype, a fraction outside [0, 1], and for a parameter of less than two dimensions in a group of Muon;
+        RuntimeError for parameters that were collected before ``fully_shard`` took them.
+        """
+        formats = (
+            MomentFormat("momentum_buffer", momentum_dtype, option="momentum_dtype"),
+            MomentFormat("exp_avg", exp_avg_dtype),
+            MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
+        )
+        self._use_muon = use_muon
+        self._chosen: set[nn.Parameter] | None = None
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._adamw = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "betas": tuple(adamw_betas),
+            "eps": adamw_eps,
+            "weight_decay": adamw_weight_decay,
+            "adam_w_mode": True,
+            "bias_correction": True,
+            "maximize": False,
+        }
+        self._check({**defaults, "use_muon": True, "params": ()})
+        self._check({**self._adamw, "use_muon": False})
+        super().__init__(params, defaults, formats, offload_fraction)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a group that does not say ``use_muon`` becomes up to two. Raises the constructor's errors."""
+        if "use_muon" in param_group:
+            self._add(param_group)
+            return
+        given = param_group["params"]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        before = len(self.param_groups)
+        # In the order in which they are given, as with other optimizers.
+        params: list[Any] = [one[1] if isinstance(one, tuple) else one for one in listed]
+        self._chosen = set(super()._picked(params))
+        try:
+            for use_muon in (True, False):
+                own = [one for one in listed if self._is_for_muon(one) == use_muon]
+                if own:
+                    self._add({**param_group, "params": own, "use_muon": use_muon})
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        finally:
+            self._chosen = None
+
+    def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return (
+            super()._picked(params)
+            if self._chosen is None
+            else [one for one in params if one in self._chosen]
+        )
+
+    def _is_for_muon(self, entry: Any) -> bool:
+        name, param = entry if isinstance(entry, tuple) else (None, entry)
+        return bool(self._use_muon(name, param))
+
+    def _add(self, group: dict[str, Any]) -> None:
+        use_muon = group["use_muon"]
+        super().add_param_group(group if use_muon else {**self._adamw, **group})
+        # torch gives every group all defaults.
+        for key in () if use_muon else _OF_MUON:
+            self.param_groups[-1].pop(key, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_use_muon": self._use_muon, "_adamw": self._adamw, "_chosen": None}
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        if "use_muon" not in group:
+            raise ValueError(
+                "MainWeightMuon: expected groups that say use_muon, got the groups of another optimizer"
+            )
+        if not group["use_muon"]:
+            check_adamw(group, "MainWeightMuon, group with use_muon=False")
+            return
+        check_numbers(group, "MainWeightMuon", ("lr", "weight_decay", "momentum"))
+        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+            raise ValueError(
+                f"MainWeightMuon: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}"
+            )
+        if not 0 <= group["ns_steps"] < 100 or len(group["ns_coefficients"]) != 3:
+            raise ValueError(
+                "MainWeightMuon: expected 0 <= ns_steps < 100 and three ns_coefficients, got "
+                f"{group['ns_steps']} and {group['ns_coefficients']}"
+            )
+        for param in group["params"]:
+            if param.ndim < 2:
+                raise ValueError(
+                    f"MainWeightMuon: expected matrices where use_muon is True, got a parameter of shape "
+                    f"{tuple(param.shape)}; give it a group with use_muon=False"
+                )
+
+    def _formats_in(self, group: Mapping[str, Any]) -> tuple[MomentFormat, ...]:
+        return self._formats[:1] if group["use_muon"] else self._formats[1:]
+
+    def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        # torch.optim.Muon counts no steps.
+        return {"step": 1.0, **saved} if "momentum_buffer" in saved else saved
+
+    def _update(
+        self,
+        updates: Sequence[ParameterUpdate],
+        grads: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        transfers: Transfers,
+    ) -> None:
+        if group["use_muon"]:
+            update_matrices(updates, grads, group, transfers)
+        else:
+            update(updates, grads, group, transfers, fused_adamw)

@@ -1,0 +1,280 @@
+"""One Muon update of many matrices, of which this rank may hold some rows only.
+
+Of each matrix, the arithmetic of ``torch.optim.Muon``; every rounding is torch's::
+
+    1   m = lerp(m, g, 1 - momentum)                    this rank's rows, in the dtype of the update
+    2   u = lerp(g, m, momentum) with nesterov, else m
+    3   o = Newton-Schulz iteration of u                the whole matrix, in bfloat16
+    4   w = w * (1 - lr * weight_decay)                 this rank's rows
+    5   w = w - adjusted lr * o
+
+A parameter of more than two dimensions is a stack of matrices, each of which is a matrix of its own. Which ranks have a
+matrix whole for line 3 depends on how the parameter is placed:
+
+whole       on every rank (replicas), or on one rank (``granularity="tensor"``): nothing travels
+rows        on several ranks: each matrix on its owner, see ``muon_exchange``; two all-to-alls a round and axis
+otherwise   (tensor parallelism): on every rank, after an all-gather of the parameter over each axis
+
+Ranks that hold replicas compute the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_impl.comm import collectives
+from torch_impl.dtensor.local import checked_dtensor, own_part, row_bounds_of
+from torch_impl.dtensor.placement import gather, replicated, row_axes, row_placement
+from torch_impl.dtensor.tensor import RowDTensor
+from torch_impl.optimizer.moments import MomentFormat
+from torch_impl.optimizer.muon_exchange import Cut, Exchange, balanced, owner_of_all, rounds
+from torch_impl.optimizer.offload import Transfers
+from torch_impl.optimizer.update import ParameterUpdate
+
+# Elements of the matrices that one rank owns in a round, unless one matrix has more.
+TOGETHER = 1 << 22
+
+Orthogonalized = Callable[[Sequence["_Matrix"], list[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """A matrix of a parameter, or what this rank holds of it; a stack where all of a parameter is gathered.
+
+    ``part``: takes its part of the parameter's local tensors. ``shape``: of the whole matrix.
+    """
+
+    one: ParameterUpdate
+    grad: torch.Tensor
+    part: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, int]
+
+    @property
+    def moment(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        stored, scale = self.one.moments[0]
+        return self.part(stored), None if scale is None else self.part(scale)
+
+
+def update_matrices(
+    updates: Sequence[ParameterUpdate],
+    grads: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
+    transfers: Transfers,
+) -> None:
+    """Update parameters on one device by local gradients of any floating dtype; ranks that share rows do so together.
+
+    All ranks give the same parameters in the same order.
+    """
+    token = collectives.PURPOSE.set("muon")
+    try:
+        for turns, orthogonalized in _by_placement(updates, grads, group):
+            batches = [[tensor for one in turn for tensor in _travelling(one)] for turn in turns]
+            for turn, copies in zip(turns, transfers.stream(batches), strict=True):
+                _turn(turn, copies, group, orthogonalized)
+    finally:
+        collectives.PURPOSE.reset(token)
+
+
+def _by_placement(
+    updates: Sequence[ParameterUpdate], grads: Sequence[torch.Tensor], group: Mapping[str, Any]
+) -> Iterable[tuple[list[list[_Matrix]], Orthogonalized]]:
+    """Matrices by turns, and what makes their updates orthogonal."""
+    here: list[_Matrix] = []
+    gathered: list[_Matrix] = []
+    cut: dict[Any, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
+    for one, grad in zip(updates, grads, strict=True):
+        param = one.param
+        if not isinstance(param, DTensor) or replicated(param.placements):
+            here.extend(_whole_matrices(one, grad))
+        elif isinstance(param, RowDTensor) and _only_rows(param):
+            axes = row_axes(param.placements)
+            cut.setdefault((param.device_mesh, axes), []).append((one, grad))
+        else:
+            gathered.append(_Matrix(one, grad, lambda tensor: tensor, (param.shape[-2], param.shape[-1])))
+
+    def by_owner(
+        exchange: Exchange, found: Sequence[tuple[_Matrix, Cut]]
+    ) -> tuple[list[list[_Matrix]], Orthogonalized]:
+        turns = rounds([c.owner for _, c in found], [math.prod(m.shape) for m, _ in found], TOGETHER)
+        cuts = {id(matrix): one for matrix, one in found}
+
+        def run(turn: Sequence[_Matrix], values: list[torch.Tensor]) -> list[torch.Tensor]:
+            own = [cuts[id(matrix)] for matrix in turn]
+            whole = exchange.together(own, values)
+            done = {number: orthogonal(matrix, group) for number, matrix in whole.items()}
+            return exchange.apart(own, done, values[0].new_empty(0))
+
+        return [[found[number][0] for number in turn] for turn in turns], run
+
+    for (mesh, axes), members in cut.items():
+        exchange = Exchange(mesh, axes)
+        own, travelling = _owned(exchange, members)
+        here.extend(own)
+        yield by_owner(exchange, travelling)
+    yield [[one] for one in here if math.prod(one.shape)], lambda _, values: [orthogonal(values[0], group)]
+    yield [[one] for one in gathered], lambda turn, values: [_gathered(turn[0], values[0], group)]
+
+
+def _only_rows(param: DTensor) -> bool:
+    rows = row_axes(param.placements)
+    return row_placement(param.placements) is not None and all(
+        axis in rows or placement.is_replicate() for axis, placement in enumerate(param.placements)
+    )
+
+
+def _whole_matrices(one: ParameterUpdate, grad: torch.Tensor) -> list[_Matrix]:
+    """Of a parameter that this rank has whole, and in its own shape."""
+    shape = tuple(one.shape)
+
+    def at(index: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: tensor[index]
+
+    return [
+        _Matrix(one, grad, at(index), (shape[-2], shape[-1]))
+        for index in itertools.product(*map(range, shape[:-2]))
+    ]
+
+
+def _rows(one: ParameterUpdate, grad: torch.Tensor, start: int, stop: int) -> _Matrix:
+    """Local rows ``[start, stop)`` of one matrix."""
+    shape = tuple(one.shape)
+    return _Matrix(one, grad, lambda tensor: tensor[start:stop], (shape[-2], shape[-1]))
+
+
+def _owned(
+    exchange: Exchange, members: Sequence[tuple[ParameterUpdate, torch.Tensor]]
+) -> tuple[list[_Matrix], list[tuple[_Matrix, Cut]]]:
+    """Matrices that this rank has whole, and those whose rows are on several ranks, with their owners."""
+    own: list[_Matrix] = []
+    found: list[tuple[_Matrix, tuple[int, ...]]] = []
+    loads: list[float] = []
+    for one, grad in members:
+        bounds = row_bounds_of(one.param)
+        assert bounds is not None
+        loads = loads or [0.0] * (len(bounds) - 1)
+        start = 0
+        for rows in rows_by_shard(tuple(one.shape), bounds):
+            stop = start + rows[exchange.shard]
+            matrix = _rows(one, grad, start, stop)
+            start = stop
+            holder = owner_of_all(rows)
+            if holder is None:
+                found.append((matrix, rows))
+                continue
+            loads[holder] += _cost(matrix.shape)
+            if holder == exchange.shard:
+                own.append(matrix)
+    owners = balanced([_cost(matrix.shape) for matrix, _ in found], loads)
+    return own, [
+        (matrix, Cut(rows, matrix.shape[1], owner))
+        for (matrix, rows), owner in zip(found, owners, strict=True)
+    ]
+
+
+@cache
+def rows_by_shard(shape: tuple[int, ...], bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each matrix of a parameter of this shape, how many of its rows each shard has."""
+    height = shape[-2]
+    return tuple(
+        tuple(
+            max(0, min(last, (number + 1) * height) - max(first, number * height))
+            for first, last in itertools.pairwise(bounds)
+        )
+        for number in range(math.prod(shape[:-2]))
+    )
+
+
+def _cost(shape: tuple[int, int]) -> float:
+    """In proportion to the products of an iteration."""
+    short, long = sorted(shape)
+    return float(short * short * (2 * long + short))
+
+
+def _travelling(matrix: _Matrix) -> list[torch.Tensor]:
+    return [tensor for tensor in matrix.moment if tensor is not None] if matrix.one.offloaded else []
+
+
+def _turn(
+    turn: Sequence[_Matrix],
+    copies: list[torch.Tensor],
+    group: Mapping[str, Any],
+    orthogonalized: Orthogonalized,
+) -> None:
+    fetched = iter(copies)
+    values = []
+    for matrix in turn:
+        stored, scale = matrix.moment
+        if matrix.one.offloaded:
+            stored, scale = next(fetched), None if scale is None else next(fetched)
+        values.append(_accumulated(matrix, stored, scale, group))
+    for matrix, direction in zip(turn, orthogonalized(turn, values), strict=True):
+        _step(matrix, direction, group)
+
+
+def _accumulated(
+    matrix: _Matrix, stored: torch.Tensor, scale: torch.Tensor | None, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """Lines 1 and 2; in bfloat16."""
+    kind: MomentFormat = matrix.one.formats[0]
+    dtype = matrix.one.dtype
+    grad = matrix.part(matrix.grad).to(dtype)
+    moment = stored
+    if stored.dtype != dtype or scale is not None:
+        moment = torch.empty_like(grad)
+        kind.decode(stored, scale, moment)
+    moment.lerp_(grad, 1 - group["momentum"])
+    direction = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
+    # A copy, since the moment may be bfloat16 and goes on.
+    direction = direction.to(torch.bfloat16, copy=True)
+    if moment is not stored and moment.numel():
+        kind.encode(moment, stored, scale, 0, 0)
+    return direction
+
+
+def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Line 3, of bfloat16 ``[rows, columns]``, which is overwritten: a matrix whose singular values are near to 1."""
+    a, b, c = group["ns_coefficients"]
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if tall else matrix
+    x.div_(x.norm().clamp(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if tall else x
+
+
+def _gathered(matrix: _Matrix, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """All matrices of a parameter on every rank; this rank's part of the result."""
+    param = checked_dtensor(matrix.one.param)
+    whole = gather(value, param.shape, param.device_mesh, param.placements)
+    for index in itertools.product(*map(range, param.shape[:-2])):
+        whole[index] = orthogonal(whole[index], group)
+    return own_part(param, whole)
+
+
+def _step(matrix: _Matrix, direction: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Lines 4 and 5."""
+    stored = matrix.part(matrix.one.weight)
+    lr = group["lr"].item() if isinstance(group["lr"], torch.Tensor) else group["lr"]
+    weight = stored.to(matrix.one.dtype)
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.add_(direction, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], matrix.shape))
+    if weight is not stored:
+        stored.copy_(weight)
+
+
+def adjusted_lr(lr: float, how: str | None, shape: tuple[int, int]) -> float:
+    """The learning rate of a matrix ``[rows, columns]``."""
+    rows, columns = shape
+    if how == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    return lr * math.sqrt(max(1, rows / columns))
