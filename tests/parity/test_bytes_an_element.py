@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and moments for each element that a rank owns, the same in both halves: no second copy."""
+"""Bytes of weights, gradients and moments an element that a rank owns, the same in both halves: no second copy."""
 
 from __future__ import annotations
 
