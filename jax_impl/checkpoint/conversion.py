@@ -165,7 +165,9 @@ def _same_format(
     moment: str, expected: Mapping[str, Kind], found: Mapping[str, TensorInfo], tree: str
 ) -> bool:
     """Whether all of a moment was saved as this optimizer stores it."""
-    saved = {name: Kind(info.shape, info.dtype) for name, info in found.items() if is_of_optimizer(name, tree)}
+    saved = {
+        name: Kind(info.shape, info.dtype) for name, info in found.items() if is_of_optimizer(name, tree)
+    }
     return _of_moment(moment, expected) == _of_moment(moment, saved)
 
 

@@ -226,10 +226,10 @@ def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> Non
     loaded = load_checkpoint(tmp_path / "float8_e4m3fn", plan, chain("float8_e4m3fn"), moments="convert")
     assert not loaded.fresh
     for strict in (True, False):
-        with pytest.raises(CheckpointError, match=r'moments="convert": expected mu, nu .* not a part of another'):
-            load_checkpoint(
-                tmp_path / "None", plan, chain("float8_e4m3fn"), moments="convert", strict=strict
-            )
+        with pytest.raises(
+            CheckpointError, match=r'moments="convert": expected mu, nu .* not a part of another'
+        ):
+            load_checkpoint(tmp_path / "None", plan, chain("float8_e4m3fn"), moments="convert", strict=strict)
     loaded = load_checkpoint(tmp_path / "float8_e4m3fn", plan, chain("bfloat16"), moments="convert")
     assert not loaded.fresh
 
