@@ -414,10 +414,7 @@ def test_frozen_patterns_are_those_of_the_runtime() -> None:
 
 
 def test_float8_groups_of_a_unit_are_offloaded_each_by_itself() -> None:
-    text = (
-        policy_text((4,), "optim_grads_params", "optim_grads_params", {})
-        + '\n[precision]\ngather = "mxfp8"\n'
-    )
+    text = policy_text((4,), "optim_grads_params", "optim_grads_params", {"gather": "mxfp8"})
     chosen = Optimizer("adamw", ("float32", "float32"), Fraction(1, 2))
     plan, weights = jax_impl.fully_shard(
         Whole([PART, PART, PART], OWN),
