@@ -98,7 +98,7 @@ def load_checkpoint(
             tree is searched like a whole checkpoint; an optimizer's state may also be beside it. All else is ignored.
         moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
             those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
-            for the while.
+            for the while. Moments with scales of an optimizer inside of another (a chain) are kept or refused.
         mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the
             checkpoint, of any format, and those of the plan. Only what a device's boxes are made of is read for it.
             Moments with scales of another model's rows need ``moments="convert"``.
