@@ -20,8 +20,8 @@ neighbouring bits for certain. It is no signature: who can change the data can c
 from __future__ import annotations
 
 import json
-import re
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
