@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from bridge.formats import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.saving import pending
 from bridge.formats.saving.steps import choose_step
 from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
@@ -75,6 +76,7 @@ def load_checkpoint(
 
     Each of several processes calls this and reads what its devices need; an error on one of them is raised on all.
     Extra host memory: one device's part of one unit, as which a stack counts, and under 150 MiB for what is being read.
+    A save that is still pending is waited for first, and raises if it failed and nobody was told.
 
     Args:
         path: the checkpoint, or a directory of steps, of which the latest that is complete is taken.
@@ -117,6 +119,8 @@ def load_checkpoint(
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
         given = _given(plan, initial, variables, strict=strict)
         directory = Path(os.path.abspath(path))
+        # What this run is still saving is what it means to load.
+        pending.settle()
         if processes.first:
             # Saves may end meanwhile: the others take what the first one saw.
             chosen.shared = os.path.relpath(choose_step(directory, step), directory)
