@@ -100,12 +100,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # DTensor itself is right where no rows are cut.
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
-    if func is _aten.new_empty.default:
-        raise RuntimeError(f"{func} is not supported on a tensor placed as {first.placements}. {_ASYNC}")
+    more = f". {_ASYNC}" if func is _aten.new_empty.default else ""
     raise RuntimeError(
         f"{func} is not supported on a tensor placed as {first.placements}: only element-wise operators and "
         "reductions of the whole tensor are; use to_local() for this rank's rows or full_tensor() for all, and set all "
-        "by copy_() of a whole tensor or before sharding; in place of torch.optim.Muon use MainWeightMuon"
+        f"by copy_() of a whole tensor or before sharding; in place of torch.optim.Muon use MainWeightMuon{more}"
     )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -76,6 +75,9 @@ def dcp_tensors(path: Path) -> dict[str, np.ndarray]:
 
 def orbax_tree(path: Path) -> dict[str, Any]:
     """The tree of arrays, read by stock Orbax."""
+    # Here, so that tests of torch_impl import without JAX.
+    import orbax.checkpoint as ocp
+
     return ocp.StandardCheckpointer().restore(path)
 
 

@@ -252,7 +252,7 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, int]]:
     torch_impl.fully_shard(Block())
     assert found == {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
     text = str(count).splitlines()
-    assert text[0].split() == ["unit", "all_gather", "reduce_scatter", "all_reduce"]
+    assert text[0].split() == ["unit", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     assert text[-1].split()[0] == "total"
     assert "(root)" in str(count)
     assert collectives.all_gather.__module__ == "torch_impl.comm.collectives"
