@@ -8,8 +8,8 @@ So the bfloat16 weight is the float32 weight rounded to nearest, and ties go awa
 casts, no 16 bits would do: 65,537 numbers round to each even bfloat16 number. A NaN comes back as a NaN.
 
 The remainder belongs to the local tensor of a ``RowDTensor`` and to its views by rows. Operators that write to such a
-tensor write to the float32 weights (``ops``). Whoever writes to the bfloat16 weights themselves, by ``to_local()``, sets
-these: torch's version counter tells, and the remainders of the whole parameter become zero.
+tensor write to the float32 weights (``ops``). Whoever writes to the bfloat16 weights themselves, by ``to_local()``,
+sets these: torch's version counter tells, and the remainders of the whole parameter become zero.
 """
 
 from __future__ import annotations

@@ -34,4 +34,6 @@ def refuse_other_optimizers() -> None:
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "updates_remainders", False):
-        check_no_remainders(optimizer, (param for group in optimizer.param_groups for param in group["params"]))
+        check_no_remainders(
+            optimizer, (param for group in optimizer.param_groups for param in group["params"])
+        )

@@ -1,7 +1,8 @@
 """One update of many local tensors; AdamW by torch's fused kernel.
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
-staged      all others, weights with remainders too, in chunks of bounded size: what must be converted or fetched is copied and written back
+staged      all others, in chunks of bounded size: what must be converted, joined with its remainder or fetched is
+            copied and written back
 
 Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer.main_weight_adamw``. ``[x]``
 is a scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is

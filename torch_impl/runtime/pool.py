@@ -219,8 +219,8 @@ class BufferPool:
 class PooledWeights:
     """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
 
-    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart. ``movable``: nothing else lies
-    in the buffer.
+    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart. ``movable``: nothing
+    else lies in the buffer.
     """
 
     kind = "weights"
