@@ -263,7 +263,7 @@ def edit_in_turn() -> None:
     agree()
     values = {name: value * 3 for name, value in values.items()}
     for one in (model, wide):
-        set_model_state_dict(one, values, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(one, dict(values), options=StateDictOptions(full_state_dict=True))
     agree()
     with torch.no_grad():
         for chosen in (params, twins):
