@@ -84,6 +84,11 @@ ROWS = (
         ("~Offload(main_weights=True)",),
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
+    Row(
+        "main weights as bfloat16 and int16 remainders",
+        ("MixedPrecisionPolicy.store_param_remainders",),
+        why="compute weights live inside a step only, so nothing is stored twice",
+    ),
     Row("products in float8", ("MixedPrecisionPolicy.float8_products",), why="not built"),
     # Initial values
     Row(

@@ -178,9 +178,7 @@ class ParameterGroup:
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         finish = autograd.weakly(self._finish_transfer)
-        self.weights = PooledWeights(
-            self.names, self.compute, self.unsharded, finish, context, suffix, movable=not dtypes.remainders
-        )
+        self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
         self._transfer: Transfer | None = None
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
@@ -192,7 +190,7 @@ class ParameterGroup:
         return self.compute is not self.main and (self.strategy.optimizer > 0 or not self.dtypes.remainders)
 
     @property
-    def _version(self) -> Version:
+    def _main_version(self) -> Version:
         """Another one after each write to the main weights."""
         if self.dtypes.remainders:
             return tuple(local_of(param)._version for param in self.params)
@@ -205,7 +203,7 @@ class ParameterGroup:
         """
         if not self.gathers or self._transfer is not None:
             return False
-        version, gathered = self._version, self._gathered_version
+        version, gathered = self._main_version, self._gathered_version
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return False
@@ -213,7 +211,7 @@ class ParameterGroup:
         # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
         with written_with_remainders(map(local_of, self.params)):
             target = self.weights.prepare(changed=version != gathered)
-        version = self._version
+        version = self._main_version
         with torch.no_grad():
             self._transfer = self._context.streams.start(self._gather_steps(version, target))
         self._started_version = version

@@ -219,8 +219,7 @@ class BufferPool:
 class PooledWeights:
     """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
 
-    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart. ``movable``: nothing
-    else lies in the buffer.
+    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart.
     """
 
     kind = "weights"
@@ -233,14 +232,13 @@ class PooledWeights:
         finish: Callable[[], None],
         host: Host,
         suffix: str,
-        movable: bool,
     ) -> None:
         self._host, self._suffix = host, suffix
         self._names, self._params = list(names), list(params)
         self._buffer, self._finish = buffer, finish
         self._own = buffer.flat.untyped_storage()
         # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
-        self._movable = movable and all(type(param) is nn.Parameter for param in params)
+        self._movable = all(type(param) is nn.Parameter for param in params)
         self._slot: Slot | None = None
         self._aside: torch.Tensor | None = None
         self._versions: tuple[int, ...] | None = None
