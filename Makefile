@@ -39,6 +39,7 @@ bench: .venv/.compilers
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
 	$(BIN)/python -m tests.bench.bench_jax
+	$(BIN)/python -m tests.bench.bench_states
 	$(BIN)/python -m tests.bench.bench_parity --only gpt2 --steps 2
 	$(BIN)/python -m tests.bench.bench_compilers --target h100:8,h100:64
 
