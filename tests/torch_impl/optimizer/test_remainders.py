@@ -195,6 +195,26 @@ def test_an_update_in_many_pieces_has_the_same_bits(ranks: RankGroup) -> None:
     assert ranks.run(2, run_in_chunks) == [True, True]
 
 
+def run_partly_frozen() -> bool:
+    ends = []
+    for remainders in (False, True):
+        model = Toy()
+        model.blocks[0].requires_grad_(False)
+        model.count = nn.Parameter(torch.arange(5), requires_grad=False)
+        fully_shard(model, strategy="optim", mp_policy=policy(remainders))
+        optimizer = MainWeightAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = train(model, optimizer, range(3))
+        ends.append((losses, state(model, optimizer)))
+        assert (remainder_of(model.blocks[0].stack) is not None) == remainders
+        assert remainder_of(model.count) is None
+    (losses, end), (losses2, end2) = ends
+    return losses == losses2 and same(end, end2)
+
+
+def test_frozen_weights_keep_their_bits_and_integers_stay(ranks: RankGroup) -> None:
+    assert ranks.run(2, run_partly_frozen) == [True, True]
+
+
 def peak_beyond_rest(rows: int) -> int:
     def build() -> Callable[[], Any]:
         model = fully_shard(nn.Linear(256, rows, bias=False), strategy="optim", mp_policy=policy(True))
