@@ -89,7 +89,21 @@ ROWS = (
         ("MixedPrecisionPolicy.store_param_remainders",),
         why="compute weights live inside a step only, so nothing is stored twice",
     ),
-    Row("products in float8", ("MixedPrecisionPolicy.float8_products",), why="not built"),
+    Row(
+        "products in float8",
+        ("MixedPrecisionPolicy.float8_products",),
+        ("float8_dot_general", "~nnx.Linear(dot_general=float8_dot_general)"),
+    ),
+    Row(
+        "",
+        (),
+        (
+            "float8_dot_general(precision=)",
+            "float8_dot_general(preferred_element_type=)",
+            "float8_dot_general(out_sharding=)",
+        ),
+        "the signature of jax.lax.dot_general",
+    ),
     # Initial values
     Row(
         "initial values where no device holds the model",
