@@ -42,6 +42,10 @@ backward, as in FSDP2.
 **Float8 weights.** With ``MixedPrecisionPolicy(gather_dtype=...)`` forward and backward compute with main weights that
 were quantized to float8, under every strategy, and the gradients are applied to the main weights as they are.
 
+**Remainders.** With ``MixedPrecisionPolicy(store_param_remainders=True)`` parameters are bfloat16 at rest, and
+operators that change them change the float32 main weights; see ``torch_impl.dtensor.remainders``. ``MainWeightAdamW``
+alone trains them, plain ``dcp.load`` is refused, and ``state_dict()`` shows the bfloat16 weights.
+
 **Irregular programs.** A program may skip units, call them repeatedly, recompute them (both kinds of activation
 checkpointing, with one gather for recomputation and backward), freeze or thaw them at any time, interrupt them by
 exceptions, and run forwards ahead of backwards. A backward through weights that were replaced since its forward raises

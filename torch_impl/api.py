@@ -25,6 +25,7 @@ from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
 from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.fsdp_module import FSDPModule
+from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.float8_products import computing_class
@@ -122,6 +123,8 @@ def fully_shard(
     classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
     accept_full_state_dicts()
+    if options.policy.store_param_remainders:
+        refuse_other_optimizers()
     for one, cls in zip(modules, classes, strict=True):
         one.__class__ = cls
         one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
@@ -204,6 +207,8 @@ def _plan_groups(
                 f"{one.name}: expected weights of float32, bfloat16 or float16 beside "
                 f"gather_dtype={options.policy.gather!r}, which quantizes float32 main weights, got torch.float64"
             )
+        if options.policy.store_param_remainders:
+            _check_remainders(one, options)
         groups.setdefault((one.param.dtype, one.param.requires_grad, quantized), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
@@ -222,6 +227,20 @@ def _plan_groups(
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
         plans.append(_PlannedGroup(members, quantized, layout))
     return plans
+
+
+def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
+    """ValueError or NotImplementedError for a parameter that cannot be stored with a remainder."""
+    dtypes = group_dtypes(one.param.dtype, options.policy)
+    if dtypes.remainders and (dtypes.main, dtypes.compute) != (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
+            f"store_param_remainders=True, got {dtypes.main} and {dtypes.compute}"
+        )
+    if one.tensor_parallel is not None:
+        raise NotImplementedError(
+            f"{one.name}: store_param_remainders=True is not available for tensor-parallel parameters"
+        )
 
 
 def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

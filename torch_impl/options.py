@@ -50,10 +50,29 @@ class UnitOptions:
             check_divisor(self.grad_divisor)
         if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch not in (0, 1)):
             raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {self.prefetch!r}")
+        if self.policy.store_param_remainders:
+            self._check_remainders()
         if self.offload is not None and self.policy.gather is not None:
             raise NotImplementedError(
                 f"offload_policy=CPUOffloadPolicy() with gather_dtype={self.policy.gather!r} is not available: "
                 "use gather_dtype=None, or leave the weights on the device"
+            )
+
+    def _check_remainders(self) -> None:
+        option = "MixedPrecisionPolicy(store_param_remainders=True)"
+        if self.strategy.shard_parameters:
+            raise ValueError(
+                f"{option}: expected a strategy that keeps compute weights whole at rest (no_shard, optim, "
+                f"optim_grads), got {self.strategy.name}, where there is nothing to save"
+            )
+        if self.offload is not None:
+            raise NotImplementedError(
+                f"{option} with offload_policy=CPUOffloadPolicy() is not available: use one of the two"
+            )
+        if self.policy.gather is not None:
+            raise NotImplementedError(
+                f"{option} with gather_dtype={self.policy.gather!r} is not available: compute weights are not the "
+                "rounded main weights then"
             )
 
     @property

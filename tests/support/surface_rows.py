@@ -85,6 +85,11 @@ ROWS = (
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
     Row(
+        "main weights as bfloat16 and int16 remainders",
+        ("MixedPrecisionPolicy.store_param_remainders",),
+        why="compute weights live inside a step only, so nothing is stored twice",
+    ),
+    Row(
         "products in float8",
         ("MixedPrecisionPolicy.float8_products",),
         ("float8_dot_general", "~nnx.Linear(dot_general=float8_dot_general)"),

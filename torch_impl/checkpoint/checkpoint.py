@@ -34,6 +34,7 @@ from bridge.mapping.running import AnyMapping
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
+    in_one_piece,
     is_stateless,
     materialize_state,
     model_tensors,
@@ -47,6 +48,8 @@ from torch_impl.checkpoint.mapped import mapped_reader, mapped_tree
 from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
 from torch_impl.checkpoint.saving import PlannedSave
 from torch_impl.comm.agreement import agree, background_group, rank
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.remainders import set_main_values
 from torch_impl.dtensor.tensor import count_write
 
 # Names in an error, of which a model may have thousands.
@@ -223,10 +226,14 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Staged:
-    """What was read and checked on this rank: applying it cannot fail."""
+    """What was read and checked on this rank: applying it cannot fail.
+
+    split: tensors that are stored with remainders, and their new values.
+    """
 
     live: tuple[torch.Tensor, ...]
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    split: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     groups: tuple[GroupUpdate, ...]
     train: dict[str, Any]
 
@@ -238,6 +245,8 @@ class _Staged:
             # Ranks without rows must see the change as well: all gather the new weights together, or none does.
             if isinstance(tensor, DTensor):
                 count_write(tensor)
+        for tensor, values in self.split:
+            set_main_values(tensor, local_of(values))
         for group in self.groups:
             group.apply()
 
@@ -265,16 +274,23 @@ def _stage(
     renewed = {name for one in others for name in one.names}
     _check_names(reader, live, optimizer is not None, renewed)
     kept = {name: tensor for name, tensor in live.items() if name not in renewed}
-    _check_tensors(reader, kept)
+    whole = {name: in_one_piece(tensor) for name, tensor in kept.items()}
+    _check_tensors(reader, whole)
+    split = {name: tensor for name, tensor in whole.items() if tensor is not kept[name]}
+    for name, tensor in split.items():
+        for box, view in held_boxes(tensor):
+            view.copy_(_read(reader, name, box, view))
     copies = [
         (view, _read(reader, name, box, view))
-        for name, tensor in kept.items()
+        for name, tensor in whole.items()
+        if name not in split
         for box, view in held_boxes(tensor)
     ]
     copies += [copy for one in others for copy in one.copies(reader)]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
-    return _Staged(tuple(live.values()), tuple(copies), tuple(groups), train_values(train))
+    pairs = tuple((kept[name], tensor) for name, tensor in split.items())
+    return _Staged(tuple(live.values()), tuple(copies), pairs, tuple(groups), train_values(train))
 
 
 def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:

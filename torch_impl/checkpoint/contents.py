@@ -22,6 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bridge.formats import CheckpointError, CheckpointReader
+from torch_impl.dtensor.remainders import main_values, remainder_of
+from torch_impl.dtensor.tensor import wrap_like
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
 
 # How to compute, not what: another run may choose otherwise without changing the result.
@@ -40,6 +42,11 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name}: expected only tensors in the model's state, got {type(value).__name__}"
             )
     return dict(tensors)
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy in float32 of one that is stored with a remainder."""
+    return tensor if remainder_of(tensor) is None else wrap_like(tensor, main_values(tensor))
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

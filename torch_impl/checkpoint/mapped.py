@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from bridge.formats import Box, CheckpointReader, TreePath
 from bridge.formats.base import TensorInfo, dtype_from_name
 from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
-from torch_impl.checkpoint.contents import model_tensors, optimizer_tensors, state_tree
+from torch_impl.checkpoint.contents import in_one_piece, model_tensors, optimizer_tensors, state_tree
 from torch_impl.checkpoint.moments import held_boxes
 
 _Part = tuple[Move, torch.Tensor]
@@ -37,7 +37,7 @@ def mapped_tree(
 
     Raises ``ValueError`` as ``state_tree`` does, and ``CheckpointError`` where mapping and model do not fit.
     """
-    leaves = dict(_leaves(state_tree(model, optimizer, train)))
+    leaves = _joined(state_tree(model, optimizer, train))
     tensors = {".".join(map(str, p)): t for p, t in leaves.items() if isinstance(t, torch.Tensor)}
     saved = SavedAs(_run_state(leaves, model), mapping, _config(model))
     parts: dict[str, list[_Part]] = {}
@@ -65,7 +65,7 @@ def mapped_reader(
     tree: dict[str, Any] = {"model": model_tensors(model)}
     if optimizer is not None:
         tree["optimizer"] = {"state": optimizer_tensors(model, optimizer)}
-    return LoadedAs(reader, _run_state(dict(_leaves(tree)), model), mapping, _config(model))
+    return LoadedAs(reader, _run_state(_joined(tree), model), mapping, _config(model))
 
 
 class MappedTensor(torch.Tensor):
@@ -154,6 +154,14 @@ def _config(model: nn.Module) -> Mapping[str, object]:
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else {}
     return fields if isinstance(fields, Mapping) else {}
+
+
+def _joined(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
+    """The leaves, with float32 copies in the place of tensors that are stored with remainders."""
+    return {
+        path: in_one_piece(value) if isinstance(value, torch.Tensor) else value
+        for path, value in _leaves(tree)
+    }
 
 
 def _leaves(value: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:

@@ -123,8 +123,12 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     for unit, unit_name in named_units(model).items():
         for group in unit.groups:
             for name, whole in zip(group.names, group.unsharded, strict=True):
-                # Under no_shard in the main dtype the compute weights are the main weights.
-                if group.compute is not group.main and group.compute.allocated:
+                # Under no_shard in the main dtype, and with remainders, main weights lie in the compute weights.
+                if (
+                    group.compute is not group.main
+                    and not group.dtypes.remainders
+                    and group.compute.allocated
+                ):
                     yield f"compute weight {unit_name}.{name}", whole
             kept = {local_of(p.grad).untyped_storage().data_ptr() for p in group.params if p.grad is not None}
             for flat in group.gradient.collecting:

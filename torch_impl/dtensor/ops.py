@@ -4,6 +4,9 @@ Element-wise operators act on the local rows when all their DTensors are cut ali
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
 Reductions are in ``reductions``, random values in ``random``, views in ``views``.
 
+Tensors with remainders (``remainders``) are bfloat16 to operators that read them; those that change one work on its
+float32 values, and take such operands in float32, too.
+
 Operators run below autograd here, where torch does not count in-place changes of the local tensors. Fused optimizers do
 not count theirs anywhere. Compute weights are refreshed by that count, so every write is counted explicitly.
 """
@@ -23,6 +26,7 @@ from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.remainders import main_values, remainder_of, set_main_values
 from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
 from torch_impl.dtensor.views import VIEWS, row_view
 
@@ -68,6 +72,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Before partial tensors are refused: these are right on them too.
     if func in _SAME_TENSOR:
         return wrap_like(first, local_of(first))
+    if any(remainder_of(one) is not None for one in _changed(func, args, kwargs)):
+        return _on_main_values(func, args, kwargs)
     if _any_partial(sharded) and func not in _RIGHT_ON_PARTIAL:
         raise RuntimeError(
             f"{func}: the gradient was accumulated without reducing it over the ranks (no_sync, "
@@ -186,6 +192,31 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[DTensor]:
+    """The DTensors that an operator changes."""
+    for position, name in _written(func):
+        yield from _dtensors(args[position] if position < len(args) else kwargs.get(name))
+
+
+def _on_main_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that changes tensors with remainders on their float32 values."""
+    copies: dict[int, RowDTensor] = {}
+
+    def lifted(value: Any) -> Any:
+        if not isinstance(value, RowDTensor) or remainder_of(value) is None:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = wrap_like(value, main_values(value))
+        return copies[id(value)]
+
+    changed = [one for one in _changed(func, args, kwargs) if remainder_of(one) is not None]
+    result = dispatch(func, pytree.tree_map(lifted, args), pytree.tree_map(lifted, kwargs))
+    for one in changed:
+        set_main_values(one, local_of(copies[id(one)]))
+    # An operator that writes returns its operand itself, which the program holds.
+    return next((one for one in changed if result is copies[id(one)]), result)
 
 
 def _count_writes(written: Iterable[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ know, and ``RowDTensor`` itself does all that can be right on uneven and empty s
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
 * element-wise operators (``ops``) and reductions (``reductions``), which carry the optimizers of ``torch.optim``
   (for-loop, foreach, fused) and ``clip_grad_norm_``
-* the hooks by which ``torch.distributed.checkpoint`` asks for chunks
+* the hooks by which ``torch.distributed.checkpoint`` asks for chunks, float32 ones of tensors with remainders
 
 Everything else raises ``RuntimeError``. What a rank holds of a tensor is in ``local``.
 
@@ -37,6 +37,7 @@ from torch_impl.dtensor.local import (
     refuse_partial,
 )
 from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes
+from torch_impl.dtensor.remainders import join, remainder_of
 
 
 class _ToLocal(torch.autograd.Function):
@@ -130,6 +131,11 @@ class RowDTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        if remainder_of(self) is not None:
+            raise RuntimeError(
+                f"dcp.load cannot write to a parameter of shape {tuple(self.shape)} that is stored as a bfloat16 "
+                "weight and a remainder: use torch_impl.load_checkpoint, which reads what dcp.save wrote"
+            )
         # A load plan: DCP writes into views, on ranks that hold rows. All ranks must agree that the weights change.
         count_write(self)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local_boxes(self)]
@@ -142,13 +148,16 @@ class RowDTensor(DTensor):
             TensorProperties,
         )
 
+        like = local_of(self)
+        if remainder_of(self) is not None:
+            like = torch.empty(0, dtype=torch.float32, device=like.device)
         return [
             planner.WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
                 type=planner.WriteItemType.SHARD,
                 tensor_data=planner.TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                    properties=TensorProperties.create_from_tensor(local_of(self)),
+                    properties=TensorProperties.create_from_tensor(like),
                     size=self.shape,
                 ),
             )
@@ -156,9 +165,14 @@ class RowDTensor(DTensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        for box, piece in zip(local_boxes(self), local_pieces(self), strict=True):
+        remainder = remainder_of(self)
+        for position, box in enumerate(local_boxes(self)):
             if box.offsets == tuple(index.offset):
-                return piece
+                piece = local_pieces(self)[position]
+                if remainder is None:
+                    return piece
+                remainder.settle(local_of(self))
+                return join(piece, local_pieces(wrap_like(self, remainder.values))[position])
         raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
 
 

@@ -18,6 +18,7 @@ import torch
 from bridge.sharding.rows import local_shape, rows_of
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import is_tensor_parallel
+from torch_impl.dtensor.remainders import remainder_of
 from torch_impl.dtensor.tensor import wrap_rows
 
 _aten = torch.ops.aten
@@ -83,6 +84,10 @@ def _select(tensor: Any, index: int) -> Any:
 
 
 def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view that shares its version counter, which below autograd views do not."""
+    """A view that shares its version counter, which below autograd views do not, and the remainder."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return view(local)
+        rows = view(local)
+    remainder = remainder_of(local)
+    if remainder is not None:
+        remainder.view_for(rows, view(remainder.values))
+    return rows

@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.dtensor.local import is_partial, local_of
+from torch_impl.dtensor.remainders import written_with_remainders
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Share, Transfers, transfers_for
+from torch_impl.optimizer.remainders import check_no_remainders
 from torch_impl.optimizer.update import ParameterUpdate
 from torch_impl.runtime.ownership import taken_by
 
@@ -29,6 +31,8 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
     state_of: ClassVar[str]
     """Whose state it is, in messages."""
+    updates_remainders: ClassVar[bool] = False
+    """Whether weights may be stored with remainders."""
 
     def __init__(
         self,
@@ -87,6 +91,8 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             self._check(group)
             for index in range(len(group["params"])):
                 _check_not_taken(group, index)
+            if not self.updates_remainders:
+                check_no_remainders(self, group["params"])
         except Exception:
             self.param_groups.pop()
             raise
@@ -117,12 +123,14 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         work = [self._with_gradients(group) for group in self.param_groups]
         for group, by_device in zip(self.param_groups, work, strict=True):
             for device, (updates, grads) in by_device.items():
-                # Counted also for ranks without rows: all ranks must agree that the weights have changed.
-                torch.autograd.graph.increment_version([one.weight for one in updates])
-                torch._foreach_add_([one.step for one in updates], 1.0)
-                if device not in self._transfers:
-                    self._transfers[device] = transfers_for(device)
-                self._update(updates, grads, group, self._transfers[device])
+                weights = [one.weight for one in updates]
+                with written_with_remainders(weights):
+                    # Counted also for ranks without rows: all ranks must agree that the weights have changed.
+                    torch.autograd.graph.increment_version(weights)
+                    torch._foreach_add_([one.step for one in updates], 1.0)
+                    if device not in self._transfers:
+                        self._transfers[device] = transfers_for(device)
+                    self._update(updates, grads, group, self._transfers[device])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

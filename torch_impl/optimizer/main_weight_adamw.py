@@ -26,10 +26,12 @@ class MainWeightAdamW(MainWeightOptimizer):
     parameter; ``step`` is a float32 scalar per parameter, on the CPU unless ``capturable``. Parameters of which this
     rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Weight, gradient and
     moments of one dtype are updated in place; others are converted, a chunk at a time, to float32 (of float64
-    parameters: float64) and back. Ordinary tensors are updated as well.
+    parameters: float64) and back. So are weights that are stored with remainders
+    (``MixedPrecisionPolicy(store_param_remainders=True)``). Ordinary tensors are updated as well.
     """
 
     state_of = "AdamW without amsgrad"
+    updates_remainders = True
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Piece:
     """Part of a parameter's update: local tensors of one shape, or views of their parts.
 
     ``moments``: each one's stored values and scale or None. ``row``: the index, in the parameter, of the first row.
-    ``dtype``: of the update.
+    ``dtype``: of the update. ``remainder``: that of the weight, if it has one.
     """
 
     weight: torch.Tensor
@@ -41,6 +41,7 @@ class Piece:
     step: torch.Tensor
     row: int
     dtype: torch.dtype
+    remainder: torch.Tensor | None = None
 
     @property
     def stored(self) -> list[torch.Tensor]:
@@ -78,6 +79,7 @@ def cut(piece: Piece) -> Iterator[Piece]:
             piece.step,
             piece.row + (rows.start if scaled else 0),
             piece.dtype,
+            None if piece.remainder is None else part(piece.remainder),
         )
 
 

@@ -1,7 +1,8 @@
 """One update of many local tensors; AdamW by torch's fused kernel.
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
-staged      all others, in chunks of bounded size: what must be converted or fetched is copied and written back
+staged      all others, in chunks of bounded size: what must be converted, joined with its remainder or fetched is
+            copied and written back
 
 Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer.main_weight_adamw``. ``[x]``
 is a scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
@@ -34,6 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.remainders import join, remainder_of, split
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
@@ -71,6 +73,7 @@ class ParameterUpdate:
     placements: Any = field(init=False)
     shape: torch.Size = field(init=False)
     weight: torch.Tensor = field(init=False)
+    remainder: torch.Tensor | None = field(init=False)
     moments: Moments = field(init=False)
     dtype: torch.dtype = field(init=False)
     resident: bool = field(init=False)
@@ -84,6 +87,8 @@ class ParameterUpdate:
         self.placements = self.param.placements if isinstance(self.param, DTensor) else None
         self.shape = self.param.shape
         self.weight = local_of(self.param)
+        found = remainder_of(self.weight)
+        self.remainder = None if found is None else found.values
         self.moments = [
             (
                 local_of(self.state[one.key]),
@@ -94,12 +99,12 @@ class ParameterUpdate:
         stored = [tensor for tensor, _ in self.moments]
         uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
         unscaled = all(scale is None for _, scale in self.moments)
-        if uniform and unscaled:
+        if uniform and unscaled and self.remainder is None:
             self.dtype = self.weight.dtype
         else:
             self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
-        self.resident = uniform and unscaled and alike and not self.offloaded
+        self.resident = uniform and unscaled and alike and not self.offloaded and self.remainder is None
         self.step = self.state["step"] if self.formats else torch.zeros(())
         self._weight_dtype = self.weight.dtype
 
@@ -116,7 +121,9 @@ class ParameterUpdate:
     def piece(self, grad: torch.Tensor) -> Piece:
         """All of the update, by the local gradient."""
         row = first_row(self.param)
-        return Piece(self.weight, grad, self.moments, self.formats, self.step, row, self.dtype)
+        return Piece(
+            self.weight, grad, self.moments, self.formats, self.step, row, self.dtype, self.remainder
+        )
 
 
 def update(
@@ -166,7 +173,12 @@ def _update_staged(
 ) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
     dtype = pieces[0].dtype
-    weights = [_like(piece.weight, piece.weight, dtype) for piece in pieces]
+    weights = [
+        _like(piece.weight, piece.weight, dtype)
+        if piece.remainder is None
+        else join(piece.weight, piece.remainder)
+        for piece in pieces
+    ]
     grads = [_like(piece.grad, piece.weight, dtype) for piece in pieces]
     values: list[list[torch.Tensor]] = []
     for piece, stored in zip(pieces, moments, strict=True):
@@ -178,7 +190,9 @@ def _update_staged(
             values[-1].append(value)
     kernel(weights, grads, values, [piece.step for piece in pieces], group)
     for piece, weight, stored, new in zip(pieces, weights, moments, values, strict=True):
-        if weight is not piece.weight:
+        if piece.remainder is not None:
+            split(weight, piece.weight, piece.remainder)
+        elif weight is not piece.weight:
             piece.weight.copy_(weight)
         for kind, (tensor, scale), value in zip(piece.formats, stored, new, strict=True):
             if value is not tensor:

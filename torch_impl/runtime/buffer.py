@@ -110,6 +110,13 @@ class ShardLevels:
         """Row bounds of the level's shards, see ``Layout.row_bounds``."""
         return self.layouts[level].row_bounds(name)
 
+    def shard_of(self, level: int, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's shard of a level, out of the whole buffers."""
+        rank, num_shards = self.mesh.index(level), self.layouts[level].num_shards
+        return torch.cat(
+            [part.chunk(num_shards)[rank] if len(part) else part for part in self._parts(0, whole)]
+        )
+
     def gather(self, level: int, output: torch.Tensor, shard: torch.Tensor, async_op: bool) -> Work | None:
         """Fill ``output`` of ``level`` from the shards of the level after it."""
         if self.mesh.sizes[level] == 1:

@@ -1,6 +1,7 @@
 """From a rank's main weights to whole compute weights: what is sent, an all-gather for each mesh axis.
 
-``CastGather`` casts and sends the compute dtype; ``torch_impl.runtime.float8`` quantizes and sends bytes.
+``CastGather`` casts and sends the compute dtype; ``SplitGather`` sends bfloat16 weights that have remainders;
+``torch_impl.runtime.float8`` quantizes and sends bytes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,24 @@ class CastGather:
             else:
                 # Between the levels that are kept, memory for this gather only.
                 output = source.new_empty(self._levels.size(level))
+            steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
+            source = output
+        return steps
+
+
+class SplitGather:
+    """Own rows lie in the whole compute weights, beside remainders, and are gathered from there."""
+
+    resident = None
+
+    def __init__(self, levels: ShardLevels, strategy: Strategy) -> None:
+        self._levels, self._strategy = levels, strategy
+
+    def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
+        """As of ``WeightGather``; ``main``, the remainders, stay where they are."""
+        steps, source = list[Step](), self._levels.shard_of(self._strategy.optimizer, target)
+        for level in reversed(range(self._strategy.optimizer)):
+            output = source.new_empty(self._levels.size(level)) if level else target
             steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
             source = output
         return steps

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -28,18 +29,22 @@ from bridge.sharding.layout import Layout
 from bridge.sharding.strategy import Strategy
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.comm.streams import Step, Transfer
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.remainders import attach, split, written_with_remainders
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime import autograd, tensor_parallel
 from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.float8 import QuantizedGather
-from torch_impl.runtime.gather import CastGather, WeightGather
+from torch_impl.runtime.gather import CastGather, SplitGather, WeightGather
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.host_memory import HOST, HostMemory
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
 from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
+
+Version: TypeAlias = tuple[int, ...]
 
 
 class ParameterGroup:
@@ -116,14 +121,9 @@ class ParameterGroup:
         place, pinned = device, False
         if self.host is not None and device.type != "meta":
             place, pinned = HOST, self.host.pinned
-        self.main = self.levels.buffer(strategy.optimizer, dtypes.main, place, pinned)
-        # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
-        self.params = [self._main_parameter(index, *one) for index, one in enumerate(given)]
-        self.gather: WeightGather = (
-            CastGather(self.levels, strategy, dtypes.compute, device, fetches=self.host is not None)
-            if dtypes.gather is None
-            else QuantizedGather(self.levels, strategy, dtypes.gather, device, self.tensor_parallel)
-        )
+        stored = torch.int16 if dtypes.remainders else dtypes.main
+        self.main = self.levels.buffer(strategy.optimizer, stored, place, pinned)
+        self.gather = self._gather_on(device)
         as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and self.host is None
         if not strategy.optimizer and as_they_are:
             self.compute = self.main
@@ -132,9 +132,14 @@ class ParameterGroup:
             self.compute = self.levels.buffer(0, dtypes.compute, device)
             # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
             views = [self.compute.view(name).data for name in self.names]
-            # On the meta device nothing is to be freed.
-            if not self.on_meta:
-                self.compute.free()
+        # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
+        self.params = [
+            self._main_parameter(index, *one, view)
+            for index, (one, view) in enumerate(zip(given, views, strict=True))
+        ]
+        # On the meta device nothing is to be freed.
+        if not (self.compute is self.main or dtypes.remainders or self.on_meta):
+            self.compute.free()
         self.unsharded = [
             nn.Parameter(
                 view if others is None else others.wrap(view),
@@ -147,6 +152,14 @@ class ParameterGroup:
             marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
             for copy in copies:
                 vars(copy).update(marks)
+
+    def _gather_on(self, device: torch.device) -> WeightGather:
+        levels, strategy, dtypes = self.levels, self.strategy, self.dtypes
+        if dtypes.remainders:
+            return SplitGather(levels, strategy)
+        if dtypes.gather is not None:
+            return QuantizedGather(levels, strategy, dtypes.gather, device, self.tensor_parallel)
+        return CastGather(levels, strategy, dtypes.compute, device, fetches=self.host is not None)
 
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
@@ -167,24 +180,38 @@ class ParameterGroup:
         finish = autograd.weakly(self._finish_transfer)
         self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
         self._transfer: Transfer | None = None
-        self._gathered_version: int | None = None
-        self._kept_version: int | None = None
-        self._started_version: int | None = None
+        self._gathered_version: Version | None = None
+        self._kept_version: Version | None = None
+        self._started_version: Version | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether compute weights come from a gather; else, under no_shard, they are the main weights."""
+        return self.compute is not self.main and (self.strategy.optimizer > 0 or not self.dtypes.remainders)
+
+    @property
+    def _main_version(self) -> Version:
+        """Another one after each write to the main weights."""
+        if self.dtypes.remainders:
+            return tuple(local_of(param)._version for param in self.params)
+        return (self.main.flat._version,)
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
 
         A collective when it returns True; else nothing is to be done, or it has begun already.
         """
-        # Under no_shard in the main dtype the main weights are computed with: nothing is to be gathered.
-        if self.compute is self.main or self._transfer is not None:
+        if not self.gathers or self._transfer is not None:
             return False
-        version, gathered = self.main.flat._version, self._gathered_version
+        version, gathered = self._main_version, self._gathered_version
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
         if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
             return False
         self._gathered_version = None  # until it has succeeded
-        target = self.weights.prepare(changed=version != gathered)
+        # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
+        with written_with_remainders(map(local_of, self.params)):
+            target = self.weights.prepare(changed=version != gathered)
+        version = self._main_version
         with torch.no_grad():
             self._transfer = self._context.streams.start(self._gather_steps(version, target))
         self._started_version = version
@@ -220,7 +247,7 @@ class ParameterGroup:
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
 
-    def _gather_steps(self, version: int, target: torch.Tensor) -> list[Step]:
+    def _gather_steps(self, version: Version, target: torch.Tensor) -> list[Step]:
         current = self._kept_version == version
         if not current:
             self._kept_version = None  # until it has succeeded
@@ -266,17 +293,27 @@ class ParameterGroup:
                         "load_state_dict without assign=True)"
                     )
 
-    def _main_parameter(self, index: int, param: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+    def _main_parameter(
+        self, index: int, param: nn.Parameter, local: torch.Tensor, whole: torch.Tensor
+    ) -> nn.Parameter:
         axes, given, name = self.strategy.optimizer, self.tensor_parallel[index], self.names[index]
-        view, bounds = self.main.view(name), None
+        stored, bounds = self.main.view(name), None
         if axes:
             bounds = self.levels.row_bounds(axes, name)
+        view = stored
+        if self.dtypes.remainders:
+            first = 0 if bounds is None else bounds[self.mesh.index(axes)] * self.layout.slot(name).row_size
+            view = whole.view(-1)[first : first + stored.numel()].view(stored.shape)
         if axes and bounds is not None and not local.is_meta:
             here = self.mesh.index(axes)
             local = (
                 local.reshape(-1, *view.shape[1:])[bounds[here] : bounds[here + 1]] if view.numel() else view
             )
-        if not local.is_meta:
+        if self.dtypes.remainders:
+            if not local.is_meta:
+                split(local.to(self.dtypes.main), view, stored)
+            attach(view, stored, autograd.weakly(self._finish_transfer))
+        elif not local.is_meta:
             view.copy_(local)
         mesh = self.mesh.mesh
         others: tuple[Placement, ...] = ()

@@ -26,6 +26,9 @@ class MixedPrecisionPolicy:
     float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit (no subclasses)
         multiply in float8 where the device has kernels for it, else in ``param_dtype``. Inputs and gradients are then
         quantized as well; see ``torch_impl.runtime.float8_products``.
+    store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32 main weights as
+        this rank's rows of them and an int16 remainder an element, 2 bytes less; see ``torch_impl.dtensor.remainders``.
+        ``parameters()`` shows the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 ones.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, and for another format.
     """
@@ -37,6 +40,7 @@ class MixedPrecisionPolicy:
     grad_dtype: torch.dtype | None = None
     gather_dtype: str | torch.dtype | None = None
     float8_products: bool = False
+    store_param_remainders: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -80,6 +84,7 @@ class GroupDtypes:
     """Dtypes of one parameter group: main weights, compute weights, reduction, reduced gradient.
 
     ``gather``: a float8 format, see ``MixedPrecisionPolicy.gather_dtype``; None: weights are gathered in ``compute``.
+    ``remainders``: main weights are stored as compute weights and remainders.
     """
 
     main: torch.dtype
@@ -87,6 +92,7 @@ class GroupDtypes:
     reduce: torch.dtype
     grad: torch.dtype
     gather: str | None = None
+    remainders: bool = False
 
 
 def group_dtypes(given: torch.dtype, policy: MixedPrecisionPolicy, quantized: bool = False) -> GroupDtypes:
@@ -101,7 +107,8 @@ def group_dtypes(given: torch.dtype, policy: MixedPrecisionPolicy, quantized: bo
     main = torch.float32 if given in (torch.float16, torch.bfloat16) else given
     compute = policy.param_dtype or given
     gather = policy.gather if quantized else None
-    return GroupDtypes(main, compute, policy.reduce_dtype or compute, policy.grad_dtype or main, gather)
+    reduce, grad = policy.reduce_dtype or compute, policy.grad_dtype or main
+    return GroupDtypes(main, compute, reduce, grad, gather, policy.store_param_remainders)
 
 
 def _is_floating(value: object) -> bool:

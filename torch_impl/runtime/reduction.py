@@ -125,8 +125,8 @@ class GroupReduction:
         self._left_partial = False
         self._under_way: _UnderWay | None = None
         # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
-        if spec.dtypes.grad != spec.dtypes.main:
-            for param in spec.params:
+        for param in spec.params:
+            if spec.dtypes.grad != param.dtype:
                 param.grad_dtype = spec.dtypes.grad
 
     @property
