@@ -29,6 +29,7 @@ class Offload:
 
     moments: float = 1.0
     main_weights: bool = False
+    update: str = "device"
 
     def __post_init__(self) -> None:
         if isinstance(self.moments, bool) or not isinstance(self.moments, int | float):
@@ -42,7 +43,7 @@ class Offload:
         """In place of each array of the weights and of ``opt_state`` its kind of memory, "" for the device's own."""
         picked = _picked(_sizes(plan, opt_state), self.moments)
         return dict.fromkeys(plan.arrays, HOST if self.main_weights else ""), jax.tree.map_with_path(
-            lambda path, leaf: HOST if key_of(plan, path, leaf) in picked else "", opt_state
+            lambda path, leaf: HOST if key_of(plan, path, leaf) in picked or (self.update == "host" and key_of(plan, path, leaf) is None) else "", opt_state
         )
 
 
