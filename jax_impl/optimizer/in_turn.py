@@ -1,5 +1,7 @@
 """The update, one array of weights after another, with what lies in the host's memory on the device only for its turn.
 
+A state that lies there as a whole, step counts included, is updated there (``on_host.py``).
+
 An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
 the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
 fence stands between two keys, so that the temporary arrays of an update are those of one key.
@@ -15,7 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.on_host import Host, is_local
+from jax_impl.optimizer.on_host import computed_on_host, is_local
 from jax_impl.optimizer.streaming import Stream
 from jax_impl.runtime.memory_kinds import as_before, is_on_device, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
@@ -38,6 +40,7 @@ def update_in_turn(
 
     ``shardings``: of ``opt_state`` and of ``weights``. An update that needs the moments or weights of several keys at
     once (Muon's parameters of a unit, trust ratios of a global norm) is run as a whole, with all of them on the device.
+    Raises ``ValueError`` for such a one, and for one that needs other devices' parts, where all lies on the host.
     """
     given = (opt_state, weights)
     keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(given)]
@@ -56,16 +59,17 @@ def update_in_turn(
         return update(gradients, *on_device(given), loss)
     if on_host and (turns is None or not turns.are_local()):
         raise ValueError(
-            "update on the host: expected an optimizer that updates each array of weights by itself, got one that "
-            "needs several at once, or whole parameters: use Offload(..., update='device')"
+            "update on the host: expected an optimizer that treats elements alike, and weights by themselves, got one "
+            "that needs several arrays of weights at once, or what other devices have: use "
+            "Offload(..., update='device'), which leaves step counts on the device"
         )
     if turns is None:
         return as_before(update(gradients, *on_device(given), loss), given)
-    specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
     if on_host:
-        new = turns.run_on_host(others, leaves, Host(plan.mesh), specs)
+        new = turns.run_on_host(others, leaves)
     else:
-        new = turns.run(others, leaves, Stream(plan.mesh, specs))
+        stream = Stream(plan.mesh, [sharding.spec for sharding in jax.tree.leaves(shardings)])
+        new = turns.run(others, leaves, stream)
     return jax.tree.unflatten(structure, as_before(new, jax.tree.leaves(given)))
 
 
@@ -166,8 +170,8 @@ class _Turns:
             last = {n: array for n, array in results.items() if n not in fetched}
         return [{**found, **last}[n] for n in range(len(leaves))]
 
-    def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any], host: Host, specs: Sequence[Any]) -> list[Any]:
-        """The new leaves of the state, those of keys computed by the host from what is in its memory."""
+    def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The new leaves of the state, those of keys computed by the host in its memory."""
         env, found = self._shared(others, leaves)
         outputs = self.program.jaxpr.outvars
         for key, equations in self.own.items():
@@ -183,8 +187,7 @@ class _Turns:
                 evaluate(self.program.jaxpr, equations, inner, wanted)
                 return read(inner, wanted)
 
-            results = host.computed(compute, read(env, taken), specs[own[0]])
-            found.update(zip(own, results, strict=True))
+            found.update(zip(own, computed_on_host(compute, read(env, taken)), strict=True))
         return [found[n] for n in range(len(leaves))]
 
     def are_local(self) -> bool:

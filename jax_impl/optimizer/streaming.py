@@ -92,13 +92,13 @@ def _elements(arrays: Arrays) -> Arrays:
 
 
 def _after(arrays: Arrays, landed: Arrays) -> Arrays:
-    there = are_there(landed)
+    there = _are_there(landed)
     return {n: jnp.where(there, x, jnp.zeros_like(x)) for n, x in arrays.items()}
 
 
 def _parts_after(arrays: Arrays, landed: Arrays) -> Arrays:
     """The same arrays, on the device: two parts of each."""
-    start = jnp.where(are_there(landed), 0, 1).astype(jnp.int32)
+    start = jnp.where(_are_there(landed), 0, 1).astype(jnp.int32)
     return {n: _in_parts(x, start) for n, x in arrays.items()}
 
 
@@ -124,7 +124,7 @@ def _middle(shape: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
+def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
     """True, when all of them are there."""
     found = jnp.array(True)
     for element in landed.values():

@@ -55,10 +55,10 @@ def holds(equation: Any, marks: Sequence[str]) -> bool:
     )
 
 
-def holds_any(equation: Any, names: frozenset[str]) -> bool:
+def runs_any(equation: Any, names: frozenset[str]) -> bool:
     """Whether operations of these names are ``equation``, or in what it runs."""
     return equation.primitive.name in names or any(
-        holds_any(one, names) for inner in _programs(equation) for one in inner.eqns
+        runs_any(one, names) for inner in _programs(equation) for one in inner.eqns
     )
 
 
