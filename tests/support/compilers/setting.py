@@ -87,7 +87,8 @@ class Setting:
     float8 format.
 
     ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
-    for those. ``weights_on_host``: whether the weights are there, too. ``moments``: their dtypes.
+    for those. ``weights_on_host``: whether the weights are there, too. ``update``: what computes it,
+    see ``jax_impl.Offload``. ``moments``: their dtypes.
     """
 
     target: str
@@ -109,6 +110,7 @@ class Setting:
     tensors: int = 0
     offload: float | None = None
     weights_on_host: bool = False
+    update: Literal["device", "host"] = "device"
     moments: tuple[str, str] = ("float32", "float32")
     gather: str | None = None
 
@@ -122,6 +124,7 @@ class Setting:
         parts += [] if self.align == "auto" else [f"align{self.align}"]
         parts += [] if self.offload is None else [f"offload{self.offload:g}", *self.moments]
         parts += ["weights"] if self.weights_on_host else []
+        parts += ["by-host"] if self.update == "host" else []
         return "-".join(parts).replace(" ", "_")
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Compiled:
     """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first.
 
     Of an update: ``arguments`` and ``host`` are bytes of arguments on the device and in the host's memory,
-    ``travelling`` those of each key of the latter.
+    ``travelling`` those of each key of the latter; ``by_host``: how many programs the host runs.
     """
 
     seconds: float
@@ -171,6 +174,7 @@ class Compiled:
     host: int = 0
     travelling: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    by_host: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -192,6 +196,7 @@ class Compiled:
             found["host"],
             tuple(found["travelling"]),
             tuple(Transfer(**one) for one in found["transfers"]),
+            found["by_host"],
         )
 
     def sizes(self) -> Counter[tuple[str, int]]:

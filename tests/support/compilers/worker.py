@@ -92,7 +92,9 @@ def compiled(setting: Setting) -> Compiled:
     if setting.offload is not None:
         given, host = found.argument_size_in_bytes, found.host_argument_size_in_bytes
         sizes, transfers = tuple(travelling), tuple(read_transfers(text))
-        return Compiled(seconds, found.temp_size_in_bytes, (), stored, shards, given, host, sizes, transfers)
+        by_host = text.count('custom_call_target="HostExecute"')
+        temporary = found.temp_size_in_bytes
+        return Compiled(seconds, temporary, (), stored, shards, given, host, sizes, transfers, by_host)
     return Compiled(seconds, found.temp_size_in_bytes, tuple(read_collectives(text)), stored, shards)
 
 
