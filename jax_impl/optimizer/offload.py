@@ -58,7 +58,9 @@ class Offload:
         """
         picked: frozenset[str | None] = _picked(_sizes(plan, opt_state), self.moments)
         if self.update == "host":
-            if all(key_of(plan, path, leaf) is not None for path, leaf in jax.tree.leaves_with_path(opt_state)):
+            if all(
+                key_of(plan, path, leaf) is not None for path, leaf in jax.tree.leaves_with_path(opt_state)
+            ):
                 raise ValueError(
                     "Offload: update='host': expected an optimizer that keeps a step count, which says where updates "
                     "are computed: use one of jax_impl (main_weight_sgd), or optax.inject_hyperparams around it"

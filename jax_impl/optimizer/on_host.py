@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.compute_on import compute_on2
+from jax.experimental import compute_on
 
 from jax_impl.runtime.memory_kinds import in_host, is_on_device, on_device
 from jax_impl.runtime.traced import runs_any
 
+# Before, a program of the host cannot say in which memory its results lie.
+_SINCE = (0, 10, 1)
 # Of arrays that are cut over devices, outside of shard_map.
 _REDUCTIONS = frozenset(
     (
@@ -38,13 +40,23 @@ def is_local(equation: Any) -> bool:
 def computed_on_host(
     function: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> Sequence[Any]:
-    """Inside of a program: ``function(values)``, in the host's memory; values of the device are sent there."""
+    """Inside of a program: ``function(values)``, in the host's memory; values of the device are sent there.
+
+    Raises ``ValueError`` for a version of JAX that cannot do so.
+    """
+    if jax.__version_info__ < _SINCE:
+        since = ".".join(map(str, _SINCE))
+        raise ValueError(
+            f"update on the host: expected jax {since} or later, got {jax.__version__}: update jax"
+        )
+    # JAX 0.12 has it by the name of the context manager that the versions before have, too.
+    placed: Any = compute_on.compute_on2 if hasattr(compute_on, "compute_on2") else compute_on.compute_on
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
         # To JAX what a program makes lies on the device, and does not mix with what lies elsewhere.
         return function(on_device(values))
 
     sent = [in_host(x) if is_on_device(x) else x for x in values]
-    on_host = compute_on2(run, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    on_host = placed(run, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
     found: Sequence[Any] = on_host(sent)
     return found

@@ -192,13 +192,17 @@ def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
     ],
 )
 def test_updates_that_need_more_than_a_device_has_are_refused_on_the_host(make: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match="update on the host: expected an optimizer that treats elements alike"):
+    with pytest.raises(
+        ValueError, match="update on the host: expected an optimizer that treats elements alike"
+    ):
         update_of(ON_HOST, make(), **options)
 
 
 def test_an_update_on_the_host_needs_a_step_count() -> None:
     plan = plan_sharding(Model(2), data_parallel_mesh(4))
-    with pytest.raises(ValueError, match="Offload: update='host': expected an optimizer that keeps a step count"):
+    with pytest.raises(
+        ValueError, match="Offload: update='host': expected an optimizer that keeps a step count"
+    ):
         abstract_state(plan, optax.sgd(0.1, momentum=0.9), offload=ON_HOST)
 
 
