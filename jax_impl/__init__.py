@@ -89,7 +89,8 @@ names is recognized as a stack where flax's own layers in it (``nnx.Linear``) sh
 inside gathers those three times. A recomputed root runs the model's forward three times.
 
 **Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather.
-``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values.
+``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values. Modules
+with ``dot_general=float8_dot_general`` multiply them in float8 as well, best beside ``gather_dtype="float8_e4m3fn"``.
 ``reduce_dtype`` is the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None``
 computes in the main weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the
 dtype in which it multiplied.
@@ -233,6 +234,7 @@ from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.optimizer.main_weight_muon import MuonState, main_weight_muon
 from jax_impl.optimizer.main_weight_sgd import SGDState, main_weight_sgd
 from jax_impl.optimizer.offload import Offload
+from jax_impl.runtime.float8_products import float8_dot_general
 from jax_impl.runtime.gradients import make_gradients
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train import make_train_step
@@ -267,6 +269,7 @@ __all__ = [
     "count_compiled_collectives",
     "data_parallel_mesh",
     "find_nonfinite",
+    "float8_dot_general",
     "fully_shard",
     "init_sharded",
     "init_state",

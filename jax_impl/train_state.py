@@ -57,11 +57,19 @@ def init_state(
     if variables is None:
         # Copies, because a program of the whole step may be given all of the state (donated).
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
+    _check(offload)
     opt_state = initial_moments(plan, weights, optimizer, offload)
     warn_of_whole_moments(plan, opt_state)
     if offload is not None and offload.main_weights:
         weights = {key: moved(array, HOST) for key, array in weights.items()}
     return TrainState(weights, opt_state, place_variables(plan, variables))
+
+
+def _check(offload: Offload | None) -> None:
+    if not isinstance(offload, Offload | None):
+        raise TypeError(
+            f"offload: expected None or jax_impl.Offload, such as Offload(moments=0.5), got {offload!r}"
+        )
 
 
 def initial_moments(
@@ -134,7 +142,8 @@ def abstract_state(
         for key, stored in plan.arrays.items()
     }
     moments = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
-    own, kinds = (offload or Offload(0.0)).kinds(plan, moments)
+    _check(offload)
+    own, kinds = (Offload(0.0) if offload is None else offload).kinds(plan, moments)
     weights = {key: _abstract(array, array.sharding, own[key]) for key, array in weights.items()}
     opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), kinds)
     variables: Any = {

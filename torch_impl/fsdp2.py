@@ -51,7 +51,9 @@ Behave otherwise than in FSDP2:
 * A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
   next forward. ``tensor[i]`` and views that keep rows are seen.
 * Moments in float16 and float8 have a scale for each row, and float8 second moments are approximate.
-  ``load_checkpoint`` refuses moments of another dtype than the checkpoint's.
+  ``load_checkpoint`` refuses moments of another dtype than the checkpoint's, unless ``moments="convert"``.
+* ``set_optimizer_state_dict(broadcast_from_rank0=True)`` of float8 moments raises torch's "Invalid scalar type": gloo
+  broadcasts no float8. Load the whole state dict on every rank.
 
 Limits:
 

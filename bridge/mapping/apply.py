@@ -229,7 +229,8 @@ class _Instance:
                 absent = f" ({self.axes.absent[name]})" if name in self.axes.absent else ""
                 raise self._error(
                     f"the size of axis {shown} does not follow from the shapes{absent}; give it in the mapping's "
-                    f"[axes] table or on the command line as --axis {name}=SIZE"
+                    f"[axes] table or on the command line as --axis {name}=SIZE, in a program by "
+                    f"load_mapping(...).with_axes({{{name!r}: SIZE}})"
                 ) from error
             yield from zip(
                 entry.axis_sets(), ((entry, alternative) for alternative in alternatives), strict=True

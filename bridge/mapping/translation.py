@@ -181,7 +181,8 @@ class _Planner:
             )
         raise MappingError(
             f"mapping {self.mapping.name}: the target convention of {self.reader.path}, which has the names of "
-            f"{self.source.name}, is not clear; choose one (--into): {', '.join(c.name for c in left)}"
+            f"{self.source.name}, is not clear; choose one (--into): {', '.join(c.name for c in left)}; in a program, "
+            f"load_mapping({self.mapping.name!r}).between({self.source.name!r}, NAME)"
         )
 
     def _at_its_places(self, target: Convention) -> Convention:

@@ -39,10 +39,12 @@ def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share:
     for unit in cut.units:
         place = model.layer_of(unit.path)
         name = f"{place[0]}.*.{place[2]}" if place else unit.path
-        for group in buffers_of(unit.kind, mesh):
+        for number, group in enumerate(buffers_of(unit.kind, mesh)):
             if group.shape.trainable:
-                sizes[name] = sizes.get(name, 0) + group.padded
-                members.setdefault(name, []).extend(
+                # A unit has several where weights are gathered as float8, or cut over model axes.
+                key = f"{name} {number}"
+                sizes[key] = sizes.get(key, 0) + group.padded
+                members.setdefault(key, []).extend(
                     f"{unit.path}.{one}".lstrip(".") for one in group.shape.names
                 )
     return frozenset(path for name in picked(sizes, share) for path in members[name])

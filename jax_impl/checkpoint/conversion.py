@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bridge.formats import Box, TreePath
+from bridge.formats import Box, CheckpointError, TreePath
 from bridge.formats.base import TensorInfo
 from bridge.formats.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
@@ -30,7 +30,7 @@ from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import Kind, kinds
 from jax_impl.checkpoint.roots import is_of_optimizer
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.moment_arrays import Parts, PlanMoments
+from jax_impl.optimizer.moment_arrays import ParameterMoments, Parts, PlanMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
@@ -118,10 +118,11 @@ def conversion(
     tree: str,
 ) -> Conversion:
     """``weights``, ``opt_state``: the abstract ones of ``optimizer``."""
+    expected = kinds(plan, weights, opt_state)
     if not isinstance(optimizer, MainWeightTransformation):
         # Values are cast where they are placed.
-        return Conversion(DecodedMoments(reader, tree), optimizer, lambda state: state)
-    expected = kinds(plan, weights, opt_state)
+        kept = _kept_by_others(reader, plan, expected, tree)
+        return Conversion(DecodedMoments(reader, tree, kept), optimizer, lambda state: state)
     kept = {name for name in optimizer.formats if _same_format(name, expected, reader.tensors, tree)}
     others = {name: kind for name, kind in optimizer.formats.items() if name not in kept}
     wide = optimizer.with_formats({name: MomentFormat.of(kind.option, None) for name, kind in others.items()})
@@ -131,37 +132,67 @@ def conversion(
         for name, kind in others.items():
             # Nothing else holds these, so that each array goes when it is converted.
             values = getattr(state, name)
-            changed[name], changed[name + SCALE] = _encoded(plan, kind, weights, values, state.count)
+            changed[name], changed[name + SCALE] = _encoded(plan, kind, values, state.count)
         return replace(state, **changed)
 
     return Conversion(DecodedMoments(reader, tree, kept), wide, converted)
+
+
+def _kept_by_others(
+    reader: TreeReader, plan: ShardingPlan, expected: Mapping[str, Kind], tree: str
+) -> set[str]:
+    """Names of the moments with scales inside of an optimizer's state, which no other format is turned into."""
+    scaled = set()
+    for name in expected:
+        words = name.split("/")
+        for place, word in enumerate(words):
+            if word.endswith(SCALE) and "/".join(words[place + 1 :]) in plan.parameters:
+                scaled.add(word.removesuffix(SCALE))
+    saved = {word for name in reader.tensors if is_of_optimizer(name, tree) for word in name.split("/")}
+    kept = {name for name in scaled if _same_format(name, expected, reader.tensors, tree)}
+    others = sorted((scaled - kept) & saved)
+    if others:
+        raise CheckpointError(
+            f'{reader.path}: moments="convert": expected {", ".join(others)} as this optimizer stores them, in the '
+            "same dtype and with the same scales, got another format, which is turned into one with scales only "
+            "where main_weight_adamw, main_weight_sgd or main_weight_muon is the optimizer itself, not a part of "
+            'another (optax.chain): load for it alone, or begin with fresh moments by moments="same", strict=False'
+        )
+    return kept
 
 
 def _same_format(
     moment: str, expected: Mapping[str, Kind], found: Mapping[str, TensorInfo], tree: str
 ) -> bool:
     """Whether all of a moment was saved as this optimizer stores it."""
-    places = f"opt_state/{moment}/", f"opt_state/{moment}{SCALE}/"
-    own = {name.removeprefix("opt_state"): kind for name, kind in expected.items() if name.startswith(places)}
     saved = {
-        f"/{word}/" + rest.removesuffix(_VALUE): Kind(info.shape, info.dtype)
-        for name, info in found.items()
-        for word in (moment, moment + SCALE)
-        if is_of_optimizer(name, tree) and (rest := f"/{name}".partition(f"/{word}/")[2])
+        name: Kind(info.shape, info.dtype) for name, info in found.items() if is_of_optimizer(name, tree)
     }
-    return own == saved
+    return _of_moment(moment, expected) == _of_moment(moment, saved)
+
+
+def _of_moment(moment: str, tensors: Mapping[str, Kind]) -> dict[str, Kind]:
+    """By what comes behind the place of the optimizer's own state."""
+    return {
+        f"/{word}/" + rest.removesuffix(_VALUE): kind
+        for name, kind in tensors.items()
+        for word in (moment, moment + SCALE)
+        if (rest := f"/{name}".partition(f"/{word}/")[2])
+    }
 
 
 def _encoded(
     plan: ShardingPlan,
     kind: MomentFormat,
-    weights: Mapping[str, Any],
     values: dict[str, Any],
     count: jax.Array,
 ) -> tuple[Any, Any]:
-    """The two trees of a moment whose float32 ``values`` are used up."""
-    arrays = PlanMoments(plan)
-    given = {key: array for key, array in weights.items() if key in plan.trainable}
+    """The two trees of a moment whose ``values``, in the dtype of the weights, are used up."""
+    # Muon has moments by path.
+    arrays = PlanMoments(plan) if values.keys() <= plan.trainable else ParameterMoments(plan)
+    given: dict[str, Any] = {
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in values.items()
+    }
     parts: list[Parts] = []
     for number, rows in enumerate(arrays.rows(kind, given)):
         key = sorted(given)[number]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from bridge.formats import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.saving import pending
 from bridge.formats.saving.steps import choose_step
 from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
@@ -75,6 +76,7 @@ def load_checkpoint(
 
     Each of several processes calls this and reads what its devices need; an error on one of them is raised on all.
     Extra host memory: one device's part of one unit, as which a stack counts, and under 150 MiB for what is being read.
+    A save that is still pending is waited for first, and raises if it failed and nobody was told.
 
     Args:
         path: the checkpoint, or a directory of steps, of which the latest that is complete is taken.
@@ -98,7 +100,7 @@ def load_checkpoint(
             tree is searched like a whole checkpoint; an optimizer's state may also be beside it. All else is ignored.
         moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
             those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
-            for the while.
+            for the while. Moments with scales of an optimizer inside of another (a chain) are kept or refused.
         mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the
             checkpoint, of any format, and those of the plan. Only what a device's boxes are made of is read for it.
             Moments with scales of another model's rows need ``moments="convert"``.
@@ -117,6 +119,8 @@ def load_checkpoint(
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
         given = _given(plan, initial, variables, strict=strict)
         directory = Path(os.path.abspath(path))
+        # What this run is still saving is what it means to load.
+        pending.settle()
         if processes.first:
             # Saves may end meanwhile: the others take what the first one saw.
             chosen.shared = os.path.relpath(choose_step(directory, step), directory)

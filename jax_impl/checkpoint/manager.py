@@ -12,7 +12,7 @@ from bridge.formats.saving.manager import StepManager
 from bridge.formats.saving.pending import PendingSave
 from jax_impl.checkpoint.checkpoint import start_save
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from jax_impl.comm.agreement import TIMEOUT
+from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
@@ -50,15 +50,20 @@ class CheckpointManager(StepManager):
         Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
         ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
         """
+        processes = Processes(plan.mesh, "save", timeout)
+        # A number that only one process refuses is an error on all: the others would wait for it.
+        with processes.step("prepare"):
+            path = self.path_of(step)
+            extras = self.extras(step, metrics if processes.first else None)
         return start_save(
-            self.path_of(step),
+            path,
             plan,
             state,
             train,
             objects=objects,
             item=item,
             timeout=timeout,
-            extras=self.extras(step, metrics),
+            extras=extras,
             asynchronous=self.asynchronous,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, NamedSharding
 
+from bridge.sharding import float8
 from bridge.sharding.recompute import Recompute
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.flat_group import FlatGroup
@@ -40,6 +41,8 @@ class GroupReport:
     size one number, with the whole ones.
     nbytes: of the main weights at rest on each device, of all layers.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``PrecisionPolicy``.
+    gather_dtype: in which weights cross the network, compute_dtype or a float8 format; gather_bytes: of the whole group
+    then, of all layers, padding and scales included.
     fingerprint: of the layout; "" in the pjit engine, which has none.
     """
 
@@ -58,6 +61,8 @@ class GroupReport:
     compute_dtype: str
     reduce_dtype: str
     grad_dtype: str
+    gather_dtype: str
+    gather_bytes: int
 
     @property
     def padding(self) -> float:
@@ -196,6 +201,7 @@ def _group_report(group: Any) -> GroupReport:
         if isinstance(group, CutGroup):
             over, rows = group.axes, group.rows
         numel, padded = layers * rows * layout.numel, layers * rows * layout.padded_size
+        scales = layers * rows * layout.num_shards * float8.scale_bytes(layout, wire.float8 or "")
         sizes, num_shards = layout.shard_sizes, num_shards * rows
         fingerprint, align = layout.fingerprint, layout.align
     else:
@@ -203,6 +209,7 @@ def _group_report(group: Any) -> GroupReport:
         if num_shards > 1:
             whole = tuple(array.path for array in group.arrays if array.dimension is None)
         numel = padded = sum(math.prod(array.shape) for array in group.arrays)
+        scales = sum(map(_blocks, group.arrays)) if wire.float8 == "mxfp8" else 0
         sizes = (sum(map(math.prod, shapes)) // layers,)
         over = tuple(dict.fromkeys(cut.axis for array in group.arrays for cut in array.cuts))
     return GroupReport(
@@ -221,7 +228,14 @@ def _group_report(group: Any) -> GroupReport:
         compute_dtype=wire.compute.name,
         reduce_dtype=wire.reduce.name,
         grad_dtype=wire.grad.name,
+        gather_dtype=wire.float8 or wire.compute.name,
+        gather_bytes=padded + scales if wire.float8 else padded * wire.compute.itemsize,
     )
+
+
+def _blocks(array: Any) -> int:
+    *rows, size = array.shape
+    return math.prod(rows) * float8.blocks_of(size)
 
 
 def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
@@ -250,6 +264,7 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
         "shard": " + ".join(f"{size:,}" for size in group.shard_sizes) or "0",
         "align": str(group.align),
         "bytes/device": f"{group.nbytes:,}",
-        "dtypes": dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes),
+        "dtypes": (dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes))
+        + ("" if group.gather_dtype == group.compute_dtype else f" gathered as {group.gather_dtype}"),
     }
     return row | of_group

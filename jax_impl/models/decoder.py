@@ -6,6 +6,7 @@ Every module computes in the dtype of its parameters; norms, rotations, scores a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,16 +68,26 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Kernel(nnx.Module):
-    """One bias-free projection; ``equation`` names its axes, weights are normal with ``std``."""
+    """One bias-free projection; ``equation`` names its axes, weights are normal with ``std``.
+
+    ``dot_general``: what multiplies in place of ``jnp.einsum``, with the signature of ``jax.lax.dot_general``:
+    ``model.set_attributes(dot_general=float8_dot_general)``.
+    """
 
     def __init__(
         self, equation: str, shape: tuple[int, ...], *, rngs: nnx.Rngs, dtype: jnp.dtype, std: float = 0.02
     ) -> None:
         self.equation = equation
+        self.dot_general: Callable[..., jax.Array] | None = None
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _einsum(self.equation, x, self.kernel[...])
+        if self.dot_general is None:
+            return _einsum(self.equation, x, self.kernel[...])
+        of_x, of_kernel = self.equation.split("->")[0].split(",")
+        summed = [axis for axis in of_x if axis in of_kernel]
+        axes = tuple(tuple(map(names.index, summed)) for names in (of_x, of_kernel))
+        return self.dot_general(x, self.kernel[...], (axes, ((), ())), jax.lax.Precision.HIGHEST)
 
 
 class Embedding(nnx.Module):

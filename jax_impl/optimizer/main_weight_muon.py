@@ -140,6 +140,11 @@ def main_weight_muon(
         check_not_negative(name, number, _NAME)
     if adjust_lr_fn not in _ADJUSTMENTS:
         raise ValueError(f"{_NAME}: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {adjust_lr_fn!r}")
+    if not callable(use_muon):
+        raise ValueError(
+            f"{_NAME}: use_muon: expected a function of a parameter's path and shape, such as "
+            f"lambda path, leaf: len(leaf.shape) == 2 and path != 'head', got {use_muon!r}"
+        )
     if outputs not in (-1, -2):
         raise ValueError(f"{_NAME}: outputs: expected -1 or -2, got {outputs}")
     if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:

@@ -6,6 +6,8 @@ own float8 types differ in what they saturate and flush, and not every device ha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,9 +15,25 @@ from jax import lax
 from bridge.sharding.float8 import BLOCK, blocks_of
 
 _FRACTION = 23
+_BIAS = 127
 _NAN = 0x7F
 _INFINITY = 0x7F800000
 _SMALLEST_NORMAL = 0x00800000
+
+
+@dataclass(frozen=True)
+class Float8:
+    """A format: bits of its fraction, bias of its exponent, and the code of its largest number, 1.75 * 2 ** power."""
+
+    dtype: jnp.dtype
+    fraction: int
+    bias: int
+    largest: int
+    power: int
+
+
+E4M3 = Float8(jnp.dtype(jnp.float8_e4m3fn), fraction=3, bias=7, largest=0x7E, power=8)
+E5M2 = Float8(jnp.dtype(jnp.float8_e5m2), fraction=2, bias=15, largest=0x7B, power=15)
 
 
 def magnitudes(values: jax.Array) -> jax.Array:
@@ -24,27 +42,32 @@ def magnitudes(values: jax.Array) -> jax.Array:
     return jnp.where(bits > _INFINITY, 0, bits)
 
 
-def scales_of(amax: jax.Array) -> jax.Array:
+def scales_of(amax: jax.Array, kind: Float8 = E4M3) -> jax.Array:
     """Bits of magnitudes -> E8M0 bytes."""
     # The addend carries into the exponent where the fraction is above that of 1.75.
-    exponents = ((amax + 0x1FFFFF) >> _FRACTION) - 8
+    exponents = ((amax + 0x1FFFFF) >> _FRACTION) - kind.power
     return jnp.maximum(exponents, 0).astype(jnp.uint8)
 
 
-def encode(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """float32 and the scale of each, of a shape that broadcasts -> e4m3 bytes."""
+def encode(values: jax.Array, scales: jax.Array, kind: Float8 = E4M3) -> jax.Array:
+    """float32 and the scale of each, of a shape that broadcasts -> bytes of the format."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
     # Devices differ in whether they take subnormal numbers for zeros.
     flushed = lax.bitcast_convert_type(jnp.where(bits < _SMALLEST_NORMAL, 0, bits), jnp.float32)
-    scaled = flushed * _power(254 - scales.astype(jnp.int32))
+    scaled = flushed * power_of(254 - scales.astype(jnp.int32))
     found = lax.bitcast_convert_type(scaled, jnp.int32)
-    # Three fraction bits stay of 23, and the exponent's bias falls from 127 to 7.
-    normal = ((found + 0x7FFFF + ((found >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are multiples of 2^-9, the spacing of float32 at 2^14: the addition rounds to them.
-    small = lax.bitcast_convert_type(jnp.minimum(scaled, 1.0) + 2.0**14, jnp.int32) - (141 << _FRACTION)
-    payload = jnp.minimum(jnp.where(found < (121 << _FRACTION), small, normal), 0x7E)
+    # Of 23 fraction bits the format's stay, and the exponent has the format's bias.
+    dropped = _FRACTION - kind.fraction
+    half = (1 << (dropped - 1)) - 1
+    normal = ((found + half + ((found >> dropped) & 1)) >> dropped) - ((_BIAS - kind.bias) << kind.fraction)
+    # Smaller numbers are multiples of the spacing of float32 at this power of two: the addition rounds to them.
+    power = dropped + 1 - kind.bias
+    small = lax.bitcast_convert_type(jnp.minimum(scaled, 1.0) + 2.0**power, jnp.int32)
+    small -= (_BIAS + power) << _FRACTION
+    smallest_normal = (_BIAS + 1 - kind.bias) << _FRACTION
+    payload = jnp.minimum(jnp.where(found < smallest_normal, small, normal), kind.largest)
     return (jnp.where(bits > _INFINITY, _NAN, payload) | sign).astype(jnp.uint8)
 
 
@@ -57,7 +80,7 @@ def decode(payload: jax.Array, scales: jax.Array) -> jax.Array:
     half = jnp.where(code & 0x78, normal, subnormal)
     half = jnp.where((code & 0x7F) == _NAN, jnp.nan, half)
     half = jnp.where(code & 0x80, -half, half)
-    return half * _power(scales.astype(jnp.int32) + 1)
+    return half * power_of(scales.astype(jnp.int32) + 1)
 
 
 def in_rows(values: jax.Array) -> jax.Array:
@@ -72,6 +95,6 @@ def each_in_row(scales: jax.Array, columns: int) -> jax.Array:
     return jnp.repeat(scales, BLOCK, axis=-1)[..., :columns]
 
 
-def _power(exponents: jax.Array) -> jax.Array:
+def power_of(exponents: jax.Array) -> jax.Array:
     """``2 ** (e - 127)`` for 1 <= e <= 254."""
-    return lax.bitcast_convert_type(exponents << _FRACTION, jnp.float32)
+    return lax.bitcast_convert_type(exponents.astype(jnp.int32) << _FRACTION, jnp.float32)

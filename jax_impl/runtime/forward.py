@@ -108,7 +108,12 @@ def call_model(
                 raise
             raise ValueError(hint) from error
 
-    order = Order(plan.prefetch, plan.chained, gates_reductions=plan.engine == "shard_map")
+    order = Order(
+        plan.prefetch,
+        plan.chained,
+        gates_reductions=plan.engine == "shard_map",
+        model_axes=bool(plan.model_axes.names),
+    )
     output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
     return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
 

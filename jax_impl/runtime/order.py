@@ -59,11 +59,13 @@ class Order:
     then waits for their reduction.
     gates_reductions: False where XLA reduces gradients as they are computed: what waits for a gate there is reduced
     already, and copied.
+    model_axes: whether the mesh has any. A gate reads an element of each array, which XLA would send over them.
     """
 
     prefetch: int
     chained: bool
     gates_reductions: bool
+    model_axes: bool = False
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
     def gather(
@@ -132,7 +134,7 @@ class Order:
     @property
     def _needs_gates(self) -> bool:
         """Whether barriers do not do, as of programs of simulated devices whose collectives are written."""
-        return self.chained and self.gates_reductions
+        return self.chained and self.gates_reductions and not self.model_axes
 
     def reduce(
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays

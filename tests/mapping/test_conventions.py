@@ -248,7 +248,8 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
             None,
             None,
             "orbax",
-            r"the names of hf, is not clear; choose one \(--into\): torchtitan, flax, maxtext",
+            r"the names of hf, is not clear; choose one \(--into\): torchtitan, flax, maxtext; in a program, "
+            r"load_mapping\('.*'\).between\('hf', NAME\)",
         ),
         (
             "hf",

@@ -411,3 +411,20 @@ def test_frozen_patterns_are_those_of_the_runtime() -> None:
         with_frozen(model, ["head.*"])
     with pytest.raises(PlanError, match="--frozen: expected parameters that are trained, got none left"):
         with_frozen(model, ["*"])
+
+
+def test_float8_groups_of_a_unit_are_offloaded_each_by_itself() -> None:
+    text = policy_text((4,), "optim_grads_params", "optim_grads_params", {"gather": "mxfp8"})
+    chosen = Optimizer("adamw", ("float32", "float32"), Fraction(1, 2))
+    plan, weights = jax_impl.fully_shard(
+        Whole([PART, PART, PART], OWN),
+        jax_impl.data_parallel_mesh({"axis0": 4}),
+        jax_impl.ShardingPolicy.parse(text, "test"),
+        frozen=frozen_paths([PART, PART, PART], OWN),
+    )
+    offload = jax_impl.Offload(0.5)
+    state = jax_impl.init_state(plan, weights, chosen.transformation(), offload=offload)
+    model, policy = model_of([PART, PART, PART], OWN), parse_policy(text, "test")
+    for number, device in enumerate(plan.mesh.devices.flat):
+        rest = make_plan(model, policy, 4, "jax", Workload(), device=number, optimizer=chosen).at_rest
+        assert (rest.moments.allocated, rest.host) == held(state.opt_state, device)

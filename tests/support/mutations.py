@@ -283,7 +283,7 @@ TORCH = [
     M(
         "manager: removes what it did not save",
         "bridge/formats/saving",
-        "if own in steps[step] and (own / MANIFEST_FILE).exists():",
+        "if own in steps[step] and (own / METRICS_FILE).exists():",
         "if own in steps[step]:",
         "formats/saving",
     ),
@@ -359,6 +359,55 @@ TORCH = [
     ),
 ]
 JAX = [
+    M(
+        "gradients of inputs of float8 products from unrounded weights",
+        "jax_impl/runtime",
+        "weight = _rounded(rhs, E4M3)",
+        "weight = rhs",
+        "jax_impl/runtime/test_float8_products.py",
+    ),
+    M(
+        "gradients rounded as activations are",
+        "jax_impl/runtime",
+        "to_lhs(_rounded(grad, E5M2))",
+        "to_lhs(_rounded(grad, E4M3))",
+        "jax_impl/runtime/test_float8_products.py",
+    ),
+    M(
+        "gradients of weights from rounded activations",
+        "jax_impl/runtime",
+        "lambda w: lax.dot_general(lhs, w, dimensions, precision)",
+        "lambda w: lax.dot_general(_rounded(lhs, E4M3), w, dimensions, precision)",
+        "jax_impl/runtime/test_float8_products.py",
+    ),
+    M(
+        "float8 gradients whose smallest numbers are cut off",
+        "jax_impl/runtime",
+        "power = dropped + 1 - kind.bias",
+        "power = dropped + 2 - kind.bias",
+        "jax_impl/runtime/test_float8_products.py",
+    ),
+    M(
+        "float8 products of sizes that no kernel takes",
+        "jax_impl/runtime",
+        "return inputs % _MULTIPLE == 0 and outputs % _MULTIPLE == 0",
+        "return True",
+        "jax_impl/runtime/test_float8_products.py parity/test_float8_products.py",
+    ),
+    M(
+        "decoders that ignore what is to multiply",
+        "jax_impl/models",
+        "if self.dot_general is None:",
+        "if True:",
+        "jax_impl/runtime/test_float8_products.py",
+    ),
+    M(
+        "bytes of a gather without its scales",
+        "jax_impl/diagnostics",
+        "padded + scales if wire.float8 else",
+        "padded if wire.float8 else",
+        "jax_impl/diagnostics/test_layout_report.py",
+    ),
     M(
         "reduce-scatter skipped",
         "jax_impl/comm",

@@ -84,7 +84,21 @@ ROWS = (
         ("~Offload(main_weights=True, update='host')",),
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
-    Row("products in float8", ("MixedPrecisionPolicy.float8_products",), why="not built"),
+    Row(
+        "products in float8",
+        ("MixedPrecisionPolicy.float8_products",),
+        ("float8_dot_general", "~nnx.Linear(dot_general=float8_dot_general)"),
+    ),
+    Row(
+        "",
+        (),
+        (
+            "float8_dot_general(precision=)",
+            "float8_dot_general(preferred_element_type=)",
+            "float8_dot_general(out_sharding=)",
+        ),
+        "the signature of jax.lax.dot_general",
+    ),
     # Initial values
     Row(
         "initial values where no device holds the model",

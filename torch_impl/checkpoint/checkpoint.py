@@ -166,8 +166,9 @@ def load_checkpoint(
     """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
 
     Each rank reads its own rows. Everything is read and checked on every rank before anything is modified, which takes
-    memory for one more copy of this rank's part. The hyperparameters of each parameter group (lr, betas, ...) become
-    the saved ones; those that were not saved stay. The next forward uses the new weights.
+    memory for one more copy of this rank's part. A save that is still pending is waited for first, and raises if it
+    failed and nobody was told. The hyperparameters of each parameter group (lr, betas, ...) become the saved ones;
+    those that were not saved stay. The next forward uses the new weights.
 
     Args:
         path: the checkpoint's directory, or a directory of steps, of which the latest that is complete is taken.
@@ -184,7 +185,7 @@ def load_checkpoint(
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
             lists the names or tensors that differ); or it is without the step, or any complete one.
-        ValueError: the optimizer's initial state is not known; ``moments`` is another word.
+        ValueError: the optimizer's initial state is not known; ``moments`` is another word; ``step`` is no int.
     """
     if moments not in MODES:
         raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
@@ -192,6 +193,8 @@ def load_checkpoint(
     directory = Path(path)
 
     def choose() -> str | None:
+        # What this run is still saving is what it means to load.
+        pending.settle()
         # Saves may end meanwhile: the others take what rank 0 saw.
         return os.path.relpath(choose_step(directory, step), directory) if rank() == 0 else None
 

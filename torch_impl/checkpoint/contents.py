@@ -22,9 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bridge.formats import CheckpointError, CheckpointReader
+from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
 
 # How to compute, not what: another run may choose otherwise without changing the result.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# Which parameters a group holds is the live optimizer's to say.
+_NOT_RESTORED = _IMPLEMENTATION_KEYS | {"params", "param_names"}
 _GROUPS = "optimizer.param_groups."
 
 
@@ -102,7 +105,8 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
 def is_stateless(optimizer: Optimizer) -> bool:
     """Whether the optimizer keeps nothing between steps: SGD without momentum."""
     groups = optimizer.param_groups
-    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
+    is_sgd = isinstance(optimizer, torch.optim.SGD | MainWeightSGD)
+    return is_sgd and not any(group["momentum"] for group in groups)
 
 
 def _init_adam_state(optimizer: torch.optim.Adam) -> None:
@@ -226,7 +230,7 @@ def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Op
             )
         group = optimizer.param_groups[i]
         values = {key: value for k in origins if k is not None for key, value in saved[k].items()}
-        values = {k: v for k, v in values.items() if k != "params" and k not in _IMPLEMENTATION_KEYS}
+        values = {k: v for k, v in values.items() if k not in _NOT_RESTORED}
         updates.append(
             GroupUpdate(group, {k: _like(group.get(k), v, f"{_GROUPS}{i}.{k}") for k, v in values.items()})
         )

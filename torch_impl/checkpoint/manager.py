@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from bridge.formats.saving.manager import StepManager
 from bridge.formats.saving.pending import PendingSave
 from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save
+from torch_impl.comm.agreement import agree, rank
 
 
 class CheckpointManager(StepManager):
@@ -42,14 +43,11 @@ class CheckpointManager(StepManager):
         Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
         ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
         """
-        return start_save(
-            self.path_of(step),
-            model,
-            optimizer,
-            train,
-            extras=self.extras(step, metrics),
-            asynchronous=self.asynchronous,
+        # Together: a rank that raised alone would leave the others waiting for it.
+        (path, extras), _ = agree(
+            lambda: (self.path_of(step), self.extras(step, metrics if rank() == 0 else None))
         )
+        return start_save(path, model, optimizer, train, extras=extras, asynchronous=self.asynchronous)
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, **options: Any

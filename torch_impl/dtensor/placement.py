@@ -248,6 +248,9 @@ def gather(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:
     """A tensor of global ``shape`` in memory of its own, equal on all ranks, from the ranks' ``local`` parts."""
+    if local.is_floating_point() and local.itemsize == 1:
+        # gloo knows no float8.
+        return gather(local.view(torch.uint8), shape, mesh, placements).view(local.dtype)
     return _gather_tensor_parallel(_gather_rows(local, shape, mesh, placements), shape, mesh, placements)
 
 

@@ -168,7 +168,9 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            if one is None or not one.is_current(self.state.get(param)):
+            # Schedulers may change what the moments depend on, such as whether there is momentum.
+            formats = self._formats_in(group)
+            if one is None or one.formats != formats or not one.is_current(self.state.get(param)):
                 one = self._update_of(param, group)
             local = _checked_gradient(grad, one)
             device = one.weight.device

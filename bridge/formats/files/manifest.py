@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -217,8 +218,9 @@ def _hex(crc: int) -> str:
 
 
 def _crc(value: Any) -> int:
-    if not isinstance(value, str) or len(value) != 8:
-        raise ValueError(f"expected a checksum of 8 hexadecimal digits, got {value!r:.40}")
+    # As it is written: in capitals it would be the same number, and a flipped bit would go unseen.
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        raise ValueError(f"expected a checksum of 8 hexadecimal digits in small letters, got {value!r:.40}")
     return int(value, 16)
 
 

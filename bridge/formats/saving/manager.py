@@ -23,7 +23,6 @@ from typing import Literal, Self, SupportsFloat
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.atomic import fsync_directory, is_temporary
 from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
@@ -126,7 +125,8 @@ class StepManager:
 
     def extras(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveExtras:
         """What a save of this step does beside saving. ``ValueError`` for metrics that are no numbers."""
-        files = {} if metrics is None else {METRICS_FILE: render_metrics(metrics)}
+        # Also without metrics: the file marks the directory as a manager's.
+        files = {METRICS_FILE: render_metrics(metrics or {})}
         return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))
 
     def _best(self) -> int | None:
@@ -150,7 +150,7 @@ class StepManager:
         steps = complete_steps(self.directory)
         for step in self._retention.superseded(list(steps), self._best(), saved):
             own = self.directory / str(step)
-            if own in steps[step] and (own / MANIFEST_FILE).exists():
+            if own in steps[step] and (own / METRICS_FILE).exists():
                 try:
                     _remove(_renamed(own))
                 except FileNotFoundError:

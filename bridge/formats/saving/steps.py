@@ -22,8 +22,11 @@ _SHOWN = 10
 def choose_step(path: Path, step: int | None) -> Path:
     """The directory of the latest complete step in ``path``, or of ``step``; ``path`` itself if it is a checkpoint.
 
-    Raises ``CheckpointError`` where the step is not there or not complete, and for one that two directories are.
+    Raises ``CheckpointError`` where the step is not there or not complete, and for one that two directories are;
+    ``ValueError`` for a step that is no int.
     """
+    if isinstance(step, bool) or not (step is None or hasattr(step, "__index__")):
+        raise ValueError(f"step: expected an int or None, got {step!r}")
     is_checkpoint = any((path / name).exists() for name in _OF_A_CHECKPOINT)
     numbers = {} if is_checkpoint or not path.is_dir() else _numbers(path)
     if not numbers:

@@ -42,15 +42,15 @@ def assert_same_files(now: Path, later: Path) -> None:
     assert verify(later).good
 
 
-def _content(path: Path) -> tuple[dict[str, bytes], list[int], list[Any]]:
-    """Files; sizes of those that have random numbers; what is left of those that have times, and every checksum."""
+def _content(path: Path) -> tuple[dict[str, bytes], int, list[Any]]:
+    """Files; how many have random numbers; what is left of those that have times, and every checksum."""
     files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
     times = json.loads(files.pop("_CHECKPOINT_METADATA").read_bytes())
     manifest = json.loads(files.pop("twinshard_manifest.json").read_bytes())
     random = {name for name in files if "d/" in name or name.endswith("manifest.ocdbt")}
     return (
         {name: file.read_bytes() for name, file in files.items() if name not in random},
-        sorted(files[name].stat().st_size for name in random),
+        len(random),
         [
             {name: value for name, value in times.items() if "timestamp" not in name},
             manifest["tensors"],

@@ -14,7 +14,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from bridge.formats import CheckpointError, open_checkpoint
-from jax_impl import abstract_state, load_checkpoint, main_weight_adamw, memory_report, save_checkpoint
+from jax_impl import (
+    abstract_state,
+    load_checkpoint,
+    main_weight_adamw,
+    main_weight_muon,
+    memory_report,
+    save_checkpoint,
+)
 from tests.support.jax_impl import checkpoint_runs as runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
@@ -178,6 +185,53 @@ def test_moments_of_another_format_are_refused_or_converted(
 def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
     values = np.asarray(arrays[f"opt_state/{name}/{path}"], np.float64)
     return values * arrays.get(f"opt_state/{name}_scale/{path}", 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:shard_map engine")
+@pytest.mark.parametrize(
+    ("engine", "before", "after"), [("shard_map", None, "float8_e4m3fn"), ("pjit", "float16", None)]
+)
+def test_muons_moments_are_converted(tmp_path: Path, before: Any, after: Any, engine: str) -> None:
+    def muon(kind: Any) -> Any:
+        return main_weight_muon(1e-2, momentum_dtype=kind, mu_dtype=kind, nu_dtype=kind)
+
+    here: Any = (2, runs.DEFAULT, engine)
+    plan = runs.plan_of(*here)
+    state = runs.fresh(*here, optimizer=muon(before))
+    state, _ = runs.train(state, *here, first=0, count=1, optimizer=muon(before))
+    save_checkpoint(tmp_path / "a", plan, state)
+    loaded = load_checkpoint(tmp_path / "a", plan, muon(after), moments="convert")
+    assert not loaded.fresh
+    save_checkpoint(tmp_path / "b", plan, loaded.state)
+    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
+    traces = [name.removeprefix("opt_state/trace/") for name in saved if name.startswith("opt_state/trace/")]
+    assert traces
+    for path in traces:
+        exact, stored = (decoded(arrays, "trace", path) for arrays in (saved, found))
+        largest = np.abs(exact).max(-1, keepdims=True)
+        assert np.all(largest > 0)
+        np.testing.assert_allclose(stored / largest, exact / largest, atol=2**-4 if after else 1e-6)
+    runs.train(loaded.state, *here, first=1, count=1, optimizer=muon(after))
+
+
+def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> None:
+    def chain(kind: Any) -> Any:
+        return optax.chain(optax.clip(1.0), main_weight_adamw(1e-2, mu_dtype=kind, nu_dtype=kind))
+
+    case: Any = (2, runs.DEFAULT, "pjit")
+    plan = runs.plan_of(*case)
+    for kind in (None, "float8_e4m3fn"):
+        state = runs.fresh(*case, optimizer=chain(kind))
+        save_checkpoint(tmp_path / str(kind), plan, state)
+    loaded = load_checkpoint(tmp_path / "float8_e4m3fn", plan, chain("float8_e4m3fn"), moments="convert")
+    assert not loaded.fresh
+    for strict in (True, False):
+        with pytest.raises(
+            CheckpointError, match=r'moments="convert": expected mu, nu .* not a part of another'
+        ):
+            load_checkpoint(tmp_path / "None", plan, chain("float8_e4m3fn"), moments="convert", strict=strict)
+    loaded = load_checkpoint(tmp_path / "float8_e4m3fn", plan, chain("bfloat16"), moments="convert")
+    assert not loaded.fresh
 
 
 def test_without_strictness_moments_of_another_format_are_fresh(tmp_path: Path) -> None:

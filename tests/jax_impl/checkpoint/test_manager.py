@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError
 from bridge.formats.saving import manager as manager_module
-from jax_impl import CheckpointManager, load_checkpoint
+from jax_impl import CheckpointManager, load_checkpoint, save_checkpoint_async
+from jax_impl.checkpoint import checkpoint as checkpoint_module
 from tests.support.jax_impl import checkpoint_runs as runs
 
 CASE = (2,)
@@ -92,3 +94,25 @@ def test_a_step_goes_only_when_its_successor_is_complete(
     go_on(tmp_path, 0, 3, max_to_keep=1)
     assert seen == [("1", True), ("2", True)]
     assert os.listdir(tmp_path) == ["3"]
+
+
+def test_a_load_takes_what_is_still_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoint_module._OpenedSave.write
+
+    def late(self: Any) -> None:
+        time.sleep(0.3)
+        write(self)
+
+    monkeypatch.setattr(checkpoint_module._OpenedSave, "write", late)
+    plan, state = runs.plan_of(*CASE), runs.fresh(*CASE)
+    save_checkpoint_async(tmp_path / "1", plan, state, {"step": 1}).wait()
+    save_checkpoint_async(tmp_path / "2", plan, state, {"step": 2})
+    assert load_checkpoint(tmp_path, plan, runs.OPTIMIZER).train == {"step": 2}
+
+
+def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    plan, state = runs.plan_of(*CASE), runs.fresh(*CASE)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ValueError, match="metrics: loss: expected a number, got None"):
+            manager.save(1, plan, state, metrics={"loss": None})  # type: ignore[dict-item]
+        assert manager.all_steps() == []

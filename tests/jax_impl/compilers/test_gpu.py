@@ -89,6 +89,27 @@ def test_what_travels_of_float8_weights_is_their_payload(gpu: Compile, setting: 
     assert_payload_travels(setting, gpu(setting))
 
 
+@pytest.mark.parametrize(
+    ("setting", "share"),
+    [
+        (Setting("h100:8", "shard_map", gather="float8_e4m3fn", dtype="bfloat16", products=True), 1),
+        pytest.param(Setting("h100:8", "pjit", gather="float8_e4m3fn", products=True), 1, marks=SLOW),
+        pytest.param(
+            Setting("a100:8", "shard_map", gather="float8_e4m3fn", dtype="bfloat16", products=True),
+            0,
+            marks=SLOW,
+        ),
+    ],
+    ids=str,
+)
+def test_projections_multiply_in_float8_forward_and_for_their_inputs(
+    gpu: Compile, setting: Setting, share: int
+):
+    projections = 7 * SIZES[setting.size]["n_layers"] + 1
+    assert gpu(setting).products == share * 2 * projections
+    assert_payload_travels(setting, gpu(setting))
+
+
 AT_ONCE = wrong(
     "the last unit is gathered for its backward at once, with nothing to run beside: 62 and 54 % against 67 %"
 )

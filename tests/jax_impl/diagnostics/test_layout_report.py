@@ -2,11 +2,19 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_impl import data_parallel_mesh, fully_shard, layout_report
+from jax_impl import (
+    call_unit,
+    count_collectives,
+    data_parallel_mesh,
+    fully_shard,
+    layout_report,
+    make_eval_step,
+)
 from jax_impl.models import Decoder, DecoderConfig
 from tests.jax_impl.runtime.test_strategy_matrix import EVEN
 from tests.support.jax_impl import diagnosed
@@ -41,6 +49,7 @@ def test_numbers_are_those_of_the_arrays(engine, stacked, mesh, strategy):
         assert group.nbytes == sum(weights[key].addressable_shards[0].data.nbytes for key in keys)
         assert sum(group.shard_sizes) * (unit.layers or 1) * 4 == group.nbytes
         assert (group.main_dtype, group.compute_dtype) == ("float32", "bfloat16")
+        assert (group.gather_dtype, group.gather_bytes) == ("bfloat16", 2 * group.padded_numel)
         assert all(size % group.align == 0 for size in group.shard_sizes)
         assert unit.strategy == strategy
         assert unit.layers == (2 if stacked and unit.name else None)
@@ -48,6 +57,44 @@ def test_numbers_are_those_of_the_arrays(engine, stacked, mesh, strategy):
     table = str(report).splitlines()
     assert all(any(line.startswith(name or "(root)") for line in table) for name in plan.units)
     assert f"{report.nbytes:,}" in str(report)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.filterwarnings("ignore:pjit engine")
+def test_payload_and_scales_are_told(engine, gather):
+    shapes = {"w": (3, 10, 40), "e": (3, 2, 6, 64), "b": (3, 7)}
+    plan, weights = fully_shard(
+        {"layers": {name: np.ones(shape, np.float32) for name, shape in shapes.items()}},
+        data_parallel_mesh(2),
+        units=["layers/*"],
+        stacked=["layers"],
+        engine=engine,
+        param_dtype="bfloat16",
+        gather_dtype=gather,
+    )
+    payload, vector = layout_report(plan).units[0].groups
+    assert set(payload.parameters) == {"layers/w", "layers/e"}
+    assert (payload.gather_dtype, vector.gather_dtype) == (gather, "bfloat16")
+    assert vector.gather_bytes == 2 * vector.padded_numel
+    assert f"float32/bfloat16/bfloat16/float32 gathered as {gather}" in str(layout_report(plan))
+    if engine == "pjit":
+        # A row of 40 has two blocks, and one of 64, too.
+        scales = 3 * (10 * 2 + 2 * 6 * 2) if gather == "mxfp8" else 0
+        assert payload.gather_bytes == payload.numel + scales
+        return
+
+    def loss(model, rows):
+        def layer(carry, one):
+            return call_unit(lambda unit, x: x * sum(w.sum() for w in unit.values()), one, carry), None
+
+        return jax.lax.scan(layer, rows, model["layers"])[0].mean()
+
+    counts = count_collectives(make_eval_step(plan, loss), weights, np.ones((2, 1), np.float32))
+    travels = sum(
+        one.size * n for one, n in counts.items() if (one.kind, one.dtype) == ("all_gather", "uint8")
+    )
+    assert payload.gather_bytes == travels
 
 
 def test_print_is_a_short_table_and_repr_a_line():

@@ -165,6 +165,10 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
         (lambda: main_weight_muon(0.1, adjust_lr_fn="x"), "adjust_lr_fn: expected one of"),
         (lambda: main_weight_muon(0.1, outputs=0), "outputs: expected -1 or -2"),
         (
+            lambda: main_weight_muon(0.1, use_muon=["a/*"]),
+            "use_muon: expected a function of a parameter's path",
+        ),  # type: ignore[arg-type]
+        (
             lambda: main_weight_muon(0.1, use_muon=lambda path, leaf: True).init({"a": jnp.ones(3)}),
             r"expected matrices where use_muon is true, got 'a' of shape \(3,\)",
         ),

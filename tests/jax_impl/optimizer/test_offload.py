@@ -344,3 +344,13 @@ def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | N
 def test_other_shares_are_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Offload(**options)
+
+
+def test_what_is_no_offload_is_refused() -> None:
+    plan, weights = fully_shard(Model(1), data_parallel_mesh(2), units=["layers/*"])
+    optimizer, share = main_weight_adamw(1e-2), 0.5
+    message = r"offload: expected None or jax_impl.Offload, .*, got 0.5"
+    with pytest.raises(TypeError, match=message):
+        init_state(plan, weights, optimizer, offload=share)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=message):
+        abstract_state(plan, optimizer, offload=share)  # type: ignore[arg-type]

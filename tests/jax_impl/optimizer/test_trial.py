@@ -45,6 +45,9 @@ COMPOSED: dict[str, Any] = {
     "labels by name": lambda: two_optimizers(labels_by_name),
     "accumulated": lambda: optax.MultiSteps(optax.adamw(RATE), 2).gradient_transformation(),
     "accumulated long": lambda: optax.MultiSteps(optax.contrib.muon(RATE), 20).gradient_transformation(),
+    "accumulated float8": lambda: optax.MultiSteps(
+        main_weight_adamw(RATE, mu_dtype="float8_e4m3fn"), 2
+    ).gradient_transformation(),
     "clipped adamw": lambda: optax.chain(
         optax.clip_by_global_norm(0.1),
         optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 10, 100), weight_decay=0.1),
@@ -54,7 +57,8 @@ COMPOSED: dict[str, Any] = {
 }
 ON_PARAMETERS = [
     "muon", "lamb", "lars", "adafactor", "sm3", "adaptive_grad_clip", "clip_by_block_rms", "decay of matrices",
-    "labels by ndim", "labels by name", "accumulated long", "novograd", "add_noise",
+    "labels by ndim", "labels by name", "accumulated long", "accumulated float8", "novograd",
+    "add_noise",
 ]  # fmt: skip
 ON_SHARDS = [
     "adamw", "lion", "sgd", "chain", "ema", "inject_hyperparams", "apply_if_finite", "schedule_free_adamw", "prodigy",

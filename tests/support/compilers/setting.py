@@ -76,6 +76,8 @@ SIZES: dict[str, dict[str, int]] = {
 SIZES["1024x6"] = {**SIZES["1024"], "n_layers": 6, "vocab_size": 4096}
 SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
 
+_FLAGS = ("stacked", "recompute", "recommended", "forward", "products")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -84,7 +86,7 @@ class Setting:
     ``inner``: devices of the inner of two data-parallel axes; 0 for one axis. ``tensors``: of a model axis, which cuts
     heads and features of the layers; 0 for none. ``align``: of layouts. ``recommended``: with XLA's
     options for overlap. ``prefetch``: of an engine. ``forward``: the loss alone, without gradients. ``gather``: a
-    float8 format.
+    float8 format; ``products``: whether projections multiply in float8.
 
     ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
     for those. ``weights_on_host``: whether the weights are there, too. ``update``: what computes it,
@@ -113,9 +115,10 @@ class Setting:
     update: Literal["device", "host"] = "device"
     moments: tuple[str, str] = ("float32", "float32")
     gather: str | None = None
+    products: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("stacked", "recompute", "recommended", "forward") if getattr(self, name)]
+        flags = [name for name in _FLAGS if getattr(self, name)]
         parts = [self.target, self.contestant, self.size, self.strategy, f"k{self.microbatches}", *flags]
         parts += ["units"] if self.units else []
         parts += [] if self.prefetch is None else [f"prefetch{self.prefetch}"]
@@ -161,6 +164,8 @@ class Transfer:
 class Compiled:
     """``temporary``: bytes on one device. ``stored``: of a plan. ``shards``: of each mesh axis, innermost first.
 
+    ``products``: cuBLAS's of float8 numbers.
+
     Of an update: ``arguments`` and ``host`` are bytes of arguments on the device and in the host's memory,
     ``travelling`` those of each key of the latter; ``by_host``: how many programs the host runs.
     """
@@ -174,6 +179,7 @@ class Compiled:
     host: int = 0
     travelling: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    products: int = 0
     by_host: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -196,6 +202,7 @@ class Compiled:
             found["host"],
             tuple(found["travelling"]),
             tuple(Transfer(**one) for one in found["transfers"]),
+            found["products"],
             found["by_host"],
         )
 

@@ -94,8 +94,12 @@ def compiled(setting: Setting) -> Compiled:
         sizes, transfers = tuple(travelling), tuple(read_transfers(text))
         by_host = text.count('custom_call_target="HostExecute"')
         temporary = found.temp_size_in_bytes
-        return Compiled(seconds, temporary, (), stored, shards, given, host, sizes, transfers, by_host)
-    return Compiled(seconds, found.temp_size_in_bytes, tuple(read_collectives(text)), stored, shards)
+        return Compiled(
+            seconds, temporary, (), stored, shards, given, host, sizes, transfers, by_host=by_host
+        )
+    products = text.count('"__cublas$lt$matmul$f8"')
+    collectives = tuple(read_collectives(text))
+    return Compiled(seconds, found.temp_size_in_bytes, collectives, stored, shards, products=products)
 
 
 def mesh_of(setting: Setting) -> Mesh:
@@ -113,11 +117,15 @@ def mesh_of(setting: Setting) -> Mesh:
 def model_of(setting: Setting) -> Any:
     from flax import nnx
 
+    from jax_impl import float8_dot_general
     from jax_impl.models import Decoder, DecoderConfig
 
     sizes: dict[str, Any] = {**SIZES[setting.size]}
     config = DecoderConfig(**sizes)
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=setting.stacked))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=setting.stacked))
+    if setting.products:
+        model.set_attributes(dot_general=float8_dot_general)
+    return model
 
 
 def plan_of(setting: Setting, mesh: Mesh) -> ShardingPlan:

@@ -170,3 +170,19 @@ def manager_in_a_place_that_cannot_be_written(path: str) -> tuple[str, str]:
     manager = CheckpointManager(path)
     load = _error_of(manager.load, model, optimizer)
     return load, _error_of(manager.save, 1, model, optimizer)
+
+
+def metrics_of_one_rank(path: str) -> tuple[str, list[int]]:
+    """The error where rank 0 has no number, and the steps after a save in which another rank has none."""
+    model, optimizer = RUNS["decoder"]("optim", seed=1)
+    mine, others = (
+        ({"loss": None}, {"loss": 1.0}) if dist.get_rank() == 0 else ({"loss": 1.0}, {"loss": None})
+    )
+    error = ""
+    with CheckpointManager(path) as manager:
+        try:
+            manager.save(1, model, optimizer, metrics=mine)
+        except ValueError as raised:
+            error = str(raised)
+        manager.save(2, model, optimizer, metrics=others)
+        return error, manager.all_steps()

@@ -35,7 +35,15 @@ from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)
 GLOBAL_BATCH = 12
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-HYPERPARAMETERS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+HYPERPARAMETERS = {
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "maximize": False,
+    "adam_w_mode": True,
+    "bias_correction": True,
+}
 
 State = dict[str, np.ndarray]
 

@@ -464,3 +464,13 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(_Hostile(str(tmp_path / "ran")), protocol=4))
     _refused_unchanged(tmp_path / "a", model, "metadata")
     assert not (tmp_path / "ran").exists()
+
+
+def test_names_of_parameters_stay_those_of_the_live_groups(tmp_path):
+    model = _decoder(0)
+    save_checkpoint(tmp_path / "a", model, torch.optim.AdamW(model.named_parameters()))
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": named[:3]}, {"params": named[3:]}])
+    load_checkpoint(tmp_path / "a", model, optimizer)
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert names == [[name for name, _ in named[:3]], [name for name, _ in named[3:]]]

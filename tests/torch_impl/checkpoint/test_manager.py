@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 from bridge.checkpoints.verify import verify
 from bridge.formats.saving import manager as manager_module
 from tests.support.torch_impl import async_jobs as jobs
-from torch_impl import CheckpointManager
+from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
+from torch_impl.checkpoint.saving import PlannedSave
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -63,3 +65,36 @@ def test_a_step_goes_only_when_its_successor_is_complete(tmp_path, monkeypatch):
             manager.save(step, nn.Linear(2, 2))
     assert seen == [("1", True), ("2", True)]
     assert os.listdir(tmp_path) == ["3"]
+
+
+def test_steps_that_no_manager_saved_stay(tmp_path):
+    save_checkpoint(tmp_path / "1", nn.Linear(2, 2))
+    with CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        for step in (2, 3):
+            manager.save(step, nn.Linear(2, 2))
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+def test_ranks_fail_together_over_metrics_and_only_rank_0s_count(ranks, tmp_path):
+    for found in ranks.run(2, jobs.metrics_of_one_rank, str(tmp_path)):
+        assert found == ("rank 0 of 2: ValueError: metrics: loss: expected a number, got None", [2])
+
+
+def test_a_load_takes_what_is_still_being_saved(tmp_path, monkeypatch):
+    write = PlannedSave.write
+
+    def late(self, *args):
+        time.sleep(0.3)
+        write(self, *args)
+
+    monkeypatch.setattr(PlannedSave, "write", late)
+    save_checkpoint_async(tmp_path / "1", nn.Linear(2, 2), None, {"step": 1}).wait()
+    save_checkpoint_async(tmp_path / "2", nn.Linear(2, 2), None, {"step": 2})
+    assert load_checkpoint(tmp_path, nn.Linear(2, 2)) == {"step": 2}
+
+
+@pytest.mark.parametrize("step", ["1", True, 1.0])
+def test_a_step_that_is_no_int_is_refused(tmp_path, step):
+    save_checkpoint(tmp_path / "1", nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="step: expected an int or None, got"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2), step=step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,25 @@ def test_state_of_torch_sgd_is_taken_over_as_one_past_its_first_step() -> None:
 def test_hyperparameters_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         MainWeightSGD([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_momentum_may_be_switched_on_and_off() -> None:
+    model = Toy()
+    reference = copy.deepcopy(model)
+    optimizer, expected = MainWeightSGD(model.parameters()), torch.optim.SGD(reference.parameters())
+    for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0, 0.9)):
+        for one, own in ((optimizer, model), (expected, reference)):
+            one.param_groups[0]["momentum"] = momentum
+            random_gradients(own, step)
+            one.step()
+        for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param, want)
+
+
+def test_a_checkpoint_without_momentum_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = MainWeightSGD(model.parameters(), lr=0.5)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    load_checkpoint(tmp_path / "a", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -463,3 +463,23 @@ def test_other_dtypes_are_refused(option: str, dtype: torch.dtype) -> None:
         match=f"{option}: expected one of float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, got",
     ):
         MainWeightAdamW([nn.Parameter(torch.ones(2))], **{option: dtype})
+
+
+def full_moments(dtype: torch.dtype) -> bool:
+    model, optimizer = sharded(dtype)
+    train(model, optimizer, range(1))
+    found = []
+    for param in model.parameters():
+        moment = optimizer.state[param]["exp_avg"]
+        own = local_of(moment)
+        first, stop = row_range_of(param)
+        gathered = full_tensor(moment)
+        found.append(
+            gathered.dtype == moment.dtype and same_bits(gathered.view(-1, *own.shape[1:])[first:stop], own)
+        )
+    return all(found)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT8, WIDE_FLOAT8])
+def test_float8_moments_are_gathered_whole(ranks: RankGroup, dtype: torch.dtype) -> None:
+    assert ranks.run(2, full_moments, dtype) == [True, True]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,31 @@ def test_the_share_is_the_asked_fraction_to_within_a_tensor_at_any_point(fractio
         seen, picked = seen + size, picked + size * chosen
         assert abs(picked - fraction * seen) <= 100
     assert fraction not in (0.0, 1.0) or picked == fraction * seen
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_groups_keep_their_own_rates_and_decay(fraction: float) -> None:
+    def parameters() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(5)
+        return [nn.Parameter(torch.randn(7, size, generator=generator)) for size in (5, 3, 9, 4)]
+
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [
+            {"params": params[:2], "lr": 0.1, "weight_decay": 0.0},
+            {"params": params[2:], "lr": 0.01, "weight_decay": 0.3},
+        ]
+
+    mine, expected = parameters(), parameters()
+    optimizer = MainWeightAdamW(groups(mine), offload_fraction=fraction)
+    reference = torch.optim.AdamW(groups(expected), fused=True)
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(4):
+        for a, b in zip(mine, expected, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])

@@ -1,0 +1,147 @@
+"""``capabilities.md`` tells what works in both halves; its commands name tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).with_name("capabilities.md")
+COLUMNS = ["capability", "PyTorch", "JAX", "PyTorch: command", "JAX: command"]
+STATE = re.compile(r"(?P<letter>[WPAN])(?:: (?P<reason>.+))?")
+COMMAND = re.compile(
+    r"`pytest (?P<places>tests/\S+\.py(?:::\w+)?(?: tests/\S+\.py(?:::\w+)?)*)"
+    r"(?: -k (?P<words>\w+))?(?P<slow> -m \"slow or not slow\")?`"
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one half can of one capability: a cell of state and a cell of command."""
+
+    table: str
+    capability: str
+    half: str
+    state: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.half}, {self.table}: {self.capability}"
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Each row of the page with the title of its table; headers and rules left out."""
+    title = ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ")
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("|") and cells != COLUMNS and set("".join(cells)) != {"-"}:
+            yield title, cells
+
+
+@functools.cache
+def sides() -> tuple[Side, ...]:
+    found = []
+    for title, cells in rows():
+        capability, torch, jax, torch_command, jax_command = cells
+        found.append(Side(title, capability, "PyTorch", torch, torch_command))
+        found.append(Side(title, capability, "JAX", jax, jax_command))
+    return tuple(found)
+
+
+@functools.cache
+def cases_of(path: str) -> dict[str, bool]:
+    """By name the tests of a file, and whether ``make test`` leaves out all of their cases."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+    def slow(marks: list[ast.expr]) -> bool:
+        return any(ast.unparse(mark) == "pytest.mark.slow" for mark in marks)
+
+    marks = [
+        mark
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        for mark in (node.value.elts if isinstance(node.value, ast.List) else [node.value])
+    ]
+    return {
+        node.name: slow(marks) or slow(node.decorator_list)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def faults_of(command: str) -> Iterator[str]:
+    """What a command names that is not there."""
+    match = COMMAND.fullmatch(command)
+    if match is None:
+        yield f"expected `pytest FILE::TEST ...`, `-k WORD` and `-m` last, got {command}"
+        return
+    chosen = []
+    for place in match["places"].split():
+        path, _, name = place.partition("::")
+        if not (ROOT / path).is_file():
+            yield f"{path} is no file"
+        elif name and name not in cases_of(path):
+            yield f"{path} has no {name}"
+        else:
+            chosen += [(path, one) for one in ([name] if name else cases_of(path))]
+    word = match["words"]
+    if word and not any(word in one or word in Path(path).read_text("utf-8") for path, one in chosen):
+        yield f"-k {word} chooses nothing"
+    if chosen and not match["slow"] and all(cases_of(path)[one] for path, one in chosen):
+        yield "all tests are slow: expected -m"
+
+
+def test_tables_have_their_columns_and_titles() -> None:
+    found = list(rows())
+    assert {title for title, _ in found} == {
+        "Sharding",
+        "States of optimizers",
+        "Bytes at rest and at the peak",
+        "Offload",
+        "Fused projections and items",
+    }
+    assert [cells for _, cells in found if len(cells) != len(COLUMNS) or not cells[0]] == []
+    names = Counter((title, cells[0]) for title, cells in found)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_states_are_known_and_what_is_not_whole_has_a_reason() -> None:
+    wrong = []
+    for side in sides():
+        match = STATE.fullmatch(side.state)
+        if match is None or (match["letter"] == "W") != (match["reason"] is None):
+            wrong.append(f"{side}: {side.state!r}")
+    assert not wrong, "expected W, or P, A or N with a colon and a reason:\n" + "\n".join(wrong)
+
+
+def test_what_works_has_a_command_and_what_is_absent_none() -> None:
+    assert [str(side) for side in sides() if side.state == "W" and not side.command] == []
+    assert [str(side) for side in sides() if side.state.startswith("P") and not side.command] == []
+
+
+def test_commands_name_tests_that_exist() -> None:
+    wrong = [f"{side}: {fault}" for side in sides() if side.command for fault in faults_of(side.command)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("pytest tests/test_house.py", "expected `pytest"),
+        ("`pytest tests/nowhere.py`", "no file"),
+        ("`pytest tests/test_house.py::test_nothing`", "has no test_nothing"),
+        ("`pytest tests/test_house.py -k nothing_of_the_kind`", "chooses nothing"),
+        ("`pytest tests/parity/test_relay_faults.py`", "slow"),
+    ],
+)
+def test_a_wrong_command_is_seen(command: str, message: str) -> None:
+    assert [fault for fault in faults_of(command) if message in fault]

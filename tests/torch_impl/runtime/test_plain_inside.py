@@ -1,0 +1,87 @@
+"""Inside of forward and backward a unit's parameters are plain tensors, whose views autograd may keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_impl
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_weights,
+    rank_inputs,
+    seeded,
+)
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+class Watch(torch.autograd.Function):
+    """The identity, which notes the type that the weight has meanwhile, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        ctx.module = module
+        module.seen.append(type(module.weight))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.module.seen.append(type(ctx.module.weight))
+        return grad, None
+
+
+class Views(nn.Module):
+    """Products with views of a weight, which autograd keeps from forward to backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5))
+        self.seen: list[type] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = self.weight.t()
+        x = Watch.apply(x @ columns, self)
+        return x[:, 1:6] @ columns.t()[2:].reshape(5, 5) * self.weight.view(-1)[3:8]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Views(), Views()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def trained(strategy: str) -> None:
+    model, reference = seeded(Two), seeded(Two)
+    for child in (model.a, model.b):
+        torch_impl.fully_shard(child, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    assert_at_rest(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(rank_inputs()[dist.get_rank()]).square().mean().backward()
+        reference(torch.cat(rank_inputs())).square().mean().backward()
+        assert_at_rest(model)
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_weights(model, reference)
+    assert model.a.seen == model.b.seen == [nn.Parameter] * 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(
+    ranks: RankGroup, strategy: str
+) -> None:
+    ranks.run(2, trained, strategy)
