@@ -184,7 +184,7 @@ class TrainStep:
             self._plan, self._optimized, gradients, opt_state, trained, loss, shardings
         )
         if LEARNING_RATE in self._options.metrics:
-            found[LEARNING_RATE] = learning_rate(self._optimizer, on_device(opt_state), after)
+            found[LEARNING_RATE] = learning_rate(self._optimizer, *on_device((opt_state, after)))
         return {key: trained.get(key, array) for key, array in weights.items()}, after, found
 
     def _optimized(

@@ -1,5 +1,7 @@
 """The update, one array of weights after another, with what lies in the host's memory on the device only for its turn.
 
+A state that lies there as a whole, step counts included, is updated there (``on_host.py``).
+
 An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
 the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
 fence stands between two keys, so that the temporary arrays of an update are those of one key.
@@ -15,10 +17,11 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.on_host import computed_on_host, is_local
 from jax_impl.optimizer.streaming import Stream
 from jax_impl.runtime.memory_kinds import as_before, is_on_device, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.traced import Env, evaluate, inlined, operands, read, variables
+from jax_impl.runtime.traced import Env, Values, evaluate, inlined, operands, read, variables
 
 Update = Callable[[Buffers, Any, Buffers, jax.Array], tuple[Any, Buffers]]
 """``(gradients, optimizer state, weights, loss) -> (optimizer state, weights)``."""
@@ -37,6 +40,7 @@ def update_in_turn(
 
     ``shardings``: of ``opt_state`` and of ``weights``. An update that needs the moments or weights of several keys at
     once (Muon's parameters of a unit, trust ratios of a global norm) is run as a whole, with all of them on the device.
+    Raises ``ValueError`` for such a one, and for one that needs other devices' parts, where all lies on the host.
     """
     given = (opt_state, weights)
     keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(given)]
@@ -45,15 +49,35 @@ def update_in_turn(
         leaf if key is not None else on_device(leaf)
         for leaf, key in zip(jax.tree.leaves(given), keys, strict=True)
     ]
+    on_host = lies_on_host(plan, *given)
     program, structure = _traced(update, gradients, given, loss)
     others = [*jax.tree.leaves(gradients), loss]
-    if jax.tree.structure(given) != structure:
+    turns = None
+    if jax.tree.structure(given) == structure:
+        turns = _Turns.of(program, len(others), keys, [key for key in plan.arrays if key in keys])
+    elif not on_host:
         return update(gradients, *on_device(given), loss)
-    turns = _Turns.of(program, len(others), keys, [key for key in plan.arrays if key in keys])
+    if on_host and (turns is None or not turns.are_local()):
+        raise ValueError(
+            "update on the host: expected an optimizer that treats elements alike, and weights by themselves, got one "
+            "that needs several arrays of weights at once, or what other devices have: use "
+            "Offload(..., update='device'), which leaves step counts on the device"
+        )
     if turns is None:
         return as_before(update(gradients, *on_device(given), loss), given)
-    stream = Stream(plan.mesh, [sharding.spec for sharding in jax.tree.leaves(shardings)])
-    return jax.tree.unflatten(structure, as_before(turns.run(others, leaves, stream), jax.tree.leaves(given)))
+    if on_host:
+        new = turns.run_on_host(others, leaves)
+    else:
+        stream = Stream(plan.mesh, [sharding.spec for sharding in jax.tree.leaves(shardings)])
+        new = turns.run(others, leaves, stream)
+    return jax.tree.unflatten(structure, as_before(new, jax.tree.leaves(given)))
+
+
+def lies_on_host(plan: ShardingPlan, opt_state: Any, weights: Buffers) -> bool:
+    """Inside of a program: whether all lies in the host's memory, step counts, too; then the host updates it."""
+    given = opt_state, weights
+    has_counts = any(key_of(plan, path, leaf) is None for path, leaf in jax.tree.leaves_with_path(given))
+    return has_counts and not any(map(is_on_device, jax.tree.leaves(given)))
 
 
 def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
@@ -128,12 +152,8 @@ class _Turns:
     def run(self, others: Sequence[Any], leaves: Sequence[Any], stream: Stream) -> list[Any]:
         """The new leaves of the state, each in the memory where it was."""
         jaxpr = self.program.jaxpr
-        env = variables(self.program, [*others, *leaves])
+        env, found = self._shared(others, leaves)
         inputs, outputs = jaxpr.invars[len(others) :], jaxpr.outvars
-        unowned = [number for number, key in enumerate(self.keys) if key is None]
-        found: dict[int, Any] = {}
-        evaluate(jaxpr, self.shared, env, [*(outputs[n] for n in unowned), *self._taken(outputs)])
-        found = dict(zip(unowned, read(env, [outputs[n] for n in unowned]), strict=True))
         numbers = {key: [n for n, one in enumerate(self.keys) if one == key] for key in self.own}
         homes = [{n: leaves[n] for n in own if not is_on_device(leaves[n])} for own in numbers.values()]
         last: dict[int, Any] = {}
@@ -149,6 +169,39 @@ class _Turns:
             found.update(stream.sent({n: results[n] for n in fetched}))
             last = {n: array for n, array in results.items() if n not in fetched}
         return [{**found, **last}[n] for n in range(len(leaves))]
+
+    def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The new leaves of the state, those of keys computed by the host in its memory."""
+        env, found = self._shared(others, leaves)
+        outputs = self.program.jaxpr.outvars
+        for key, equations in self.own.items():
+            own = [n for n, one in enumerate(self.keys) if one == key]
+            wanted = [outputs[n] for n in own]
+            made = {v for one in equations for v in one.outvars}
+            used = operands([*wanted, *(v for one in equations for v in one.invars)])
+            taken = list(dict.fromkeys(v for v in used if v not in made))
+
+            def compute(values: Sequence[Any], part: Any = (equations, taken, wanted)) -> Values:
+                equations, taken, wanted = part
+                inner = dict(zip(taken, values, strict=True))
+                evaluate(self.program.jaxpr, equations, inner, wanted)
+                return read(inner, wanted)
+
+            found.update(zip(own, computed_on_host(compute, read(env, taken)), strict=True))
+        return [found[n] for n in range(len(leaves))]
+
+    def are_local(self) -> bool:
+        """Whether each device's part of a key is updated by itself."""
+        return all(is_local(one) for equations in self.own.values() for one in equations)
+
+    def _shared(self, others: Sequence[Any], leaves: Sequence[Any]) -> tuple[Env, dict[int, Any]]:
+        """What keys need: inputs and results of the shared part; and the new leaves that belong to no key."""
+        jaxpr = self.program.jaxpr
+        env = variables(self.program, [*others, *leaves])
+        unowned = [number for number, key in enumerate(self.keys) if key is None]
+        wanted = [jaxpr.outvars[n] for n in unowned]
+        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken(jaxpr.outvars)])
+        return env, dict(zip(unowned, read(env, wanted), strict=True))
 
     def _taken(self, outputs: Sequence[Any]) -> list[Any]:
         """What keys take of the shared part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -23,12 +23,18 @@ class Offload:
         of all elements to within half of the largest array. A stack of layers is one array. Step counts stay on the
         device.
     main_weights: whether the weights lie there, too, frozen ones included.
+    update: where an optimizer's update is computed. "host": by the host's processor, with all moments and main weights
+        in its memory, and step counts, by which a step knows it. Only gradients travel there, and weights back for the
+        next step. For optimizers that keep a step count and treat elements alike; a global norm of gradients (clipping)
+        is computed on the devices.
 
-    Raises ``ValueError`` for a share that is none, ``TypeError`` for other types.
+    Raises ``ValueError`` for a share that is none, for another ``update``, and for ``update="host"`` without
+    ``moments=1.0, main_weights=True``; ``TypeError`` for other types.
     """
 
     moments: float = 1.0
     main_weights: bool = False
+    update: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if isinstance(self.moments, bool) or not isinstance(self.moments, int | float):
@@ -37,10 +43,29 @@ class Offload:
             raise TypeError(f"Offload: main_weights: expected True or False, got {self.main_weights!r}")
         if not 0 <= self.moments <= 1:
             raise ValueError(f"Offload: moments: expected a share from 0 to 1, got {self.moments}")
+        if self.update not in ("device", "host"):
+            raise ValueError(f"Offload: update: expected 'device' or 'host', got {self.update!r}")
+        if self.update == "host" and (self.moments, self.main_weights) != (1, True):
+            raise ValueError(
+                "Offload: update='host': expected moments=1.0, main_weights=True, which the host updates, got "
+                f"moments={self.moments}, main_weights={self.main_weights}"
+            )
 
     def kinds(self, plan: ShardingPlan, opt_state: Any) -> tuple[dict[str, str], Any]:
-        """In place of each array of the weights and of ``opt_state`` its kind of memory, "" for the device's own."""
-        picked = _picked(_sizes(plan, opt_state), self.moments)
+        """In place of each array of the weights and of ``opt_state`` its kind of memory, "" for the device's own.
+
+        Raises ``ValueError`` for a state without step counts if the host is to update it.
+        """
+        picked: frozenset[str | None] = _picked(_sizes(plan, opt_state), self.moments)
+        if self.update == "host":
+            if all(
+                key_of(plan, path, leaf) is not None for path, leaf in jax.tree.leaves_with_path(opt_state)
+            ):
+                raise ValueError(
+                    "Offload: update='host': expected an optimizer that keeps a step count, which says where updates "
+                    "are computed: use one of jax_impl (main_weight_sgd), or optax.inject_hyperparams around it"
+                )
+            picked |= {None}
         return dict.fromkeys(plan.arrays, HOST if self.main_weights else ""), jax.tree.map_with_path(
             lambda path, leaf: HOST if key_of(plan, path, leaf) in picked else "", opt_state
         )

@@ -55,6 +55,13 @@ def holds(equation: Any, marks: Sequence[str]) -> bool:
     )
 
 
+def runs_any(equation: Any, names: frozenset[str]) -> bool:
+    """Whether operations of these names are ``equation``, or in what it runs."""
+    return equation.primitive.name in names or any(
+        runs_any(one, names) for inner in _programs(equation) for one in inner.eqns
+    )
+
+
 def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
     """Whether the equation is a call that runs calls of these names, and no more than that."""
     return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)

@@ -81,7 +81,7 @@ ROWS = (
     Row(
         "main weights in CPU memory",
         ("fully_shard(offload_policy=)", "CPUOffloadPolicy", "~CPUOffloadPolicy()"),
-        ("~Offload(main_weights=True)",),
+        ("~Offload(main_weights=True, update='host')",),
     ),
     Row("", ("OffloadPolicy", "CPUOffloadPolicy.pin_memory"), ("Offload",)),
     Row(

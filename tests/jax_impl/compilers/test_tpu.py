@@ -125,3 +125,27 @@ def test_moments_travel_while_others_are_updated(tpu: Compile, setting: Setting,
 )
 def test_what_travels_of_float8_weights_is_their_payload(tpu: Compile, setting: Setting):
     assert_payload_travels(setting, tpu(setting))
+
+
+@pytest.mark.parametrize("moments", ["float32", "float8_e4m3fn"])
+def test_the_host_updates_what_lies_there_and_nothing_of_it_comes_to_a_device(tpu: Compile, moments: str):
+    """One program of the host, without collectives, changes all keys in their place and reads the gradients."""
+    found = tpu(
+        Setting(
+            "v5e:2x2",
+            "shard_map",
+            "1024x6",
+            offload=1.0,
+            weights_on_host=True,
+            update="host",
+            moments=(moments, moments),
+        )
+    )
+    assert found.by_host == 1
+    assert found.transfers == ()
+    # With the step count.
+    whole = sum(found.travelling)
+    assert whole <= found.host <= 1.01 * whole
+    # The gradients are arguments.
+    largest = max(found.travelling)
+    assert found.temporary < min(largest / 8, 2**18)

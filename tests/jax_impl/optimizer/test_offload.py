@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def trained(
     return plan, state
 
 
+ON_HOST = Offload(1.0, True, "host")
 SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 
 
@@ -99,6 +101,14 @@ SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
         (lambda: main_weight_adamw(0.01, **SCALED), Offload(0.6), {}),
         (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01)), Offload(0.5, True), {}),
         (lambda: main_weight_adamw(0.01), Offload(0.9, True), {"stacked": ["layers"]}),
+        (lambda: main_weight_adamw(0.01), ON_HOST, {}),
+        pytest.param(lambda: main_weight_adamw(0.01, **SCALED), ON_HOST, {}, marks=pytest.mark.slow),
+        pytest.param(
+            lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01)),
+            ON_HOST,
+            {"stacked": ["layers"]},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             lambda: main_weight_adamw(0.01, **SCALED),
             Offload(1.0, True),
@@ -118,21 +128,82 @@ def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Off
     assert set(kinds(expected)) == {DEVICE}
     assert set(kinds(found.weights)) == {HOST if offload.main_weights else DEVICE}
     assert HOST in kinds(found.opt_state)
+    assert (DEVICE in kinds(found)) == (offload.update == "device")
 
 
 @needs_moves
 @pytest.mark.slow
-def test_a_scanned_step_streams_too() -> None:
+@pytest.mark.parametrize("offload", [Offload(0.7), ON_HOST])
+def test_a_scanned_step_streams_too(offload: Offload) -> None:
     optimizer = main_weight_adamw(0.01, **SCALED)
     plan, weights = fully_shard(Model(), data_parallel_mesh(4))
     step = make_train_step(plan, loss, optimizer, donate=False)
     rows = jax.tree.map(lambda *x: np.stack(x), *batches(3))
     scanned = jax.jit(lambda state: jax.lax.scan(step, state, rows))
     expected, found = (
-        scanned(init_state(plan, weights, optimizer, offload=one))[0] for one in (None, Offload(0.7))
+        scanned(init_state(plan, weights, optimizer, offload=one))[0] for one in (None, offload)
     )
     assert_equal(found, expected)
     assert HOST in kinds(found.opt_state)
+
+
+def update_of(offload: Offload, optimizer: Any, metrics: Any = (), **options: Any) -> Any:
+    """The lowered update of a step."""
+    plan = plan_sharding(Model(2), data_parallel_mesh(4), **options)
+    rows = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
+    batch = tuple(jax.ShapeDtypeStruct((8, size), np.float32, sharding=rows) for size in (SIZE, 3))
+    state = abstract_state(plan, optimizer, offload=offload)
+    return make_train_step(plan, loss, optimizer, metrics=metrics).lower_programs(state, batch)[1]
+
+
+@needs_moves
+def test_the_host_computes_the_update_of_each_key_and_devices_what_keys_share() -> None:
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01))
+    update = update_of(ON_HOST, optimizer)
+    keys = len(plan_sharding(Model(2), data_parallel_mesh(4)).arrays)
+    assert update.as_text().count('_xla_compute_type = "host"') == keys > 1
+    # What the host calls are functions of their own, without the norm of gradients and the step count.
+    bodies = re.findall(r"func.func private @compute_on(?s:.*?)\n  }", update.as_text())
+    assert len(bodies) == keys
+    assert all("stablehlo.sign" in body and "stablehlo.reduce" not in body for body in bodies)
+    assert "stablehlo.reduce" in update.as_text()
+
+
+@needs_moves
+def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.25, momentum=0.5)
+    plan, weights = fully_shard(Model(2), data_parallel_mesh(4))
+    state = init_state(plan, weights, optimizer, offload=ON_HOST)
+    step = make_train_step(plan, loss, optimizer, metrics=["learning_rate", "grad_norm"])
+    _, metrics = step(state, batches(1)[0])
+    assert metrics["learning_rate"] == 0.25
+    assert set(kinds(metrics)) == {DEVICE}
+
+
+@needs_moves
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(lambda: optax.contrib.muon(0.01), {}, marks=pytest.mark.slow),
+        # Scales are of rows that may be cut over devices.
+        pytest.param(lambda: main_weight_adamw(0.01, **SCALED), {"engine": "pjit"}, marks=pytest.mark.slow),
+        # Of one key, the norm is no sum over several.
+        (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01)), {"units": []}),
+    ],
+)
+def test_updates_that_need_more_than_a_device_has_are_refused_on_the_host(make: Any, options: Any) -> None:
+    with pytest.raises(
+        ValueError, match="update on the host: expected an optimizer that treats elements alike"
+    ):
+        update_of(ON_HOST, make(), **options)
+
+
+def test_an_update_on_the_host_needs_a_step_count() -> None:
+    plan = plan_sharding(Model(2), data_parallel_mesh(4))
+    with pytest.raises(
+        ValueError, match="Offload: update='host': expected an optimizer that keeps a step count"
+    ):
+        abstract_state(plan, optax.sgd(0.1, momentum=0.9), offload=ON_HOST)
 
 
 def held(state: TrainState, kind: str) -> int:
@@ -185,17 +256,32 @@ def test_a_report_tells_host_from_device_by_kind() -> None:
     assert below.split()[-1] == f"{device.host:,}"
 
 
+def test_a_report_of_a_state_that_the_host_updates_tells_the_step_count_there() -> None:
+    plan, weights = fully_shard(Model(2), data_parallel_mesh(4))
+    before, found = (
+        memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01), offload=one)).devices[0]
+        for one in (Offload(1.0, True), ON_HOST)
+    )
+    assert (found.total, found.other) == (0, 0)
+    assert (before.total, before.other) == (4, 4)
+    assert found.host == before.host + 4
+    assert found.on_host.moments == before.on_host.moments > 0
+
+
 @needs_moves
-def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [Offload(0.6, True), pytest.param(ON_HOST, marks=pytest.mark.slow)])
+def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_says(
+    tmp_path: Path, offload: Offload
+) -> None:
     optimizer = main_weight_adamw(0.01, **SCALED)
     plan, plain = trained(optimizer, None)
-    _, state = trained(optimizer, Offload(0.6, True))
+    _, state = trained(optimizer, offload)
     save_checkpoint(tmp_path / "plain", plan, plain)
     save_checkpoint(tmp_path / "offloaded", plan, state)
     assert contents(tmp_path / "offloaded") == contents(tmp_path / "plain")
 
     other = plan_sharding(Model(), data_parallel_mesh(3), engine="pjit")
-    like = abstract_state(other, optimizer, offload=Offload(0.3))
+    like = abstract_state(other, optimizer, offload=ON_HOST if offload == ON_HOST else Offload(0.3))
     loaded = load_checkpoint(tmp_path / "offloaded", other, optimizer, like=like).state
     assert kinds(loaded) == kinds(like)
     back = plan_sharding(Model(), data_parallel_mesh(4))
@@ -245,6 +331,13 @@ def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | N
         ({"moments": float("nan")}, ValueError, "Offload: moments: expected a share"),
         ({"moments": "half"}, TypeError, "Offload: moments: expected a number from 0 to 1, got 'half'"),
         ({"moments": True}, TypeError, "Offload: moments: expected a number"),
+        ({"update": "cpu"}, ValueError, "Offload: update: expected 'device' or 'host', got 'cpu'"),
+        ({"update": "host"}, ValueError, "expected moments=1.0, main_weights=True, which the host updates"),
+        (
+            {"update": "host", "main_weights": True, "moments": 0.9},
+            ValueError,
+            "got moments=0.9, main_weights=True",
+        ),
         ({"main_weights": 1}, TypeError, "Offload: main_weights: expected True or False, got 1"),
     ],
 )

@@ -89,7 +89,8 @@ class Setting:
     float8 format; ``products``: whether projections multiply in float8.
 
     ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
-    for those. ``weights_on_host``: whether the weights are there, too. ``moments``: their dtypes.
+    for those. ``weights_on_host``: whether the weights are there, too. ``update``: what computes it,
+    see ``jax_impl.Offload``. ``moments``: their dtypes.
     """
 
     target: str
@@ -111,6 +112,7 @@ class Setting:
     tensors: int = 0
     offload: float | None = None
     weights_on_host: bool = False
+    update: Literal["device", "host"] = "device"
     moments: tuple[str, str] = ("float32", "float32")
     gather: str | None = None
     products: bool = False
@@ -125,6 +127,7 @@ class Setting:
         parts += [] if self.align == "auto" else [f"align{self.align}"]
         parts += [] if self.offload is None else [f"offload{self.offload:g}", *self.moments]
         parts += ["weights"] if self.weights_on_host else []
+        parts += ["by-host"] if self.update == "host" else []
         return "-".join(parts).replace(" ", "_")
 
     def to_json(self) -> dict[str, Any]:
@@ -164,7 +167,7 @@ class Compiled:
     ``products``: cuBLAS's of float8 numbers.
 
     Of an update: ``arguments`` and ``host`` are bytes of arguments on the device and in the host's memory,
-    ``travelling`` those of each key of the latter.
+    ``travelling`` those of each key of the latter; ``by_host``: how many programs the host runs.
     """
 
     seconds: float
@@ -177,6 +180,7 @@ class Compiled:
     travelling: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     products: int = 0
+    by_host: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -199,6 +203,7 @@ class Compiled:
             tuple(found["travelling"]),
             tuple(Transfer(**one) for one in found["transfers"]),
             found["products"],
+            found["by_host"],
         )
 
     def sizes(self) -> Counter[tuple[str, int]]:

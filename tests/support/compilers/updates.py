@@ -34,7 +34,7 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
 
     mu, nu = setting.moments
     optimizer = main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)
-    offload = Offload(setting.offload, setting.weights_on_host)
+    offload = Offload(setting.offload, setting.weights_on_host, setting.update)
     state = abstract_state(plan, optimizer, offload=offload)
     kinds = offload.kinds(plan, state.opt_state)
     gradients = {

@@ -92,7 +92,11 @@ def compiled(setting: Setting) -> Compiled:
     if setting.offload is not None:
         given, host = found.argument_size_in_bytes, found.host_argument_size_in_bytes
         sizes, transfers = tuple(travelling), tuple(read_transfers(text))
-        return Compiled(seconds, found.temp_size_in_bytes, (), stored, shards, given, host, sizes, transfers)
+        by_host = text.count('custom_call_target="HostExecute"')
+        temporary = found.temp_size_in_bytes
+        return Compiled(
+            seconds, temporary, (), stored, shards, given, host, sizes, transfers, by_host=by_host
+        )
     products = text.count('"__cublas$lt$matmul$f8"')
     collectives = tuple(read_collectives(text))
     return Compiled(seconds, found.temp_size_in_bytes, collectives, stored, shards, products=products)
