@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
-from flax import nnx
 
-from jax_impl.models.causal_lm import CausalLM
-from jax_impl.models.causal_lm_config import CausalLMConfig
+if TYPE_CHECKING:
+    from jax_impl.models.causal_lm import CausalLM
 
 # No two sizes are equal, except that GPT-2 has as many key/value heads as heads.
 LLAMA_LIKE = {
@@ -117,6 +116,12 @@ def hf_logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 
 def flax_model(config: dict[str, Any], weights: dict[str, np.ndarray], **options: Any) -> CausalLM:
     """Our model of a ``config.json`` with ``{path: array}``, which must be all of its parameters."""
+    # Here, so that tests of torch_impl import without JAX.
+    from flax import nnx
+
+    from jax_impl.models.causal_lm import CausalLM
+    from jax_impl.models.causal_lm_config import CausalLMConfig
+
     model = CausalLM(CausalLMConfig.from_hf(config), rngs=nnx.Rngs(0), **options)
     graphdef, state = nnx.split(model)
     flat = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
