@@ -84,7 +84,13 @@ class Reference:
 
 
 def bitwise(name: str, options: dict[str, Any], offload: float, together: int) -> tuple[int, dict[str, int]]:
-    muon_update.TOGETHER = together
+    # Rank processes serve further tests, with other ranks beside them: all must agree on the rounds.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon_update, "TOGETHER", together)
+        return bitwise_in_rounds(name, options, offload)
+
+
+def bitwise_in_rounds(name: str, options: dict[str, Any], offload: float) -> tuple[int, dict[str, int]]:
     model = placed(name)
     reference = Reference(Toy(), **OPTIONS, **options)
     optimizer = MainWeightMuon(model.parameters(), **OPTIONS, **options, offload_fraction=offload)
