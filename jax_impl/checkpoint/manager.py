@@ -10,6 +10,7 @@ import optax
 from bridge.formats import TreePath
 from bridge.formats.saving.manager import StepManager
 from bridge.formats.saving.pending import PendingSave
+from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.checkpoint import start_save
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.comm.agreement import TIMEOUT, Processes
@@ -42,6 +43,7 @@ class CheckpointManager(StepManager):
         metrics: Mapping[str, SupportsFloat] | None = None,
         objects: Mapping[TreePath, object] | None = None,
         item: str | None = None,
+        mapping: AnyMapping | None = None,
         timeout: float = TIMEOUT,
     ) -> PendingSave:
         """Save as ``<directory>/<step>``, then remove steps that are superseded; all processes call it.
@@ -62,6 +64,7 @@ class CheckpointManager(StepManager):
             train,
             objects=objects,
             item=item,
+            mapping=mapping,
             timeout=timeout,
             extras=extras,
             asynchronous=self.asynchronous,

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from bridge.formats.saving.manager import StepManager
 from bridge.formats.saving.pending import PendingSave
+from bridge.mapping.running import AnyMapping
 from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save
 from torch_impl.comm.agreement import agree, rank
 
@@ -36,6 +37,7 @@ class CheckpointManager(StepManager):
         train: Mapping[str, Any] | None = None,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
+        mapping: AnyMapping | None = None,
     ) -> PendingSave:
         """Save as ``<directory>/<step>``, then remove steps that are superseded; all ranks call it.
 
@@ -47,7 +49,15 @@ class CheckpointManager(StepManager):
         (path, extras), _ = agree(
             lambda: (self.path_of(step), self.extras(step, metrics if rank() == 0 else None))
         )
-        return start_save(path, model, optimizer, train, extras=extras, asynchronous=self.asynchronous)
+        return start_save(
+            path,
+            model,
+            optimizer,
+            train,
+            mapping=mapping,
+            extras=extras,
+            asynchronous=self.asynchronous,
+        )
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, **options: Any

@@ -59,6 +59,7 @@ _VOCABULARY = Vocabulary(
         for sub in ("", "._local")
         for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
     },
+    enumerations=frozenset({_MEMORY_FORMAT}),
     instances=frozenset(
         {_METADATA, _STORAGE_META, _TENSOR, _BYTES, _CHUNK, _INDEX, _PROPERTIES, _STORAGE_INFO}
     ),

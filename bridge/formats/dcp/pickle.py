@@ -57,17 +57,22 @@ class Persistent:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size."""
+    """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size.
+
+    enumerations: of ``calls``, the classes whose members may be named instead: Python before 3.11.4 writes a member as
+    ``getattr(enumeration, name)``, later versions as ``enumeration(value)``.
+    """
 
     max_bytes: int
     calls: frozenset[str] = frozenset()
     instances: frozenset[str] = frozenset()
     constants: re.Pattern[str] | None = None
     persistent: bool = False
+    enumerations: frozenset[str] = frozenset()
 
     def knows(self, dotted: str) -> bool:
         """Whether this name may occur."""
-        if dotted in self.calls or dotted in self.instances:
+        if dotted in self.calls or dotted in self.instances or (dotted == _GETATTR and self.enumerations):
             return True
         return self.constants is not None and self.constants.fullmatch(dotted) is not None
 
@@ -202,9 +207,19 @@ class _Interpreter:
 
     def call(self) -> None:
         name, args = self.cut(2)
+        if isinstance(name, Name) and name.dotted == _GETATTR:
+            self.member(args)
+            return
         if not (isinstance(name, Name) and name.dotted in self.vocabulary.calls and isinstance(args, tuple)):
             _refuse("a call of something that is not a known function")
         self.stack.append({} if name.dotted == _ORDERED_DICT and not args else Call(name.dotted, args))
+
+    def member(self, args: object) -> None:
+        match args:
+            case (Name(dotted=dotted), str(member)) if dotted in self.vocabulary.enumerations:
+                self.stack.append(Call(dotted, (member,)))
+            case _:
+                _refuse("getattr of something that is not a member of a known enumeration")
 
     def new_object(self) -> None:
         name, args = self.cut(2)
@@ -234,6 +249,7 @@ class _Interpreter:
 
 _STOP: Final = 0x2E
 _ORDERED_DICT: Final = "collections.OrderedDict"
+_GETATTR: Final = "builtins.getattr"
 
 
 def _push(value: object) -> Callable[[_Interpreter], None]:

@@ -85,6 +85,26 @@ def test_an_ordered_dict_of_plain_values_is_read_as_a_dict() -> None:
     assert read_pickle(data, PLAIN_VALUES, "v") == {"a": 1, "b": 2}
 
 
+def test_members_of_known_enumerations_are_read_as_python_before_3_11_4_writes_them() -> None:
+    known = Vocabulary(1 << 10, calls=frozenset({"torch.Kind"}), enumerations=frozenset({"torch.Kind"}))
+    by_name = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x05torch\x8c\x04Kind\x93\x8c\x03ONE\x86R."
+    found = read_pickle(by_name, known, "v")
+    assert isinstance(found, Call)
+    assert (found.name, found.args) == ("torch.Kind", ("ONE",))
+    with pytest.raises(CheckpointError, match=r"it names 'builtins\.getattr'"):
+        read_pickle(by_name, Vocabulary(1 << 10, calls=frozenset({"torch.Kind"})), "v")
+
+
+@pytest.mark.parametrize("of", [b"\x8c\x05torch\x8c\x04Size\x93", b"\x8c\x05torch", b"N", b"]"])
+def test_getattr_of_anything_else_is_refused(of: bytes) -> None:
+    known = Vocabulary(
+        1 << 10, calls=frozenset({"torch.Kind", "torch.Size"}), enumerations=frozenset({"torch.Kind"})
+    )
+    data = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + of + b"\x8c\x03ONE\x86R."
+    with pytest.raises(CheckpointError, match="not a member of a known enumeration"):
+        read_pickle(data, known, "v")
+
+
 class Evil:
     def __init__(self, marker: Path) -> None:
         self.marker = marker

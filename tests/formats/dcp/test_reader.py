@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -113,6 +113,20 @@ def test_a_model_and_its_adamw_saved_by_stock_pytorch_are_read_whole(tmp_path: P
         assert reader.object_paths["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
         assert reader.read("train.step").tolist() == 7
         assert len(reader.tensors) == 4 * len(weights) + 1
+
+
+def test_a_checkpoint_that_python_before_3_11_4_wrote_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_name(member: Any, protocol: int) -> tuple[object, ...]:
+        return getattr, (type(member), member.name)
+
+    # As enum.Enum has it in those versions.
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    stock_save({"w": torch.arange(6.0)}, tmp_path / "a")
+    assert b"getattr" in (tmp_path / "a" / ".metadata").read_bytes()
+    with open_checkpoint(tmp_path / "a") as reader:
+        np.testing.assert_array_equal(reader.read("w"), np.arange(6, dtype=np.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,7 +13,13 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
 from bridge.formats.scaled import read_decoded
-from jax_impl import load_checkpoint, main_weight_adamw, save_checkpoint, save_checkpoint_async
+from jax_impl import (
+    CheckpointManager,
+    load_checkpoint,
+    main_weight_adamw,
+    save_checkpoint,
+    save_checkpoint_async,
+)
 from tests.support.jax_impl import checkpoint_runs as runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
@@ -72,6 +78,20 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
         save_checkpoint(tmp_path / f"{path}-again", plan, loaded.state, TRAIN, objects=loaded.objects)
         assert_equal(tmp_path / f"{path}-again", tmp_path / "plain")
         assert runs.train(loaded.state, *case, first=2, count=1, optimizer=made)[1] == expected
+
+
+def test_a_manager_saves_and_loads_under_a_mapping(tmp_path: Path) -> None:
+    case, made = (2,), optimizer(None)
+    plan = runs.plan_of(*case)
+    state, _ = runs.train(runs.fresh(*case, optimizer=made), *case, first=0, count=1, optimizer=made)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, plan, state, TRAIN, mapping="decoder")
+        manager.wait()
+        with open_checkpoint(tmp_path / "1") as reader:
+            assert "model/embed.weight" in reader.tensors
+        loaded = manager.load(plan, made, mapping="decoder")
+    first = runs.train(loaded.state, *case, first=1, count=1, optimizer=made)[1]
+    assert first == runs.train(state, *case, first=1, count=1, optimizer=made)[1]
 
 
 def as_torch_stores_it(path: Path, new: Path) -> None:

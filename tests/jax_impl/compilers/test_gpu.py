@@ -92,11 +92,7 @@ def test_what_travels_of_float8_weights_is_their_payload(gpu: Compile, setting: 
 @pytest.mark.parametrize(
     ("setting", "share"),
     [
-        pytest.param(
-            Setting("h100:8", "shard_map", gather="float8_e4m3fn", dtype="bfloat16", products=True),
-            1,
-            marks=wrong("XLA multiplies 10 of the 30 in bfloat16"),
-        ),
+        (Setting("h100:8", "shard_map", gather="float8_e4m3fn", dtype="bfloat16", products=True), 1),
         pytest.param(Setting("h100:8", "pjit", gather="float8_e4m3fn", products=True), 1, marks=SLOW),
         pytest.param(
             Setting("a100:8", "shard_map", gather="float8_e4m3fn", dtype="bfloat16", products=True),

@@ -16,7 +16,7 @@ from bridge.formats import CheckpointError, open_checkpoint
 from bridge.mapping import load_mapping
 from tests.support.bridge.family_checkpoints import train_step, trained
 from tests.support.torch_impl import mapped_jobs as jobs
-from torch_impl import load_checkpoint, save_checkpoint
+from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint
 
 
 def assert_equal(one: Path, other: Path) -> None:
@@ -98,6 +98,19 @@ def test_a_model_of_transformers_is_saved_as_the_hub_has_it_and_loaded_from_ther
     load_checkpoint(tmp_path / "hub", fresh, mapping=table)
     again = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "hub").state_dict()
     assert all(torch.equal(value, again[name]) for name, value in fresh.state_dict().items())
+
+
+def test_a_manager_saves_and_loads_under_a_mapping(tmp_path: Path) -> None:
+    table = load_mapping("qwen3_moe").between("torch", "hf")
+    model, optimizer = trained("qwen3_moe", steps=1)
+    other, its = trained("qwen3_moe", steps=2, seed=1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model, optimizer, mapping=table)
+        manager.wait()
+        with open_checkpoint(tmp_path / "1") as reader:
+            assert "model.layers.1.mlp.experts.3.up_proj.weight" in reader.tensors
+        manager.load(other, its, mapping=table)
+    assert train_step(other, its, 5) == train_step(model, optimizer, 5)
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_on_disk(tmp_path: Path) -> None:
