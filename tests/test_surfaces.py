@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -49,5 +50,5 @@ def test_each_feature_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
-def test_both_readmes_show_the_table(path: object) -> None:
-    assert in_readme(path) == table(ROWS), "run python -m tests.support.surfaces --write"  # type: ignore[arg-type]
+def test_both_readmes_show_the_table(path: Path) -> None:
+    assert in_readme(path) == table(ROWS), "run python -m tests.support.surfaces --write"
