@@ -5,11 +5,13 @@
     d weight = d output^T @ input      in the dtype of the input
 
 Each factor of a rank's product has one power of two as its scale, from its largest magnitude; sums are float32. Weights
-that were gathered as float8_e4m3fn are cast back without loss: they are such numbers times a power of two.
+that were gathered as float8_e4m3fn are cast back without loss: they are such numbers times a power of two. Where this
+torch has no kernels for CPUs, as 2.11, the same float8 numbers are multiplied in float32.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -91,5 +93,27 @@ def _multiply(
     right_power: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    if left.is_cpu and not _cpus_have_kernels():
+        return left.float().mm(right.float()).mul_(left_power * right_power).to(dtype)
+    return _scaled_product(left, right, left_power, right_power, dtype)
+
+
+def _scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_power: torch.Tensor,
+    right_power: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     whole = F.ScalingType.TensorWise
     return F.scaled_mm(left, right, left_power, whole, right_power, whole, output_dtype=dtype)
+
+
+@functools.cache
+def _cpus_have_kernels() -> bool:
+    square, one = torch.zeros(_MULTIPLE, _MULTIPLE).to(_WEIGHT), torch.ones(1)
+    try:
+        _scaled_product(square, square.t(), one, one, torch.float32)
+    except NotImplementedError:
+        return False
+    return True

@@ -14,6 +14,7 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.quantized import policy, straight_through
 from tests.support.torch_impl.toy import assert_same_gradients
+from torch_impl.runtime import float8_products
 
 
 class Product(nn.Module):
@@ -60,18 +61,18 @@ def multiplies(unit_of_linears: bool) -> list[int]:
     for linear in (model.first, model.second) if unit_of_linears else ():
         torch_impl.fully_shard(linear, mp_policy=chosen)
     torch_impl.fully_shard(model, mp_policy=chosen)
-    calls, original = [], torch.nn.functional.scaled_mm
+    calls, original = [], float8_products._multiply
 
     def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
         return original(*args, **kwargs)
 
-    torch.nn.functional.scaled_mm = counting
+    float8_products._multiply = counting
     try:
         xs = [torch.randn(6, 32, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
         model(xs[dist.get_rank()]).square().sum().backward()
     finally:
-        torch.nn.functional.scaled_mm = original
+        float8_products._multiply = original
     # Scales are those of a rank's product.
     straight_through(
         reference,
