@@ -48,9 +48,14 @@ class PrecisionPolicy:
         )
 
     @property
+    def main_dtype(self) -> str | None:
+        """None: each parameter's own."""
+        return None if self.main == GIVEN else self.main
+
+    @property
     def compute_dtype(self) -> str | None:
         """Of forward and backward; None: each parameter's own, that of its main weights."""
-        return self.compute or self._main
+        return self.compute or self.main_dtype
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -60,8 +65,4 @@ class PrecisionPolicy:
     @property
     def grad_dtype(self) -> str | None:
         """Of the reduced gradient; None: that of each parameter's main weights."""
-        return self.grad or self._main
-
-    @property
-    def _main(self) -> str | None:
-        return None if self.main == GIVEN else self.main
+        return self.grad or self.main_dtype
