@@ -32,7 +32,7 @@ from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
-from torch_impl.runtime.precision import MixedPrecisionPolicy, check_main_dtype, group_dtypes
+from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
 from torch_impl.runtime.tensor_parallel import check_joint
 from torch_impl.runtime.unit import Unit
 
@@ -173,9 +173,7 @@ def _build_unit(
         host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
     for index, (members, quantized, layout) in enumerate(plans):
         first = members[0].param
-        dtypes = group_dtypes(
-            first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized
-        )
+        dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
@@ -207,7 +205,8 @@ def _plan_groups(
     for one in owned:
         given, trainable = one.param.dtype, one.param.requires_grad
         quantized = options.policy.is_quantized(given, one.local_shape)
-        check_main_dtype(one.name, given, options.policy, trainable=trainable, quantized=quantized)
+        if quantized:
+            check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
         groups.setdefault((given, trainable, quantized), []).append(one)

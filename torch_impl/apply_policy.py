@@ -142,7 +142,8 @@ def _check_main_weights(policy: ShardingPolicy, model: nn.Module) -> None:
         return
     for name, param in model.named_parameters():
         wide = param.dtype == torch.float64
-        if param.is_floating_point() and wide != (wanted == torch.float64):
+        trained = param.requires_grad and param.is_floating_point()
+        if trained and wide != (wanted == torch.float64):
             raise PolicyError(
                 f"{policy.source}: [precision] main: expected {wanted} main weights, got {name} in {param.dtype}; cast "
                 f"the model first, model.to({wanted})"

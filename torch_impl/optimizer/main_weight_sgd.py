@@ -29,10 +29,10 @@ _TOGETHER = 1 << 20
 class MainWeightSGD(MainWeightOptimizer):
     """SGD, bit for bit what ``torch.optim.SGD(foreach=True)`` computes, wherever rows are cut.
 
-    torch's for-loop has the same bits; ``fused=True`` rounds otherwise. Half-precision weights are updated in float32 and
-    rounded once, where torch rounds after every operation. State is
-    ``momentum_buffer``, a DTensor placed like its parameter, and ``step``, a float32 CPU scalar; without momentum there
-    is none. The rest is as in ``MainWeightAdamW``.
+    torch's for-loop has the same bits; ``fused=True`` rounds otherwise. Half-precision weights are updated in float32
+    and rounded once, where torch rounds after every operation. State is ``momentum_buffer``, a DTensor placed like its
+    parameter, and ``step``, a float32 CPU scalar; without momentum there is none. The rest is as in
+    ``MainWeightAdamW``.
     """
 
     state_of = "SGD"

@@ -30,11 +30,10 @@ class MixedPrecisionPolicy:
     store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32 main weights as
         this rank's rows of them and an int16 remainder an element, 2 bytes less; see ``torch_impl.dtensor.remainders``.
         ``parameters()`` shows the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 ones.
-    main_dtype: dtype of the main weights of trainable parameters. float32: also of parameters given in bfloat16 or
-        float16; float64 ones stay. bfloat16 or float16: parameters given otherwise are rounded once, when they are
-        sharded. float64: parameters must be given so. None: each parameter keeps the dtype in which it was given, as
-        in ``torch.distributed.fsdp``. Frozen parameters keep theirs always. So one that was given in half precision
-        must be trainable when it is sharded if it is to have wider main weights: unfrozen later, it raises at the next
+    main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they are sharded; float32
+        leaves float64 ones as they are. None: each parameter keeps the dtype in which it was given, as in
+        ``torch.distributed.fsdp``. Frozen parameters keep theirs always. So one that was given in half precision must
+        be trainable when it is sharded if it is to have wider main weights: unfrozen later, it raises at the next
         forward.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, for another format, and for
@@ -138,24 +137,14 @@ def _trained(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted
 
 
-def check_main_dtype(
-    name: str, given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool
-) -> None:
-    """ValueError for a parameter whose main weights cannot have the dtype that ``policy`` asks for."""
-    if quantized and given == torch.float64:
+def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
+    """ValueError for a parameter that float8 weights are not made of."""
+    if given == torch.float64:
         raise ValueError(
             f"{name}: expected weights of float32, bfloat16 or float16 beside gather_dtype={policy.gather!r}, which "
             "quantizes float32 main weights, got torch.float64"
         )
-    if not trainable or not given.is_floating_point:
-        return
-    wanted = policy.main_dtype
-    if wanted not in (torch.float32, None) and (wanted == torch.float64) != (given == torch.float64):
-        raise ValueError(
-            f"{name}: expected a parameter {'in' if wanted == torch.float64 else 'narrower than'} torch.float64 beside "
-            f"main_dtype={wanted}, got {given}; cast the model first, model.to({wanted})"
-        )
-    if quantized and _trained(given, wanted) != torch.float32:
+    if trainable and _trained(given, policy.main_dtype) != torch.float32:
         raise ValueError(
             f"{name}: expected float32 main weights beside gather_dtype={policy.gather!r}, which quantizes them, got "
             f"{given}, which main_dtype=None keeps; use main_dtype=torch.float32"
