@@ -31,9 +31,10 @@ not stop strategies with sharded gradients from reducing over the axes that grad
 ``set_requires_gradient_sync(False)`` does, for every strategy.
 
 **Gradients** are summed over the ranks in ``reduce_dtype``, then averaged in the wider of that and ``grad_dtype``. In
-float16 they are averaged first, while they are copied. Between two backwards ``.grad`` is the whole state: None, a reduced DTensor, or
-a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both modes, also
-half-way through a step. Fused kernels may write gradients themselves: see ``FSDPModule.set_main_gradients``.
+float16 they are averaged first, while they are copied. Between two backwards ``.grad`` is the whole state: None, a
+reduced DTensor, or a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both
+modes, also half-way through a step. Fused kernels may write gradients themselves: see
+``FSDPModule.set_main_gradients``.
 
 **Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
 and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's

@@ -56,7 +56,8 @@ from torch_impl.dtensor.tensor import count_write
 _SHOWN = 10
 # What most often explains that names or dtypes differ.
 _SUSPECTS = (
-    "(another model? another main_dtype? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the optimizer?)"
+    "(another model? another main_dtype? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the "
+    "optimizer?)"
 )
 
 

@@ -33,8 +33,11 @@ HALF = torch.bfloat16
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MIXED = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
 KEPT = MixedPrecisionPolicy(reduce_dtype=torch.float32, main_dtype=None)
-# Forward, backward and gradients as exact as with float32 main weights: what is rounded is rounded by the update.
-NARROW = MixedPrecisionPolicy(torch.float32, torch.float32, grad_dtype=torch.float32, main_dtype=HALF)
+
+
+def narrow(main: torch.dtype = HALF) -> MixedPrecisionPolicy:
+    """Forward, backward and gradients as exact as with float32 main weights: the update alone rounds."""
+    return MixedPrecisionPolicy(torch.float32, torch.float32, grad_dtype=torch.float32, main_dtype=main)
 
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(5)) -> list[float]:
@@ -130,16 +133,16 @@ def test_main_weights_have_the_chosen_dtype_and_take_its_bytes(
     ranks.run(2, main_weights, given, main, names)
 
 
-def full_batch_reference(make: Callable[[Any], torch.optim.Optimizer], steps: int) -> Toy:
+def full_batch_reference(make: Callable[[Any], torch.optim.Optimizer], main: torch.dtype, steps: int) -> Toy:
     """One process, all ranks' data, updates in float32 of weights that are rounded after each."""
-    reference = Toy().to(HALF).float()
+    reference = Toy().to(main).float()
     optimizer = make(reference.parameters())
     for step in range(steps):
         mse(reference, *batch(step, dist.get_world_size(), 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         for param in reference.parameters():
-            param.data.copy_(param.data.to(HALF))
+            param.data.copy_(param.data.to(main))
     return reference
 
 
@@ -150,8 +153,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def against_full_batch(name: str, strategy: str) -> None:
-    model = sharded_toy(strategy=strategy, mp_policy=NARROW)
+def against_full_batch(name: str, strategy: str, main: torch.dtype) -> None:
+    model = sharded_toy(strategy=strategy, mp_policy=narrow(main))
     optimizer = OPTIMIZERS[name](model.parameters())
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
@@ -160,35 +163,46 @@ def against_full_batch(name: str, strategy: str) -> None:
         assert all(local_of(param.grad).dtype == torch.float32 for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    reference = full_batch_reference(OPTIMIZERS[name], 4)
+    reference = full_batch_reference(OPTIMIZERS[name], main, 4)
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
-        assert param.dtype == HALF
-        # Sums of gradients in another order may round to the next number: a spacing of at most 2**-7.
-        torch.testing.assert_close(whole(param).float(), want.detach(), rtol=2**-7, atol=1e-6)
+        assert param.dtype == main
+        # Sums of gradients in another order may round to the next number.
+        spacing = torch.finfo(main).eps
+        torch.testing.assert_close(whole(param).float(), want.detach(), rtol=spacing, atol=1e-6)
         moments = [value for key, value in optimizer.state[param].items() if key != "step"]
         assert moments
         assert all(moment.dtype == torch.float32 for moment in moments)
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("adamw", strategy) for strategy in STRATEGIES] + [("sgd", "optim"), ("muon", "optim_grads_params")],
+    ("name", "strategy", "main"),
+    [
+        *(("adamw", strategy, HALF) for strategy in STRATEGIES),
+        ("adamw", "optim_grads_params", torch.float16),
+        ("sgd", "optim", HALF),
+        ("muon", "optim_grads_params", HALF),
+    ],
 )
-def test_bfloat16_main_weights_train_as_on_the_full_batch(ranks: RankGroup, name: str, strategy: str) -> None:
-    ranks.run(3, against_full_batch, name, strategy)
+def test_half_precision_main_weights_train_as_on_the_full_batch(
+    ranks: RankGroup, name: str, strategy: str, main: torch.dtype
+) -> None:
+    ranks.run(3, against_full_batch, name, strategy, main)
 
 
 def test_matrices_in_bfloat16_are_updated_by_muon_in_float32_and_rounded_once() -> None:
     weight = nn.Parameter(torch.linspace(-1, 1, 48, dtype=HALF).view(6, 8))
     exact = nn.Parameter(weight.detach().float())
     mine = MainWeightMuon([weight], lr=0.1, weight_decay=0.3, momentum_dtype=HALF)
-    other = MainWeightMuon([exact], lr=0.1, weight_decay=0.3, momentum_dtype=HALF)
+    other = torch.optim.Muon([exact], lr=0.1, weight_decay=0.3)
     for step in range(4):
         weight.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(HALF)
         exact.grad = weight.grad.float()
         mine.step()
         other.step()
         assert torch.equal(weight.detach(), exact.detach().to(HALF))
+        momentum = mine.state[weight]["momentum_buffer"]
+        assert torch.equal(momentum, other.state[exact]["momentum_buffer"].to(HALF))
+        other.state[exact]["momentum_buffer"].copy_(momentum)
         exact.data.copy_(weight.data)
 
 
@@ -422,7 +436,7 @@ def test_frozen_weights_come_from_the_meta_device_in_their_dtype(ranks: RankGrou
 
 
 def in_host_memory() -> None:
-    for make in (sharded_lora, lambda **options: sharded_toy(mp_policy=NARROW, **options)):
+    for make in (sharded_lora, lambda **options: sharded_toy(mp_policy=narrow(), **options)):
         found = []
         for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
             model = make(**options)
