@@ -57,7 +57,7 @@ def fully_shard(
     none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
     Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
-    nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
+    nothing, tied weights in different units, and trainable parameters that are not floating point or have 8 bits.
 
     Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
     ``nn.Partitioned``) that name no model axis, and so have no effect.
@@ -89,12 +89,12 @@ def plan_sharding(
         stacks = stack_lengths(model, options["stacked"])
     else:
         stacks = recognized_stacks(model, unit_patterns(policy, options))
-    resolved = resolve(model, stacks, mesh, policy, options)
+    frozen = _frozen_paths(model, options.get("frozen", ()))
+    resolved = resolve(model, stacks, mesh, policy, options, frozen)
     cuts = cuts_of(model, stacks, resolved.mesh, policy, options.get("parallel"))
     modules = split_units(model, list(resolved.units), stacks)
     known = {path for module in modules.values() for path in module.parameters}
     _check_granularities(resolved.units.values(), known)
-    frozen = _frozen_paths(model, options.get("frozen", ()))
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]

@@ -24,17 +24,19 @@ from jax_impl.runtime.float8_group import CutFloat8Group, Float8Group
 from jax_impl.runtime.float8_logical import Float8LogicalGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.model_axes import ModelAxes
-from jax_impl.runtime.precision import Precision, main_dtype
+from jax_impl.runtime.precision import Precision, is_integer
 from jax_impl.runtime.unit_plan import Group
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the parameters of one group have in common. ``over``: the model axes that cut them, outer to inner."""
+    """What the parameters of one group have in common. ``over``: the model axes that cut them, outer to inner.
+    ``named``: whether the main dtype is a part of the group's name."""
 
     trainable: bool
     wire: Wire
     over: tuple[str, ...]
+    named: bool
 
 
 def groups_of(
@@ -47,12 +49,15 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Flat groups, or logical ones for the pjit engine.
 
-    Raises ``ValueError`` for parameters that are not floating point, trainable ones of 8 bits, and main weights of two
-    dtypes.
+    Raises ``ValueError`` for parameters that are neither numbers nor bools, trainable ones that are not floating point
+    or have 8 bits, and a ``gather_dtype`` beside main weights that are not float32.
     """
     model = ModelAxes.of(resolved.mesh)
     found: list[Group] = []
-    for (trainable, wire), own in _wired(resolved.mesh, resolved.precision, module, frozen).items():
+    wired = _wired(resolved.mesh, resolved.precision, module, frozen)
+    several = len({wire.main for trainable, wire in wired if trainable}) > 1
+    for (trainable, wire), own in wired.items():
+        named = wire.main != np.float32 and (several or not trainable)
         if engine == "pjit":
             found.append(_logical_group(module, own, options, wire, trainable, resolved.mesh, cuts))
             continue
@@ -61,7 +66,7 @@ def groups_of(
             over = tuple(cut.axis for cut in cuts.get(module.parameters[i], ()))
             by_axes.setdefault(over, []).append(i)
         found += [
-            _flat_group(module, by_axes[over], options, _Kind(trainable, wire, over), model, cuts)
+            _flat_group(module, by_axes[over], options, _Kind(trainable, wire, over, named), model, cuts)
             for over in sorted(by_axes, key=lambda over: (len(over), over))
         ]
     return tuple(found)
@@ -82,9 +87,9 @@ def _flat_group(
         rows=chosen.rows,
         align=chosen.align,
     )
-    kept = [] if wire.main == np.float32 else [wire.main.name]
+    main = [wire.main.name] if kind.named else []
     narrow = [] if wire.float8 is None else [wire.float8]
-    words = [*([] if kind.trainable else ["frozen", *kept]), *narrow, *kind.over]
+    words = [*([] if kind.trainable else ["frozen"]), *main, *narrow, *kind.over]
     key = f"{module.path} ({', '.join(words)})" if words else module.path
     common = key, module.path, paths, layout, wire, options.strategy, kind.trainable, module.layers
     if model.names:
@@ -117,27 +122,18 @@ def _logical_group(
 def _wired(
     mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
 ) -> dict[tuple[bool, Wire], list[int]]:
-    """The numbers of a unit's parameters by group: trainable ones, then frozen ones of each dtype.
+    """The numbers of a unit's parameters by group: trainable ones of each dtype, then frozen ones of each.
 
-    Of both, what is gathered as float8 comes first.
+    Of each, what is gathered as float8 comes first.
     """
     mains: dict[tuple[bool, np.dtype, str | None], list[int]] = {}
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
-            raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
         trainable = path not in frozen
-        if trainable and jnp.finfo(dtype).bits < 16:
-            raise ValueError(
-                f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
-                f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
-            )
-        main = main_dtype(dtype) if trainable else dtype
-        float8 = precision.float8(main) if is_quantized(module.shapes[i]) else None
+        _check_dtype(path, dtype, trainable)
+        main = precision.main(dtype) if trainable else dtype
+        quantized = is_quantized(module.shapes[i]) and not is_integer(main)
+        float8 = precision.float8(main, trainable) if quantized else None
         mains.setdefault((trainable, main, float8), []).append(i)
-    trained = {main: module.parameters[own[0]] for (trainable, main, _), own in mains.items() if trainable}
-    if len(trained) > 1:
-        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
-        raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
     dtypes = list(dict.fromkeys(main for _, main, _ in mains))
 
     def order(kind: tuple[bool, np.dtype, str | None]) -> tuple[bool, int, bool]:
@@ -150,6 +146,26 @@ def _wired(
     }
 
 
+def _check_dtype(path: str, dtype: np.dtype, trainable: bool) -> None:
+    whole = is_integer(dtype)
+    if not whole and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8):
+        raise ValueError(
+            f"parameter {path!r}: expected a floating or integer dtype of 8 bits or more, or bool, got {dtype}"
+        )
+    if trainable and whole:
+        raise ValueError(
+            f"parameter {path!r}: expected a floating dtype for a parameter that is trained, got {dtype}: freeze it "
+            f"(frozen=[{path!r}]), which keeps it as it is"
+        )
+    if trainable and jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
+            f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+        )
+
+
 def _wire(mesh: Mesh, precision: Precision, main: np.dtype, float8: str | None) -> Wire:
-    dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
+    dtypes = (main, main, main, main)
+    if not is_integer(main):
+        dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
     return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=float8)

@@ -7,6 +7,9 @@
     layers/1    trainable                  "layers/1"
                 frozen, float32            "layers/1 (frozen)"
                 frozen, bfloat16           "layers/1 (frozen, bfloat16)"
+    layers/2    trainable, float32         "layers/2"
+                trainable, bfloat16        "layers/2 (bfloat16)"
+                frozen, uint8              "layers/2 (frozen, uint8)"
     ""          trainable                  ""
 
 With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
