@@ -49,8 +49,9 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Flat groups, or logical ones for the pjit engine.
 
-    Raises ``ValueError`` for parameters that are neither numbers nor bools, trainable ones that are not floating point
-    or have 8 bits, and a ``gather_dtype`` beside main weights that are not float32.
+    Raises ``ValueError`` for parameters that are neither real numbers nor bools, trainable ones that are not floating
+    point, have 8 bits or no main weights in ``main_dtype``, and a ``gather_dtype`` beside main weights that are not
+    float32.
     """
     model = ModelAxes.of(resolved.mesh)
     found: list[Group] = []
@@ -129,7 +130,9 @@ def _wired(
     mains: dict[tuple[bool, np.dtype, str | None], list[int]] = {}
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
         trainable = path not in frozen
-        _check_dtype(path, dtype, trainable)
+        _check_dtype(path, dtype)
+        if trainable:
+            _check_trained(path, dtype, precision.main_dtype)
         main = precision.main(dtype) if trainable else dtype
         quantized = is_quantized(module.shapes[i]) and not is_integer(main)
         float8 = precision.float8(main, trainable) if quantized else None
@@ -146,21 +149,29 @@ def _wired(
     }
 
 
-def _check_dtype(path: str, dtype: np.dtype, trainable: bool) -> None:
-    whole = is_integer(dtype)
-    if not whole and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8):
+def _check_dtype(path: str, dtype: np.dtype) -> None:
+    wide = is_integer(dtype) or (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8)
+    if not wide:
         raise ValueError(
             f"parameter {path!r}: expected a floating or integer dtype of 8 bits or more, or bool, got {dtype}"
         )
-    if trainable and whole:
+
+
+def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
+    if is_integer(dtype):
         raise ValueError(
             f"parameter {path!r}: expected a floating dtype for a parameter that is trained, got {dtype}: freeze it "
             f"(frozen=[{path!r}]), which keeps it as it is"
         )
-    if trainable and jnp.finfo(dtype).bits < 16:
+    if jnp.finfo(dtype).bits < 16:
         raise ValueError(
             f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
             f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+        )
+    if wanted not in ("float32", None) and (wanted == "float64") != (dtype == np.float64):
+        raise ValueError(
+            f"parameter {path!r}: expected {'' if wanted == 'float64' else 'a dtype narrower than '}float64 beside "
+            f"main_dtype={wanted!r}, got {dtype}: cast the model first"
         )
 
 

@@ -48,8 +48,8 @@ class ShardingOptions(TypedDict, total=False):
         the rule is in ``modules/repeated_blocks.py``). ``[]`` makes the root the only unit.
     param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
     main_dtype: of trainable weights at rest. Default: "float32", which leaves float64 parameters as they are.
-        "bfloat16", "float16" and "float64" are for all, given ones are cast when they are sharded; None keeps each
-        one's own.
+        "bfloat16" and "float16" are for all, given ones are rounded once, when they are sharded; "float64" they must be
+        given in; None keeps each one's own.
     gather_dtype: "mxfp8" or "float8_e4m3fn": matrices and stacks of them are quantized to be gathered; see
         ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,

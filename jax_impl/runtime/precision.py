@@ -28,8 +28,8 @@ class Precision:
     ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
     PyTorch's ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches
     and that the optimizer reads; ``None`` takes the main weights'. ``main_dtype``: dtype of trainable weights at rest,
-    to which given ones are rounded when they are sharded; ``None`` keeps each parameter's own, and float32 leaves
-    float64 ones as they are. All are names; ``of`` takes dtypes too. Raises ``ValueError`` for another dtype, or
+    to which narrower and wider ones are cast once, when they are sharded; float32 leaves float64 ones as they are, and
+    ``None`` all. All are names; ``of`` takes dtypes too. Raises ``ValueError`` for another dtype, or
     float64 without x64.
     """
 
