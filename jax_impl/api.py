@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ from jax_impl.modules.module_tree import (
 from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
-from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns
+from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
@@ -89,8 +88,7 @@ def plan_sharding(
         stacks = stack_lengths(model, options["stacked"])
     else:
         stacks = recognized_stacks(model, unit_patterns(policy, options))
-    frozen = _frozen_paths(model, options.get("frozen", ()))
-    resolved = resolve(model, stacks, mesh, policy, options, frozen)
+    resolved = resolve(model, stacks, mesh, policy, options)
     cuts = cuts_of(model, stacks, resolved.mesh, policy, options.get("parallel"))
     modules = split_units(model, list(resolved.units), stacks)
     known = {path for module in modules.values() for path in module.parameters}
@@ -100,7 +98,7 @@ def plan_sharding(
         unit = resolved.units[path]
         if module.inner and (reason := why_not_around(unit.recompute, path, next(iter(module.inner)))):
             raise ValueError(reason)
-        groups = groups_of(module, unit, resolved, frozen, cuts, engine)
+        groups = groups_of(module, unit, resolved, cuts, engine)
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(
         resolved.mesh,
@@ -142,24 +140,6 @@ def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
             unknown = [path for path in options.granularity if path not in known]
             if unknown:
                 raise ValueError(f"granularity: expected paths of the model's parameters, got {unknown[:5]}")
-
-
-def _frozen_paths(model: nnx.Module, frozen: Frozen) -> frozenset[str]:
-    """Raises ``ValueError`` for a pattern that matches no parameter."""
-    parameters = list(parameter_leaves(model))
-    if callable(frozen) or isinstance(frozen, type):
-        matches = nnx.filterlib.to_predicate(frozen)
-        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        return frozenset("/".join(map(str, key)) for key, variable in flat if matches(key, variable))
-    found: set[str] = set()
-    for pattern in frozen:
-        matching = fnmatch.filter(parameters, pattern)
-        if not matching:
-            raise ValueError(
-                f"frozen: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
-            )
-        found.update(matching)
-    return frozenset(found)
 
 
 def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Buffers:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bridge.sharding import plan_layout
+from bridge.sharding import Strategy, plan_layout, strategy_named
 from bridge.sharding.float8 import is_quantized
 from bridge.sharding.parallel import local_shape
 from jax_impl.comm.collectives import Wire
@@ -30,20 +30,34 @@ from jax_impl.runtime.unit_plan import Group
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the parameters of one group have in common. ``over``: the model axes that cut them, outer to inner.
-    ``named``: whether the main dtype is a part of the group's name."""
+    """What the parameters of one group have in common, but for the model axes that cut them.
+
+    ``replicated``: whether all devices have them whole, whatever the unit's strategy.
+    """
 
     trainable: bool
     wire: Wire
-    over: tuple[str, ...]
-    named: bool
+    replicated: bool
+
+    def strategy(self, options: UnitOptions) -> Strategy:
+        return strategy_named("no_shard") if self.replicated else options.strategy
+
+    def words(self, several: bool) -> list[str]:
+        """Of the group's name; ``several``: whether trainable parameters of the unit have several main dtypes."""
+        wire = self.wire
+        named = wire.main != np.float32 and (several or not self.trainable)
+        return [
+            *([] if self.trainable else ["frozen"]),
+            *([wire.main.name] if named else []),
+            *([] if wire.float8 is None else [wire.float8]),
+            *(["replicated"] if self.replicated else []),
+        ]
 
 
 def groups_of(
     module: UnitModule,
     options: UnitOptions,
     resolved: Resolved,
-    frozen: frozenset[str],
     cuts: Cuts,
     engine: str,
 ) -> tuple[Group, ...]:
@@ -55,44 +69,46 @@ def groups_of(
     """
     model = ModelAxes.of(resolved.mesh)
     found: list[Group] = []
-    wired = _wired(resolved.mesh, resolved.precision, module, frozen)
-    several = len({wire.main for trainable, wire in wired if trainable}) > 1
-    for (trainable, wire), own in wired.items():
-        named = wire.main != np.float32 and (several or not trainable)
+    kinds = _kinds(module, resolved)
+    several = len({kind.wire.main for kind in kinds if kind.trainable}) > 1
+    for kind, own in kinds.items():
         if engine == "pjit":
-            found.append(_logical_group(module, own, options, wire, trainable, resolved.mesh, cuts))
+            found.append(_logical_group(module, own, options, kind, resolved.mesh, cuts))
             continue
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for i in own:
             over = tuple(cut.axis for cut in cuts.get(module.parameters[i], ()))
             by_axes.setdefault(over, []).append(i)
         found += [
-            _flat_group(module, by_axes[over], options, _Kind(trainable, wire, over, named), model, cuts)
+            _flat_group(module, by_axes[over], options, kind, [*kind.words(several), *over], model, cuts)
             for over in sorted(by_axes, key=lambda over: (len(over), over))
         ]
     return tuple(found)
 
 
 def _flat_group(
-    module: UnitModule, own: Sequence[int], options: UnitOptions, kind: _Kind, model: ModelAxes, cuts: Cuts
+    module: UnitModule,
+    own: Sequence[int],
+    options: UnitOptions,
+    kind: _Kind,
+    words: Sequence[str],
+    model: ModelAxes,
+    cuts: Cuts,
 ) -> FlatGroup:
-    wire, paths = kind.wire, tuple(module.parameters[i] for i in own)
+    wire, strategy, paths = kind.wire, kind.strategy(options), tuple(module.parameters[i] for i in own)
     of_each = tuple(cuts.get(path, ()) for path in paths)
     names = dict(zip(paths, (module.names[i] for i in own), strict=True))
     shapes = [local_shape(module.shapes[i], cut, model.by_name) for i, cut in zip(own, of_each, strict=True)]
     chosen = within(options, paths, names)
     layout = plan_layout(
         dict(zip(names.values(), shapes, strict=True)),
-        wire.axes.shards(options.strategy.optimizer),
+        wire.axes.shards(strategy.optimizer),
         granularity=chosen.granularity,
         rows=chosen.rows,
         align=chosen.align,
     )
-    main = [wire.main.name] if kind.named else []
-    narrow = [] if wire.float8 is None else [wire.float8]
-    words = [*([] if kind.trainable else ["frozen"]), *main, *narrow, *kind.over]
     key = f"{module.path} ({', '.join(words)})" if words else module.path
-    common = key, module.path, paths, layout, wire, options.strategy, kind.trainable, module.layers
+    common = key, module.path, paths, layout, wire, strategy, kind.trainable, module.layers
     if model.names:
         cut = CutGroup if wire.float8 is None else CutFloat8Group
         return cut(*common, model, of_each)
@@ -103,50 +119,46 @@ def _logical_group(
     module: UnitModule,
     own: Sequence[int],
     options: UnitOptions,
-    wire: Wire,
-    trainable: bool,
+    kind: _Kind,
     mesh: Mesh,
     cuts: Cuts,
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
-    strategy, sizes = options.strategy, ModelAxes.of(mesh).by_name
+    wire, strategy, sizes = kind.wire, kind.strategy(options), ModelAxes.of(mesh).by_name
     arrays = tuple(
         logical_array(
             path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes
         )
         for i, path in ((i, module.parameters[i]) for i in own)
     )
-    kind = LogicalGroup if wire.float8 is None else Float8LogicalGroup
-    return kind(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
+    group = LogicalGroup if wire.float8 is None else Float8LogicalGroup
+    return group(module.path, arrays, mesh, wire, strategy, kind.trainable, module.layers)
 
 
-def _wired(
-    mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
-) -> dict[tuple[bool, Wire], list[int]]:
+def _kinds(module: UnitModule, resolved: Resolved) -> dict[_Kind, list[int]]:
     """The numbers of a unit's parameters by group: trainable ones of each dtype, then frozen ones of each.
 
-    Of each, what is gathered as float8 comes first.
+    Of each, what is gathered as float8 comes first, and what is replicated last.
     """
-    mains: dict[tuple[bool, np.dtype, str | None], list[int]] = {}
+    precision = resolved.precision
+    found: dict[_Kind, list[int]] = {}
+    mains: list[np.dtype] = []
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
-        trainable = path not in frozen
+        trainable = path not in resolved.frozen
         _check_dtype(path, dtype)
         if trainable:
             _check_trained(path, dtype, precision.main_dtype)
         main = precision.main(dtype) if trainable else dtype
         quantized = is_quantized(module.shapes[i]) and not is_integer(main)
         float8 = precision.float8(main, trainable) if quantized else None
-        mains.setdefault((trainable, main, float8), []).append(i)
-    dtypes = list(dict.fromkeys(main for _, main, _ in mains))
+        kind = _Kind(trainable, _wire(resolved.mesh, precision, main, float8), path in resolved.replicated)
+        found.setdefault(kind, []).append(i)
+        mains.append(main)
 
-    def order(kind: tuple[bool, np.dtype, str | None]) -> tuple[bool, int, bool]:
-        trainable, main, float8 = kind
-        return not trainable, dtypes.index(main), float8 is None
+    def order(kind: _Kind) -> tuple[bool, int, bool, bool]:
+        return not kind.trainable, mains.index(kind.wire.main), kind.wire.float8 is None, kind.replicated
 
-    return {
-        (trainable, _wire(mesh, precision, main, float8)): mains[trainable, main, float8]
-        for trainable, main, float8 in sorted(mains, key=order)
-    }
+    return {kind: found[kind] for kind in sorted(found, key=order)}
 
 
 def _check_dtype(path: str, dtype: np.dtype) -> None:

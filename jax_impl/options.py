@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,10 @@ from bridge.sharding import (
 from bridge.sharding.precision_policy import GIVEN
 from bridge.sharding.recompute import SELECTIVE, Recompute, is_recompute
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
+from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.precision import Precision
-
-Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -71,6 +70,9 @@ class ShardingOptions(TypedDict, total=False):
         ``modules/partitioning.py``. Beside a policy these take the place of its own.
     frozen: parameters without gradient and moments, in their own dtype, which may be an integer's or bool: patterns of
         parameter paths ("embed/*"), or an nnx filter.
+    replicated: parameters that every device has whole, as with "no_shard", whatever strategy their unit has. They are
+        gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, beside
+        which they are what other programs call ignored: nothing but the program itself changes or sends them.
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
@@ -92,12 +94,13 @@ class ShardingOptions(TypedDict, total=False):
     recompute: Recompute
     stacked: Sequence[str]
     parallel: Mapping[str, str | PartitionSpec]
-    frozen: Frozen
+    frozen: Chosen
+    replicated: Chosen
     engine: str
     prefetch: int | None
 
 
-_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "engine", "prefetch")
+_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "replicated", "engine", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,13 @@ class UnitOptions:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Mesh, precision, and options by unit path, the root included."""
+    """Mesh, precision, and options by unit path, the root included; and paths of parameters."""
 
     mesh: Mesh
     precision: Precision
     units: Mapping[str, UnitOptions]
+    frozen: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
 
 
 def unit_patterns(policy: ShardingPolicy | None, options: ShardingOptions) -> list[str]:
@@ -135,11 +140,22 @@ def resolve(
     mesh: Mesh | None,
     policy: ShardingPolicy | str | Path | None,
     options: ShardingOptions,
+) -> Resolved:
+    """Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
+    frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
+    replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
+    found = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
+    return replace(found, frozen=frozen, replicated=replicated)
+
+
+def _resolved(
+    model: nnx.Module,
+    paths: Mapping[str, str],
+    mesh: Mesh | None,
+    policy: ShardingPolicy | str | Path | None,
+    options: ShardingOptions,
     frozen: frozenset[str],
 ) -> Resolved:
-    """``frozen``: paths of parameters. Raises ``ValueError`` for options that do not fit the model, the mesh or each
-    other."""
-    paths = module_paths(model, stacks)
     if policy is None:
         if mesh is None:
             raise ValueError("fully_shard: expected a mesh, or a policy that has one, got neither")
