@@ -32,6 +32,7 @@ from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.memory_kinds import on_device
+from jax_impl.runtime.precision import is_integer
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit_plan import Group, UnitPlan
 from jax_impl.train_state import TrainState
@@ -145,7 +146,8 @@ def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
 def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Buffers:
     """Main-weight arrays holding ``{path: value}``; each device receives its own shard only.
 
-    Raises ``ValueError`` naming a parameter that is missing or has another shape.
+    Floating-point values are cast to the dtype of the main weights, to nearest even. Raises ``ValueError`` naming a
+    parameter that is missing, has another shape, or is in another dtype where the plan has integers or bools.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
@@ -154,6 +156,11 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
             raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {found}")
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
             raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
+        if parameters[path].dtype != info.dtype and is_integer(info.dtype):
+            raise ValueError(
+                f"parameter {path!r}: expected values in {info.dtype}, which no others are cast to, got "
+                f"{parameters[path].dtype}"
+            )
         values[path] = np.asarray(parameters[path])
 
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
