@@ -16,12 +16,13 @@ main weights. An array is cut into equal shards. Frozen parameters have arrays o
 gradient and moments. They keep the dtype in which they were given, which may be float8, an integer's or bool: so they
 are at rest, on the wire, in compute and in a checkpoint, bit for bit. Trainable ones of these are refused.
 ``replicated=["*/router/*"]`` names parameters that every device has whole, whatever the strategy: no gather moves them,
-their gradients are averaged once a step, and a label or mask gives them an optimizer of their own. The unit's ``Layout`` says where each parameter lies, and so who owns which rows.
-``granularity`` ("row", "block(n)", "tensor") keeps whole blocks of rows on one rank, for all parameters or by path:
-``fully_shard(..., granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of
-128 elements, without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard
-size each. A rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one
-reduction. In a policy every unit may have a strategy of its own.
+their gradients are averaged once a step, and a label or mask gives them an optimizer of their own. The unit's
+``Layout`` says where each parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor")
+keeps whole blocks of rows on one rank, for all parameters or by path: ``fully_shard(...,
+granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of 128 elements,
+without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard size each. A
+rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one reduction. In a
+policy every unit may have a strategy of its own.
 
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
 all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part, or ``(sum, weight)``.
@@ -64,9 +65,9 @@ Python float is one of them where it belongs to a node that can be called (a mod
 **equinox.** A module of equinox is a pytree, so ``fully_shard(model, ...)`` takes it whole, and its own ``__call__``
 works: units are called as the submodules that they stand for, by ``__call__`` or any method. Their attributes cannot be
 read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays must be
-``frozen``, and ``eqx.nn.State`` (BatchNorm) has no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each unit once and
-reduces the sum over the rows; units may use the name of the axis. Where a loop such as ``lax.scan`` lies between
-``vmap`` and a unit, a gradient of each row is kept and reduced, which is right, but as many times as large.
+``frozen``, and ``eqx.nn.State`` (BatchNorm) has no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each
+unit once and reduces the sum over the rows; units may use the name of the axis. Where a loop such as ``lax.scan`` lies
+between ``vmap`` and a unit, a gradient of each row is kept and reduced, which is right, but as many times as large.
 
 **haiku.** Keys with ``/`` are paths: ``"mlp/~/linear_0"`` has the parameter ``mlp/~/linear_0/w``. An unedited
 ``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is

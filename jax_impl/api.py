@@ -147,7 +147,7 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     """Main-weight arrays holding ``{path: value}``; each device receives its own shard only.
 
     Floating-point values are cast to the dtype of the main weights, to nearest even. Raises ``ValueError`` naming a
-    parameter that is missing, has another shape, or is in another dtype where the plan has integers or bools.
+    parameter that is missing, has another shape, or has values that the plan's integers or bools do not.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
@@ -156,12 +156,11 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
             raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {found}")
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
             raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
-        if parameters[path].dtype != info.dtype and is_integer(info.dtype):
-            raise ValueError(
-                f"parameter {path!r}: expected values in {info.dtype}, which no others are cast to, got "
-                f"{parameters[path].dtype}"
-            )
         values[path] = np.asarray(parameters[path])
+        if is_integer(info.dtype) and not np.array_equal(values[path], values[path].astype(info.dtype)):
+            raise ValueError(
+                f"parameter {path!r}: expected values that {info.dtype} has, got {values[path].dtype} with others"
+            )
 
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
         return values[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

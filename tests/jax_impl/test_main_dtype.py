@@ -34,6 +34,7 @@ from jax_impl import (
     plan_sharding,
     save_checkpoint,
     shard_batch,
+    shard_weights,
     unshard,
 )
 from jax_impl.optimizer.forms import arrays_of, tree_of
@@ -394,6 +395,18 @@ def test_what_has_no_right_meaning_is_refused(dtype: str, options: Any, message:
     tree = {"w": jax.ShapeDtypeStruct((4, 4), jnp.dtype(dtype)), "v": jax.ShapeDtypeStruct((3,), jnp.float32)}
     with pytest.raises(ValueError, match=message):
         plan_sharding(tree, data_parallel_mesh(2), units=[], **options)
+
+
+def test_integers_of_numpy_are_as_wide_as_jax_has_them() -> None:
+    tree = {"order": np.arange(7), "w": np.ones((4, 4))}
+    plan, weights = fully_shard(tree, data_parallel_mesh(2), units=[], frozen=["order"])
+    assert {path: info.dtype.name for path, info in plan.parameters.items()} == {
+        "order": "int32",
+        "w": "float32",
+    }
+    np.testing.assert_array_equal(unshard(plan, weights)["order"], np.arange(7))
+    with pytest.raises(ValueError, match="'order': expected values that int32 has, got int64 with others"):
+        shard_weights(plan, {**tree, "order": np.arange(7) << 40})
 
 
 def test_float64_is_beside_main_dtype_as_it_is_given() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
+import jax_impl.models
+import torch_impl.models
+from bridge.formats import open_checkpoint
 from jax_impl import main_weight_adamw, main_weight_muon, main_weight_sgd
+from tests.parity.test_momentum import convert
 from torch_impl import MainWeightAdamW, MainWeightMuon, MainWeightSGD
 
 pytestmark = pytest.mark.optimized
@@ -24,9 +30,7 @@ LOW = [None, "bfloat16", "float16", "float8_e4m3fn"]
 def values(seed: int, spread: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[np.ndarray]:
     """Of scales over ``spread`` powers of ten; float16 has some of them below its smallest normal number."""
     rng = np.random.default_rng(seed)
-    return [
-        (rng.standard_normal(s) * 10.0 ** rng.uniform(-spread, 0, s)).astype(np.float32) for s in shapes
-    ]
+    return [(rng.standard_normal(s) * 10.0 ** rng.uniform(-spread, 0, s)).astype(np.float32) for s in shapes]
 
 
 def bits(array: Any) -> bytes:
@@ -58,7 +62,11 @@ def trained(
 @pytest.mark.parametrize("stored", LOW)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_adamw_has_the_same_bits(dtype: str, stored: str | None, gradients: str) -> None:
-    low = {} if stored is None else {key: getattr(torch, stored) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    low = (
+        {}
+        if stored is None
+        else {key: getattr(torch, stored) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    )
     params, theirs, weights, state = trained(
         dtype,
         lambda params: MainWeightAdamW(params, lr=1e-2, weight_decay=0.1, **low),
@@ -79,7 +87,10 @@ def test_adamw_has_the_same_bits(dtype: str, stored: str | None, gradients: str)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sgd_has_the_same_bits(dtype: str, options: dict[str, Any]) -> None:
     params, theirs, weights, state = trained(
-        dtype, lambda params: MainWeightSGD(params, lr=0.03, **options), main_weight_sgd(0.03, **options), dtype
+        dtype,
+        lambda params: MainWeightSGD(params, lr=0.03, **options),
+        main_weight_sgd(0.03, **options),
+        dtype,
     )
     for number, param in enumerate(params):
         assert bits(weights[str(number)]) == bits(param), number
@@ -104,3 +115,33 @@ def test_muon_has_the_same_momentum_and_near_weights() -> None:
         # Of the orthogonal directions, as in test_momentum.py; and of weights, which then round to other numbers.
         error = 4 * 2**-8 * 2 * lr * STEPS**0.5 + STEPS**0.5 * 2**-8 * np.abs(expected).max()
         assert np.abs(found - expected).max() < error
+
+
+def test_a_checkpoint_of_bfloat16_weights_hops_there_and_back_exactly(tmp_path: Path) -> None:
+    model = torch_impl.models.Decoder(torch_impl.models.DecoderConfig()).to(torch.bfloat16)
+    optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
+    sizes = {"model": {"head_dim": model.layers[0].attention.head_dim}}
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+        optimizer.step()
+
+    step(0)
+    torch_impl.save_checkpoint(tmp_path / "torch", model, optimizer, sizes)
+    convert(tmp_path / "torch", tmp_path / "jax")
+    twin = jax_impl.models.Decoder(jax_impl.models.DecoderConfig(), rngs=nnx.Rngs(0))
+    plan, _ = jax_impl.fully_shard(twin, jax_impl.data_parallel_mesh(2), main_dtype="bfloat16")
+    state = jax_impl.load_checkpoint(tmp_path / "jax", plan, main_weight_adamw(1e-2)).state
+    assert {array.dtype.name for array in state.weights.values()} == {"bfloat16"}
+    assert {array.dtype.name for array in state.opt_state.mu.values()} == {"float32"}
+    jax_impl.save_checkpoint(tmp_path / "again", plan, state, sizes)
+    convert(tmp_path / "again", tmp_path / "back")
+    with open_checkpoint(tmp_path / "torch") as sent, open_checkpoint(tmp_path / "back") as back:
+        names = {one for one in sent.tensors if one.startswith(("model.", "optimizer.state."))}
+        assert names <= back.tensors.keys()
+        for one in names:
+            assert bits(back.read(one)) == bits(sent.read(one)), one
+    torch_impl.load_checkpoint(tmp_path / "back", model, optimizer)
+    step(1)

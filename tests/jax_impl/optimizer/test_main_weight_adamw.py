@@ -299,7 +299,8 @@ def test_update_without_weights_is_refused():
 def test_weights_in_another_dtype_are_refused(dtype):
     optimizer = main_weight_adamw(1e-3)
     with pytest.raises(
-        ValueError, match=rf"expected weights of a floating dtype of 16 bits .*, got {dtype.__name__} at \['a'\]"
+        ValueError,
+        match=rf"expected weights of a floating dtype of 16 bits .*, got {dtype.__name__} at \['a'\]",
     ):
         optimizer.init({"a": jnp.ones(3, dtype)})
 
