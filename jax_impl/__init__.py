@@ -21,7 +21,7 @@ their gradients are averaged once a step, and a label or mask gives them an opti
 keeps whole blocks of rows on one rank, for all parameters or by path: ``fully_shard(...,
 granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of 128 elements,
 without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard size each. A
-rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one reduction. In a
+rank's part of the array is its shard of each buffer in turn, so each array still has one gather and one reduction. In a
 policy every unit may have a strategy of its own.
 
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over

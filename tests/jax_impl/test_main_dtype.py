@@ -31,6 +31,7 @@ from jax_impl import (
     make_gradients,
     make_train_step,
     memory_report,
+    parameter_norms,
     plan_sharding,
     save_checkpoint,
     shard_batch,
