@@ -83,12 +83,20 @@ def test_adamw_has_the_same_bits(dtype: str, stored: str | None, gradients: str)
                 assert bits(getattr(state, f"{key}_scale")[name]) == bits(held[f"{moment}_scale"])
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "momentum_dtype": "bfloat16"},
+    ],
+)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sgd_has_the_same_bits(dtype: str, options: dict[str, Any]) -> None:
+    low = {key: getattr(torch, x) for key, x in options.items() if key == "momentum_dtype"}
     params, theirs, weights, state = trained(
         dtype,
-        lambda params: MainWeightSGD(params, lr=0.03, **options),
+        lambda params: MainWeightSGD(params, lr=0.03, **{**options, **low}),
         main_weight_sgd(0.03, **options),
         dtype,
     )
@@ -96,6 +104,23 @@ def test_sgd_has_the_same_bits(dtype: str, options: dict[str, Any]) -> None:
         assert bits(weights[str(number)]) == bits(param), number
         if options:
             assert bits(state.trace[str(number)]) == bits(theirs.state[param]["momentum_buffer"])
+
+
+def test_muon_decays_weights_to_the_same_bits() -> None:
+    """Without a direction, whose products have other sums in the two halves."""
+    given = values(0, 4, [(7, 5), (64, 48)])
+    params = [torch.nn.Parameter(torch.tensor(x).bfloat16()) for x in given]
+    theirs = MainWeightMuon(params, lr=0.02)
+    weights = {str(n): jnp.asarray(x).astype("bfloat16") for n, x in enumerate(given)}
+    optimizer = main_weight_muon(0.02)
+    state, step = optimizer.init(weights), jax.jit(optimizer.apply)
+    for _ in range(5):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        theirs.step()
+        weights, state = step(jax.tree.map(jnp.zeros_like, weights), state, weights)
+    for number, param in enumerate(params):
+        assert bits(weights[str(number)]) == bits(param)
 
 
 def test_muon_has_the_same_momentum_and_near_weights() -> None:
