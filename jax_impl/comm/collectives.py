@@ -94,7 +94,7 @@ class Wire:
     instead (``bridge.sharding.float8``).
 
     Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
-    over many devices overflow: there each axis takes the mean (``averages``), as in PyTorch.
+    over many devices overflow: where either dtype is that, each axis takes the mean (``averages``), as in PyTorch.
     """
 
     axes: DataParallelMesh
@@ -108,7 +108,7 @@ class Wire:
     @property
     def averages(self) -> bool:
         """Whether reductions give means over the devices, not sums."""
-        return self.reduce == jnp.float16
+        return jnp.float16 in (self.reduce, self.grad)
 
     def cast(self, weights: jax.Array) -> jax.Array:
         """Main weights -> compute weights, without communication."""

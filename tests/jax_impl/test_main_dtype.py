@@ -239,6 +239,19 @@ def test_bfloat16_main_weights_are_the_given_ones_rounded_once_to_nearest_even(e
     assert {group.wire.compute, group.wire.reduce, group.wire.grad} == {np.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_gradients_of_float16_weights_overflow_no_earlier_than_their_mean(engine: str) -> None:
+    tree = {"w": jnp.ones(4, jnp.float16)}
+    plan, weights = fully_shard(
+        tree, data_parallel_mesh(4), units=[], engine=engine, main_dtype=None, param_dtype="float32"
+    )
+    rows = np.asarray([[30000.0], [32000.0], [34000.0], [36000.0]], np.float32)
+    gradients = make_gradients(plan, lambda tree, rows: jnp.sum(tree["w"]) * jnp.mean(rows))
+    found = unshard(plan, jax.jit(gradients)(weights, shard_batch(plan, rows))[1])["w"]
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(found, np.full(4, 33000, np.float16))
+
+
 def test_training_in_bfloat16_alone_stays_near_to_that_with_float32_main_weights() -> None:
     found = {}
     for main in ("bfloat16", "float32"):
