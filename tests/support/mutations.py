@@ -584,6 +584,13 @@ JAX = [
         "jax_impl/test_main_dtype.py",
     ),
     M(
+        "replicated parameters are sharded like their unit's others",
+        "jax_impl",
+        'strategy_named("no_shard") if self.replicated',
+        'strategy_named("no_shard") if False',
+        "jax_impl/test_replicated.py",
+    ),
+    M(
         "half-precision weights are updated in half precision",
         "jax_impl/optimizer",
         "wide = weight.astype(update_dtype(weight.dtype))",
