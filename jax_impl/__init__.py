@@ -11,15 +11,18 @@ A flax nnx model, a linen module's parameters or any pytree goes in; pure functi
 What a program may rely on:
 
 **Units.** A unit is a submodule that a pattern names; the root unit owns all other parameters. A unit's trainable
-parameters lie in one flat array (in the default engine), in float32, or in float64 where they are float64. The array is
-cut into equal shards. Frozen parameters have arrays of their own, one a dtype, without gradient and moments. They keep
-the dtype in which they were given: float8 is float8 at rest, on the wire, in compute and in a checkpoint, bit for bit.
-Trainable float8 is refused. The unit's ``Layout`` says where each parameter lies, and so who owns which rows.
-``granularity`` ("row", "block(n)", "tensor") keeps whole blocks of rows on one rank, for all parameters or by path:
-``fully_shard(..., granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of
-128 elements, without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard
-size each. A rank's part of the array is its shard of each buffer in turn, so a unit still has one gather and one
-reduction. In a policy every unit may have a strategy of its own.
+parameters lie in one flat array (in the default engine), in float32 by default, or in several, one for each dtype of
+main weights. An array is cut into equal shards. Frozen parameters have arrays of their own, one a dtype, without
+gradient and moments. They keep the dtype in which they were given, which may be float8, an integer's or bool: so they
+are at rest, on the wire, in compute and in a checkpoint, bit for bit. Trainable ones of these are refused.
+``replicated=["*/router/*"]`` names parameters that every device has whole, whatever the strategy: no gather moves them,
+their gradients are averaged once a step, and a label or mask gives them an optimizer of their own. The unit's
+``Layout`` says where each parameter lies, and so who owns which rows. ``granularity`` ("row", "block(n)", "tensor")
+keeps whole blocks of rows on one rank, for all parameters or by path: ``fully_shard(...,
+granularity={"layers/0/mlp/up/kernel": "block(32)"})``. ``align=128`` makes every shard a multiple of 128 elements,
+without which XLA:TPU turns all-gathers into all-reduces. A layout has up to three buffers with a shard size each. A
+rank's part of the array is its shard of each buffer in turn, so each array still has one gather and one reduction. In a
+policy every unit may have a strategy of its own.
 
 **Steps.** A step of K microbatches cuts every rank's rows into K contiguous parts. Loss and gradients are means over
 all ranks and parts, so ``loss_fn`` must return a mean over equally many things for each part, or ``(sum, weight)``.
@@ -61,10 +64,10 @@ Python float is one of them where it belongs to a node that can be called (a mod
 
 **equinox.** A module of equinox is a pytree, so ``fully_shard(model, ...)`` takes it whole, and its own ``__call__``
 works: units are called as the submodules that they stand for, by ``__call__`` or any method. Their attributes cannot be
-read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays and
-``eqx.nn.State`` (BatchNorm) have no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each unit once and
-reduces the sum over the rows; units may use the name of the axis. Where a loop such as ``lax.scan`` lies between
-``vmap`` and a unit, a gradient of each row is kept and reduced, which is right, but as many times as large.
+read outside, and ``eqx.nn.inference_mode`` does not reach into units: apply it before sharding. Integer arrays must be
+``frozen``, and ``eqx.nn.State`` (BatchNorm) has no place in a sharded model. ``jax.vmap(model)(rows)`` gathers each
+unit once and reduces the sum over the rows; units may use the name of the axis. Where a loop such as ``lax.scan`` lies
+between ``vmap`` and a unit, a gradient of each row is kept and reduced, which is right, but as many times as large.
 
 **haiku.** Keys with ``/`` are paths: ``"mlp/~/linear_0"`` has the parameter ``mlp/~/linear_0/w``. An unedited
 ``transformed.apply(params, ...)`` works with one unit (``units=[]``). With units for single modules of haiku it is
@@ -94,6 +97,12 @@ with ``dot_general=float8_dot_general`` multiply them in float8 as well, best be
 ``reduce_dtype`` is the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None``
 computes in the main weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the
 dtype in which it multiplied.
+
+**Main weights** are float32, or float64 where the given parameters are. ``main_dtype="bfloat16"`` (or "float16") rounds
+given ones once, to nearest even, and then at the end of each update: half the bytes at rest, but updates below the last
+bit of a weight are lost. ``main_dtype=None`` keeps each parameter's own dtype. ``main_weight_adamw``,
+``main_weight_sgd`` and ``main_weight_muon`` compute in float32 beside both, with float32 moments. ``[precision] main``
+of a policy says the same, "given" for None.
 
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
 takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model
@@ -134,7 +143,8 @@ it onto any mesh, strategy and engine, also from DCP and safetensors with the sa
 programs saved by stock Orbax: parameters at the top or below ``params`` or ``model``, states of nnx modules and of
 ``nnx.Optimizer``, linen train states with optax states. Of a directory of steps it takes the latest complete one. A
 checkpoint must fit the plan and the optimizer, and the error names what does not. With ``strict=False`` moments that
-fit are kept, also for another optimizer, and the others are fresh; weights in another floating dtype are cast.
+fit are kept, also for another optimizer, and the others are fresh; weights in another floating dtype are cast, such as
+float32 ones to bfloat16 main weights.
 ``moments="convert"`` takes moments that were saved in another format.
 ``variables=variable_leaves(model)`` gives what a checkpoint of parameters lacks. For stock ``CheckpointManager``, save
 with ``item="default"``.
@@ -170,7 +180,7 @@ bits as on the device, and checkpoints the same contents. ``load_checkpoint(...,
 offload=...))`` loads into such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2
 for it.
 
-**Tied weights** must lie in one unit, and all trainable parameters of a unit must share a main dtype.
+**Tied weights** must lie in one unit.
 
 **Order of collectives.** On simulated devices every collective waits for the one before it, because collectives that do
 not depend on each other abort or hang the simulator (see ``simulate_devices``). On accelerators a unit is gathered, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -30,9 +29,10 @@ from jax_impl.modules.module_tree import (
 from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
-from jax_impl.options import Frozen, ShardingOptions, UnitOptions, resolve, unit_patterns
+from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.cut_group import CutGroup
 from jax_impl.runtime.memory_kinds import on_device
+from jax_impl.runtime.precision import is_integer
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit_plan import Group, UnitPlan
 from jax_impl.train_state import TrainState
@@ -57,7 +57,7 @@ def fully_shard(
     none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
     Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
-    nothing, tied weights in different units, parameters that are not floating point, and trainable ones of 8 bits.
+    nothing, tied weights in different units, and trainable parameters that are not floating point or have 8 bits.
 
     Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
     ``nn.Partitioned``) that name no model axis, and so have no effect.
@@ -94,13 +94,12 @@ def plan_sharding(
     modules = split_units(model, list(resolved.units), stacks)
     known = {path for module in modules.values() for path in module.parameters}
     _check_granularities(resolved.units.values(), known)
-    frozen = _frozen_paths(model, options.get("frozen", ()))
     units = {}
     for path, module in modules.items():
         unit = resolved.units[path]
         if module.inner and (reason := why_not_around(unit.recompute, path, next(iter(module.inner)))):
             raise ValueError(reason)
-        groups = groups_of(module, unit, resolved, frozen, cuts, engine)
+        groups = groups_of(module, unit, resolved, cuts, engine)
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
     plan = ShardingPlan(
         resolved.mesh,
@@ -144,28 +143,11 @@ def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
                 raise ValueError(f"granularity: expected paths of the model's parameters, got {unknown[:5]}")
 
 
-def _frozen_paths(model: nnx.Module, frozen: Frozen) -> frozenset[str]:
-    """Raises ``ValueError`` for a pattern that matches no parameter."""
-    parameters = list(parameter_leaves(model))
-    if callable(frozen) or isinstance(frozen, type):
-        matches = nnx.filterlib.to_predicate(frozen)
-        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        return frozenset("/".join(map(str, key)) for key, variable in flat if matches(key, variable))
-    found: set[str] = set()
-    for pattern in frozen:
-        matching = fnmatch.filter(parameters, pattern)
-        if not matching:
-            raise ValueError(
-                f"frozen: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
-            )
-        found.update(matching)
-    return frozenset(found)
-
-
 def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Buffers:
     """Main-weight arrays holding ``{path: value}``; each device receives its own shard only.
 
-    Raises ``ValueError`` naming a parameter that is missing or has another shape.
+    Floating-point values are cast to the dtype of the main weights, to nearest even. Raises ``ValueError`` naming a
+    parameter that is missing, has another shape, or has values that the plan's integers or bools do not.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
@@ -175,6 +157,10 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
             raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
         values[path] = np.asarray(parameters[path])
+        if is_integer(info.dtype) and not np.array_equal(values[path], values[path].astype(info.dtype)):
+            raise ValueError(
+                f"parameter {path!r}: expected values that {info.dtype} has, got {values[path].dtype} with others"
+            )
 
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
         return values[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

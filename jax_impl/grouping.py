@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bridge.sharding import plan_layout
+from bridge.sharding import Strategy, plan_layout, strategy_named
 from bridge.sharding.float8 import is_quantized
 from bridge.sharding.parallel import local_shape
 from jax_impl.comm.collectives import Wire
@@ -24,69 +24,91 @@ from jax_impl.runtime.float8_group import CutFloat8Group, Float8Group
 from jax_impl.runtime.float8_logical import Float8LogicalGroup
 from jax_impl.runtime.logical_group import LogicalGroup, logical_array
 from jax_impl.runtime.model_axes import ModelAxes
-from jax_impl.runtime.precision import Precision, main_dtype
+from jax_impl.runtime.precision import Precision, is_integer
 from jax_impl.runtime.unit_plan import Group
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the parameters of one group have in common. ``over``: the model axes that cut them, outer to inner."""
+    """What the parameters of one group have in common, but for the model axes that cut them.
+
+    ``replicated``: whether all devices have them whole, whatever the unit's strategy.
+    """
 
     trainable: bool
     wire: Wire
-    over: tuple[str, ...]
+    replicated: bool
+
+    def strategy(self, options: UnitOptions) -> Strategy:
+        return strategy_named("no_shard") if self.replicated else options.strategy
+
+    def words(self, several: bool) -> list[str]:
+        """Of the group's name; ``several``: whether trainable parameters of the unit have several main dtypes."""
+        wire = self.wire
+        named = wire.main != np.float32 and (several or not self.trainable)
+        return [
+            *([] if self.trainable else ["frozen"]),
+            *([wire.main.name] if named else []),
+            *([] if wire.float8 is None else [wire.float8]),
+            *(["replicated"] if self.replicated else []),
+        ]
 
 
 def groups_of(
     module: UnitModule,
     options: UnitOptions,
     resolved: Resolved,
-    frozen: frozenset[str],
     cuts: Cuts,
     engine: str,
 ) -> tuple[Group, ...]:
     """Flat groups, or logical ones for the pjit engine.
 
-    Raises ``ValueError`` for parameters that are not floating point, trainable ones of 8 bits, and main weights of two
-    dtypes.
+    Raises ``ValueError`` for parameters that are neither real numbers nor bools, trainable ones that are not floating
+    point, have 8 bits or no main weights in ``main_dtype``, and a ``gather_dtype`` beside main weights that are not
+    float32.
     """
     model = ModelAxes.of(resolved.mesh)
     found: list[Group] = []
-    for (trainable, wire), own in _wired(resolved.mesh, resolved.precision, module, frozen).items():
+    kinds = _kinds(module, resolved)
+    several = len({kind.wire.main for kind in kinds if kind.trainable}) > 1
+    for kind, own in kinds.items():
         if engine == "pjit":
-            found.append(_logical_group(module, own, options, wire, trainable, resolved.mesh, cuts))
+            found.append(_logical_group(module, own, options, kind, resolved.mesh, cuts))
             continue
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for i in own:
             over = tuple(cut.axis for cut in cuts.get(module.parameters[i], ()))
             by_axes.setdefault(over, []).append(i)
         found += [
-            _flat_group(module, by_axes[over], options, _Kind(trainable, wire, over), model, cuts)
+            _flat_group(module, by_axes[over], options, kind, [*kind.words(several), *over], model, cuts)
             for over in sorted(by_axes, key=lambda over: (len(over), over))
         ]
     return tuple(found)
 
 
 def _flat_group(
-    module: UnitModule, own: Sequence[int], options: UnitOptions, kind: _Kind, model: ModelAxes, cuts: Cuts
+    module: UnitModule,
+    own: Sequence[int],
+    options: UnitOptions,
+    kind: _Kind,
+    words: Sequence[str],
+    model: ModelAxes,
+    cuts: Cuts,
 ) -> FlatGroup:
-    wire, paths = kind.wire, tuple(module.parameters[i] for i in own)
+    wire, strategy, paths = kind.wire, kind.strategy(options), tuple(module.parameters[i] for i in own)
     of_each = tuple(cuts.get(path, ()) for path in paths)
     names = dict(zip(paths, (module.names[i] for i in own), strict=True))
     shapes = [local_shape(module.shapes[i], cut, model.by_name) for i, cut in zip(own, of_each, strict=True)]
     chosen = within(options, paths, names)
     layout = plan_layout(
         dict(zip(names.values(), shapes, strict=True)),
-        wire.axes.shards(options.strategy.optimizer),
+        wire.axes.shards(strategy.optimizer),
         granularity=chosen.granularity,
         rows=chosen.rows,
         align=chosen.align,
     )
-    kept = [] if wire.main == np.float32 else [wire.main.name]
-    narrow = [] if wire.float8 is None else [wire.float8]
-    words = [*([] if kind.trainable else ["frozen", *kept]), *narrow, *kind.over]
     key = f"{module.path} ({', '.join(words)})" if words else module.path
-    common = key, module.path, paths, layout, wire, options.strategy, kind.trainable, module.layers
+    common = key, module.path, paths, layout, wire, strategy, kind.trainable, module.layers
     if model.names:
         cut = CutGroup if wire.float8 is None else CutFloat8Group
         return cut(*common, model, of_each)
@@ -97,59 +119,76 @@ def _logical_group(
     module: UnitModule,
     own: Sequence[int],
     options: UnitOptions,
-    wire: Wire,
-    trainable: bool,
+    kind: _Kind,
     mesh: Mesh,
     cuts: Cuts,
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
-    strategy, sizes = options.strategy, ModelAxes.of(mesh).by_name
+    wire, strategy, sizes = kind.wire, kind.strategy(options), ModelAxes.of(mesh).by_name
     arrays = tuple(
         logical_array(
             path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes
         )
         for i, path in ((i, module.parameters[i]) for i in own)
     )
-    kind = LogicalGroup if wire.float8 is None else Float8LogicalGroup
-    return kind(module.path, arrays, mesh, wire, strategy, trainable, module.layers)
+    group = LogicalGroup if wire.float8 is None else Float8LogicalGroup
+    return group(module.path, arrays, mesh, wire, strategy, kind.trainable, module.layers)
 
 
-def _wired(
-    mesh: Mesh, precision: Precision, module: UnitModule, frozen: frozenset[str]
-) -> dict[tuple[bool, Wire], list[int]]:
-    """The numbers of a unit's parameters by group: trainable ones, then frozen ones of each dtype.
+def _kinds(module: UnitModule, resolved: Resolved) -> dict[_Kind, list[int]]:
+    """The numbers of a unit's parameters by group: trainable ones of each dtype, then frozen ones of each.
 
-    Of both, what is gathered as float8 comes first.
+    Of each, what is gathered as float8 comes first, and what is replicated last.
     """
-    mains: dict[tuple[bool, np.dtype, str | None], list[int]] = {}
+    precision = resolved.precision
+    found: dict[_Kind, list[int]] = {}
+    mains: list[np.dtype] = []
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 8:
-            raise ValueError(f"parameter {path!r}: expected a floating dtype of 8 bits or more, got {dtype}")
-        trainable = path not in frozen
-        if trainable and jnp.finfo(dtype).bits < 16:
-            raise ValueError(
-                f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
-                f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
-            )
-        main = main_dtype(dtype) if trainable else dtype
-        float8 = precision.float8(main) if is_quantized(module.shapes[i]) else None
-        mains.setdefault((trainable, main, float8), []).append(i)
-    trained = {main: module.parameters[own[0]] for (trainable, main, _), own in mains.items() if trainable}
-    if len(trained) > 1:
-        found = ", ".join(f"{dtype} for {path!r}" for dtype, path in trained.items())
-        raise ValueError(f"unit {module.path!r}: expected main weights of one dtype, got {found}")
-    dtypes = list(dict.fromkeys(main for _, main, _ in mains))
+        trainable = path not in resolved.frozen
+        _check_dtype(path, dtype)
+        if trainable:
+            _check_trained(path, dtype, precision.main_dtype)
+        main = precision.main(dtype) if trainable else dtype
+        quantized = is_quantized(module.shapes[i]) and not is_integer(main)
+        float8 = precision.float8(main, trainable) if quantized else None
+        kind = _Kind(trainable, _wire(resolved.mesh, precision, main, float8), path in resolved.replicated)
+        found.setdefault(kind, []).append(i)
+        mains.append(main)
 
-    def order(kind: tuple[bool, np.dtype, str | None]) -> tuple[bool, int, bool]:
-        trainable, main, float8 = kind
-        return not trainable, dtypes.index(main), float8 is None
+    def order(kind: _Kind) -> tuple[bool, int, bool, bool]:
+        return not kind.trainable, mains.index(kind.wire.main), kind.wire.float8 is None, kind.replicated
 
-    return {
-        (trainable, _wire(mesh, precision, main, float8)): mains[trainable, main, float8]
-        for trainable, main, float8 in sorted(mains, key=order)
-    }
+    return {kind: found[kind] for kind in sorted(found, key=order)}
+
+
+def _check_dtype(path: str, dtype: np.dtype) -> None:
+    wide = is_integer(dtype) or (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8)
+    if not wide:
+        raise ValueError(
+            f"parameter {path!r}: expected a floating or integer dtype of 8 bits or more, or bool, got {dtype}"
+        )
+
+
+def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
+    if is_integer(dtype):
+        raise ValueError(
+            f"parameter {path!r}: expected a floating dtype for a parameter that is trained, got {dtype}: freeze it "
+            f"(frozen=[{path!r}]), which keeps it as it is"
+        )
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
+            f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+        )
+    if wanted not in ("float32", None) and (wanted == "float64") != (dtype == np.float64):
+        raise ValueError(
+            f"parameter {path!r}: expected {'' if wanted == 'float64' else 'a dtype narrower than '}float64 beside "
+            f"main_dtype={wanted!r}, got {dtype}: cast the model first"
+        )
 
 
 def _wire(mesh: Mesh, precision: Precision, main: np.dtype, float8: str | None) -> Wire:
-    dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
+    dtypes = (main, main, main, main)
+    if not is_integer(main):
+        dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
     return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=float8)

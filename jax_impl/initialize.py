@@ -131,7 +131,7 @@ def _on_shards(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) 
                 assert isinstance(group, FlatGroup)
                 # One unit after another, so that parameters of one are whole at a time.
                 leaves, last = fence(([parameters[path] for path in group.paths], last))
-                last = _own(group, group.at_rest(leaves)[0])
+                last = _own(group, group.at_rest([leaf.astype(group.dtype) for leaf in leaves])[0])
                 weights[group.key] = last
         return weights, variables
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
@@ -26,13 +28,13 @@ from bridge.sharding import (
     check_axes,
     strategy_named,
 )
+from bridge.sharding.precision_policy import GIVEN
 from bridge.sharding.recompute import SELECTIVE, Recompute, is_recompute
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
+from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.precision import Precision
-
-Frozen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -44,6 +46,9 @@ class ShardingOptions(TypedDict, total=False):
         what is left. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``, ``Block_*``, ...;
         the rule is in ``modules/repeated_blocks.py``). ``[]`` makes the root the only unit.
     param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
+    main_dtype: of trainable weights at rest. Default: "float32", which leaves float64 parameters as they are.
+        "bfloat16" and "float16" are for all, given ones are rounded once, when they are sharded; "float64" they must be
+        given in; None keeps each one's own.
     gather_dtype: "mxfp8" or "float8_e4m3fn": matrices and stacks of them are quantized to be gathered; see
         ``Precision``.
     granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
@@ -63,7 +68,11 @@ class ShardingOptions(TypedDict, total=False):
     parallel: which parameters model axes of the mesh cut: by pattern of modules or parameters ("layers/*/mlp/up"), a
         style, "colwise", "rowwise" or "expert", or a ``PartitionSpec`` of a layer's dimensions; see
         ``modules/partitioning.py``. Beside a policy these take the place of its own.
-    frozen: parameters without gradient and moments: patterns of parameter paths ("embed/*"), or an nnx filter.
+    frozen: parameters without gradient and moments, in their own dtype, which may be an integer's or bool: patterns of
+        parameter paths ("embed/*"), or an nnx filter.
+    replicated: parameters that every device has whole, as with "no_shard", whatever strategy their unit has. They are
+        gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, beside
+        which they are what other programs call ignored: nothing but the program itself changes or sends them.
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
@@ -74,6 +83,7 @@ class ShardingOptions(TypedDict, total=False):
     strategy: str
     placements: Placements
     units: Sequence[str]
+    main_dtype: DTypeLike | None
     param_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
     grad_dtype: DTypeLike | None
@@ -84,12 +94,13 @@ class ShardingOptions(TypedDict, total=False):
     recompute: Recompute
     stacked: Sequence[str]
     parallel: Mapping[str, str | PartitionSpec]
-    frozen: Frozen
+    frozen: Chosen
+    replicated: Chosen
     engine: str
     prefetch: int | None
 
 
-_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "engine", "prefetch")
+_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "replicated", "engine", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -105,11 +116,13 @@ class UnitOptions:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Mesh, precision, and options by unit path, the root included."""
+    """Mesh, precision, and options by unit path, the root included; and paths of parameters."""
 
     mesh: Mesh
     precision: Precision
     units: Mapping[str, UnitOptions]
+    frozen: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
 
 
 def unit_patterns(policy: ShardingPolicy | None, options: ShardingOptions) -> list[str]:
@@ -129,7 +142,20 @@ def resolve(
     options: ShardingOptions,
 ) -> Resolved:
     """Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
-    paths = module_paths(model, stacks)
+    frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
+    replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
+    found = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
+    return replace(found, frozen=frozen, replicated=replicated)
+
+
+def _resolved(
+    model: nnx.Module,
+    paths: Mapping[str, str],
+    mesh: Mesh | None,
+    policy: ShardingPolicy | str | Path | None,
+    options: ShardingOptions,
+    frozen: frozenset[str],
+) -> Resolved:
     if policy is None:
         if mesh is None:
             raise ValueError("fully_shard: expected a mesh, or a policy that has one, got neither")
@@ -139,7 +165,9 @@ def resolve(
         raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
     if not isinstance(policy, ShardingPolicy):
         policy = ShardingPolicy.load(policy)
-    return _by_policy(policy, mesh, model, paths, options.get("units"))
+    trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
+    _check_main(policy, {path: value.dtype for path, value in trained.items()})
+    return _by_policy(policy, mesh, paths, options.get("units"))
 
 
 def _by_keywords(
@@ -172,6 +200,7 @@ def _by_keywords(
         options.get("reduce_dtype"),
         options.get("grad_dtype"),
         options.get("gather_dtype"),
+        options.get("main_dtype", "float32"),
     )
     patterns = options.get("units")
     found = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
@@ -219,7 +248,6 @@ def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
 def _by_policy(
     policy: ShardingPolicy,
     mesh: Mesh | None,
-    model: nnx.Module,
     paths: Mapping[str, str],
     patterns: Sequence[str] | None,
 ) -> Resolved:
@@ -229,14 +257,9 @@ def _by_policy(
     expected = policy.mesh_sizes(mesh.devices.size)
     if dict(mesh.shape) != expected:
         raise PolicyError(f"{policy.source}: [mesh]: expected a mesh of {expected}, got {dict(mesh.shape)}")
-    for path, value in parameter_leaves(model).items():
-        if (policy.precision.main == "float64") != (value.dtype == "float64"):
-            raise PolicyError(
-                f"{policy.source}: [precision] main: expected parameters for {policy.precision.main} main weights, got "
-                f"{value.dtype} for {path!r}"
-            )
     asked = policy.precision
-    precision = Precision(asked.compute, asked.reduce, asked.grad, asked.gather)
+    main = None if asked.main == GIVEN else asked.main
+    precision = Precision(asked.compute, asked.reduce, asked.grad, asked.gather, main)
     if patterns is None:
         policies = _of_policy(policy, paths)
     else:
@@ -248,6 +271,20 @@ def _by_policy(
     }
     # A root that is a list or dictionary is none of the paths, but a unit all the same.
     return Resolved(mesh, precision, {**_by_module(units, paths), ROOT: units[ROOT]})
+
+
+def _check_main(policy: ShardingPolicy, trained: Mapping[str, np.dtype]) -> None:
+    """Raises ``PolicyError`` for trainable parameters of which a policy's main weights are not made."""
+    main = policy.precision.main
+    for path, dtype in trained.items():
+        # What is no floating-point number is refused for other reasons.
+        if main == GIVEN or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        if (main == "float64") != (dtype == np.float64):
+            raise PolicyError(
+                f"{policy.source}: [precision] main: expected parameters for {main} main weights, got {dtype} for "
+                f"{path!r}"
+            )
 
 
 def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str, UnitPolicy]:

@@ -55,17 +55,19 @@ def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]
 
 
 def gate_after(tree: Tree) -> jax.Array:
-    """True, a scalar that is computed from every array of ``tree``, for ``gated``.
+    """True, a scalar that is computed from every array of numbers of ``tree``, for ``gated``.
 
     A barrier orders what XLA:CPU schedules, but not what it runs at once: after a loop with collectives, a collective
     that reads nothing of the loop's results may start while others are still in the loop.
     """
     gate = fence(jnp.array(True))
     for leaf in jax.tree.leaves(tree):
-        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating):
+        number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
+        if leaf.size and number:
             one = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
             # Unknown to the compiler is only that the gate is True.
-            gate = jnp.logical_or(gate, jnp.isfinite(one))
+            known = jnp.issubdtype(leaf.dtype, jnp.floating)
+            gate = jnp.logical_or(gate, jnp.isfinite(one) if known else one == 1)
     return gate
 
 
@@ -92,7 +94,7 @@ class Wire:
     instead (``bridge.sharding.float8``).
 
     Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
-    over many devices overflow: there each axis takes the mean (``averages``), as in PyTorch.
+    over many devices overflow: where either dtype is that, each axis takes the mean (``averages``), as in PyTorch.
     """
 
     axes: DataParallelMesh
@@ -106,7 +108,7 @@ class Wire:
     @property
     def averages(self) -> bool:
         """Whether reductions give means over the devices, not sums."""
-        return self.reduce == jnp.float16
+        return jnp.float16 in (self.reduce, self.grad)
 
     def cast(self, weights: jax.Array) -> jax.Array:
         """Main weights -> compute weights, without communication."""
@@ -120,7 +122,7 @@ class Wire:
         """
         cast = self.cast(shard)
         # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN.
-        narrow = self.compute.itemsize == 1
+        narrow = self.compute.itemsize == 1 and jnp.issubdtype(self.compute, jnp.floating)
         if narrow:
             cast = lax.bitcast_convert_type(cast, np.uint8)
         gathered = self.gather_as_it_is(cast, level, to, row)

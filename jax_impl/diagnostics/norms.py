@@ -121,7 +121,7 @@ def _on_each_device(
     last: Any = ()
     for axes, values in parts.items():
         paths = list(values)
-        sizes = [jnp.abs(value).astype(dtype) for value in values.values()]
+        sizes = [jnp.abs(value.astype(dtype)) for value in values.values()]
         tops = [jnp.max(size, axis=1, initial=0) for size in sizes]
         scales = [jnp.ones_like(top) for top in tops]
         if norm_type == math.inf or dtype == jnp.float32:

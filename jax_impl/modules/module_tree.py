@@ -197,9 +197,16 @@ def _split(module: nnx.Module, key: Key, layers: int | None, variable_paths: Map
         parameters=tuple(joined((*key, *place)) for place, _ in flat),
         names=tuple(".".join(map(str, place)) for place, _ in flat),
         shapes=tuple(tuple(leaf.shape[layers is not None :]) for leaf in leaves),
-        dtypes=tuple(leaf.dtype for leaf in leaves),
+        dtypes=tuple(_dtype_in_jax(leaf.dtype) for leaf in leaves),
         variables=tuple(variable_paths[id(below[place])] for place, _ in nnx.to_flat_state(variables)),
         inner={joined(key + place): place for place, m in _modules(module) if isinstance(m, UnitSlot)},
+    )
+
+
+def _dtype_in_jax(dtype: Any) -> Any:
+    """NumPy's 64 bits are 32 in JAX, unless x64 is on."""
+    return (
+        dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
     )
 
 

@@ -246,13 +246,12 @@ def _equal_layers(shapes: tuple[tuple[int, ...], ...], stacked: bool) -> tuple[t
 
 def numbers(arrays: Sequence[TriedArray], seed: int, spread: int) -> dict[str, jax.Array]:
     """Weights (``seed`` 0) or gradients of the parameters: normal numbers, of up to ``spread`` powers of ten more or
-    less in each, so that thresholds are passed in some; zeros where ``spread`` is 0. float64 stands for float32."""
+    less in each, so that thresholds are passed in some; zeros where ``spread`` is 0. All are float64: in fewer bits the
+    order of a global norm's sum would show."""
     random = np.random.default_rng(seed)
     found = {}
     for array in arrays:
-        dtype = array.dtypes[0 if seed == 0 else 1]
-        dtype = np.dtype(np.float64) if dtype == np.float32 else dtype
         for path, shape in zip(array.paths, array.shapes, strict=True):
             scale = 10.0 ** random.uniform(-spread, spread) if spread else 0.0
-            found[path] = jnp.asarray(scale * random.standard_normal(shape), dtype)
+            found[path] = jnp.asarray(scale * random.standard_normal(shape), np.float64)
     return found

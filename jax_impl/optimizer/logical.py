@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -119,12 +120,13 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
 
 
 def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
-    """The plan's arrays that hold these."""
+    """The plan's arrays that hold these, weights or updates; updates may be of more bits than the weights."""
     found: Buffers = {}
     for unit in plan.units.values():
         for group in unit.groups:
             if group.trainable:
-                found.update(
-                    zip(group.stored, group.at_rest([parameters[path] for path in group.paths]), strict=True)
-                )
+                leaves = [parameters[path] for path in group.paths]
+                dtype = jnp.result_type(*leaves)
+                arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
+                found.update(zip(group.stored, arrays, strict=True))
     return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in found.items()}

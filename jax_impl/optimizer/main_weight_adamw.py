@@ -1,16 +1,19 @@
 """AdamW on main-weight shards, with the numbers of PyTorch's fused AdamW.
 
 Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.optimizer.update``. ``[x]`` is a scalar computed in
-doubles and rounded once to the dtype of the weights. Every operation rounds; ``fma(x, y, z)`` is ``x * y + z`` rounded
+doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is ``x * y + z`` rounded
 once::
 
-    1   g = the gradient in the dtype of the weights
+    1   g = the gradient in the dtype of the update
     2   w = w * [fma(-lr, weight_decay, 1)]
     3   m = fma([1 - b1], g - m, m)                     if [1 - b1] < 0.5, else
         m = fma([1 - b1] - 1, g - m, g)
     4   v = fma([1 - b2] * g, g, v * [b2])              in whole vectors
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
+
+The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights are rounded once, when
+they are stored. Moments of such weights are float32 by default.
 
 ``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with ``bias_correction=False`` both
 ``1 - b**t`` are 1.
@@ -51,7 +54,15 @@ import optax
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import Constants, StepScalars, step_scalars, updated, vanishing_step
+from jax_impl.optimizer.update import (
+    Constants,
+    StepScalars,
+    as_stored,
+    step_scalars,
+    updated,
+    vanishing_step,
+)
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _LONGEST_TABLE = 1 << 22
@@ -133,7 +144,8 @@ def main_weight_adamw(
 ) -> MainWeightTransformation:
     """AdamW, or Adam; defaults are those of PyTorch's AdamW.
 
-    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
+    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
+    any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
         gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with
@@ -143,7 +155,7 @@ def main_weight_adamw(
     bias_correction: False for updates as if moments had been gathered for ever: both corrections are 1.
     mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
         float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
-        where rows are single elements, in the dtype of the weights.
+        where rows are single elements, in float32, or float64 beside float64 weights.
     torch_vector_bytes: what PyTorch's CPU kernel computes at once; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
         array then has the bits of one tensor, also in its last elements; where arrays end hence shows in the bits.
 
@@ -219,7 +231,7 @@ def _applied(
         rate = scheduled(rate, state.count)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
-    dtypes = {leaf.dtype for _, leaf in paths}
+    dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
     scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}
     rows = [arrays.rows(kind, weights) for kind in given.formats]
     firsts = arrays.parts(rows[0], weights, state.mu, state.mu_scale)
@@ -230,7 +242,7 @@ def _applied(
         check_gradient(path, weight, slopes[number])
         compute = partial(_one, given, (rows[0][number], rows[1][number]))
         held = (weight, firsts[number], seconds[number])
-        numbers = (count, scalars[weight.dtype])
+        numbers = (count, scalars[update_dtype(weight.dtype)])
         done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
@@ -247,12 +259,13 @@ def _one(
     """Weights and moments of one array, or of the shard that a device has of it, after the step."""
     (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
-    weight, m, v = updated(weight, *moments, gradient, scalars, given.constants, given.vector_bytes)
+    wide = weight.astype(update_dtype(weight.dtype))
+    wide, m, v = updated(wide, *moments, gradient, scalars, given.constants, given.vector_bytes)
     new = rows[0].encode(given.formats[0], m, count)
     if given.formats[1].scaled:
         # Largest magnitudes of rows that are cut over devices come one after another.
         v, new = fence((v, new))
-    return weight, new, rows[1].encode(given.formats[1], v, count)
+    return as_stored(wide, weight.dtype), new, rows[1].encode(given.formats[1], v, count)
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:
@@ -281,8 +294,10 @@ def check_not_negative(name: str, value: float, of: str = _NAME) -> None:
 
 def check_weights(weights: Any, of: str = _NAME) -> None:
     for path, leaf in jax.tree.leaves_with_path(weights):
-        if leaf.dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(f"{of}: expected weights in float32 or float64, got {leaf.dtype}{_at(path)}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 16:
+            raise ValueError(
+                f"{of}: expected weights of a floating dtype of 16 bits or more, got {leaf.dtype}{_at(path)}"
+            )
 
 
 def check_gradient(path: Any, weight: Any, gradient: Any, of: str = _NAME) -> None:

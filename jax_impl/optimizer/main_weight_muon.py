@@ -8,8 +8,9 @@ Of each matrix, the list of ``torch_impl.optimizer.muon_update``::
     4   w = w * (1 - lr * weight_decay)
     5   w = w - adjusted lr * o
 
-All but line 3 has PyTorch's bits. Line 3 multiplies bfloat16 matrices, whose sums XLA and PyTorch take in other orders:
-``o``, whose elements are about one over the root of the longer side, then differs by some units of bfloat16 (2**-8).
+All but line 3 has PyTorch's bits; lines 4 and 5 compute in float32 (of float64 weights: float64) and round bfloat16 and
+float16 weights once. Line 3 multiplies bfloat16 matrices, whose sums XLA and PyTorch take in other orders: ``o``, whose
+elements are about one over the root of the longer side, then differs by some units of bfloat16 (2**-8).
 
 On a plan (``optimizer/logical.py``) weights and gradients are brought together unit by unit in each step, and moments
 are cut along a dimension that divides. For line 3 ``u`` travels in bfloat16: a matrix to all devices, each of which
@@ -45,7 +46,8 @@ from jax_impl.optimizer.main_weight_adamw import (
 from jax_impl.optimizer.main_weight_sgd import negative
 from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import lerp
+from jax_impl.optimizer.update import as_stored, lerp
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_muon"
@@ -117,7 +119,8 @@ def main_weight_muon(
 ) -> MainWeightTransformation:
     """Muon; arguments and defaults are those of ``torch.optim.Muon``, ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
+    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
+    any floating dtype.
 
     use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
         layers those of one layer. By default all of two dimensions. Of more dimensions, True makes matrices of the last
@@ -335,7 +338,7 @@ def _applied(
         check_gradient((jax.tree_util.DictKey(path),), weight, gradients[path], _NAME)
         # The collectives of one matrix after those of another: see forward.hold.
         (gradient, parts), last = fence(((gradients[path], parts), last))
-        m, direction = _accumulated(given, kept.decode(parts), gradient.astype(weight.dtype))
+        m, direction = _accumulated(given, kept.decode(parts), gradient.astype(update_dtype(weight.dtype)))
         stored.append(kept.encode(given.trace, m, after.count))
         shape = matrices.matrix_shape(path, weight)
         whole = matrices.whole(path, direction, stack=len(shape) > 2)
@@ -377,16 +380,18 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _stepped(
-    given: _Muon, w: jax.Array, direction: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]
+    given: _Muon, weight: jax.Array, direction: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """Lines 4 and 5."""
-    kept = -negative(rate, w.dtype, given.weight_decay) if isinstance(rate, jax.Array) else None
-    number = w.dtype.type
+    dtype = update_dtype(weight.dtype)
+    kept = -negative(rate, dtype, given.weight_decay) if isinstance(rate, jax.Array) else None
+    w, number = weight.astype(dtype), dtype.type
     decay = number(1 - rate * given.weight_decay) if kept is None else number(1) - kept
     scaled = w * decay
     # Rounded, as behind a choice for each element: see update.py.
     scaled = jnp.where(w == w, scaled, number(np.nan))
-    return scaled + negative(rate, w.dtype, _adjustment(given, shape)) * direction.astype(w.dtype)
+    stepped = scaled + negative(rate, dtype, _adjustment(given, shape)) * direction.astype(dtype)
+    return as_stored(stepped, weight.dtype)
 
 
 def _adjustment(given: _Muon, shape: tuple[int, ...]) -> float:

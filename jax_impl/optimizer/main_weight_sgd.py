@@ -1,13 +1,16 @@
 """SGD with momentum on main-weight shards, with the numbers of PyTorch's SGD.
 
 Every element, the list of ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of
-the weights, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
+the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
 
-    1   g = the gradient in the dtype of the weights
+    1   g = the gradient in the dtype of the update
     2   g = fma([weight_decay], w, g)                   if weight_decay
     3   m = fma([1 - dampening], g, m * [momentum])     in the first step m = g; only with momentum
     4   g = fma([momentum], m, g) with nesterov, else m
     5   w = fma([-lr], g, w)
+
+The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights are rounded once, when
+they are stored.
 
 Fed the same gradients, the compiled step gives the weights and momentum of ``torch.optim.SGD`` on CPU bit for bit, in
 float32 and float64, whatever the number of devices, but for numbers too small to be normal, which JAX takes for zero.
@@ -35,6 +38,8 @@ from jax_impl.optimizer.main_weight_adamw import (
 )
 from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.optimizer.update import as_stored
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_sgd"
@@ -76,7 +81,8 @@ def main_weight_sgd(
 ) -> MainWeightTransformation:
     """SGD; the arguments are those of PyTorch's, and ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of float32 or float64 arrays. Gradients are arrays of the same shapes in any floating dtype.
+    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
+    any floating dtype.
 
     momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
@@ -143,7 +149,7 @@ def _applied(
     for number, (path, weight) in enumerate(paths):
         check_gradient(path, weight, slopes[number], _NAME)
         held = weight, moments[number]
-        numbers = count, negative(rate, weight.dtype)
+        numbers = count, negative(rate, update_dtype(weight.dtype))
         compute = partial(_one, given, rows[number])
         done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _ in done])
@@ -163,7 +169,8 @@ def _one(
     given: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
 ) -> tuple[jax.Array, Parts]:
     """Weights and momentum of one array, or of the shard that a device has of it, after the step."""
-    (w, stored), (count, step_size) = held, numbers
+    (weight, stored), (count, step_size) = held, numbers
+    w = weight.astype(update_dtype(weight.dtype))
     number = w.dtype.type
 
     def opaque(x: Any, of: jax.Array) -> jax.Array:
@@ -177,11 +184,11 @@ def _one(
     if given.weight_decay:
         g = w * number(given.weight_decay) + g
     if not given.momentum:
-        return w + step_size * g, stored
+        return as_stored(w + step_size * g, weight.dtype), stored
     m = rows.decode(stored)
     # Momentum begins with zeros.
     share = jnp.where(count == 1, number(1), number(1 - given.dampening)) if given.dampening else number(1)
     m = share * g + opaque(m * number(given.momentum), m)
     new = rows.encode(given.trace, m, count)
     g = m * number(given.momentum) + g if given.nesterov else m
-    return w + step_size * g, new
+    return as_stored(w + step_size * g, weight.dtype), new

@@ -30,6 +30,7 @@ from bridge.sharding.rows import rows_of
 from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
 from jax_impl.optimizer.shard_rows import ShardRows
 from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.row_arrays import SCALES
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.runtime.unit_plan import Group
@@ -54,7 +55,7 @@ class MomentRows(Protocol):
 
 @dataclass(frozen=True)
 class Alike:
-    """Without scales: an array like the weights."""
+    """Without scales: an array like the weights, whose dtype is ``dtype``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -64,7 +65,7 @@ class Alike:
         return {VALUES: jnp.zeros(self.shape, kind.unscaled_dtype(self.dtype))}
 
     def decode(self, parts: Parts) -> jax.Array:
-        return parts[VALUES].astype(self.dtype)
+        return parts[VALUES].astype(update_dtype(self.dtype))
 
     def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
         return {VALUES: kind.plain(values)}
@@ -83,7 +84,7 @@ class ArrayRows:
         return {VALUES: jnp.zeros(self.shape, kind.dtype), SCALES: scales}
 
     def decode(self, parts: Parts) -> jax.Array:
-        return decoded(parts[VALUES], parts[SCALES]).astype(self.dtype)
+        return decoded(parts[VALUES], parts[SCALES]).astype(update_dtype(self.dtype))
 
     def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
         lead = values.shape[:-1]

@@ -34,6 +34,7 @@ import numpy as np
 from jax import lax
 
 from jax_impl.comm.collectives import divide_exactly, round_to
+from jax_impl.runtime.precision import update_dtype
 
 _UNSCALED = ("float32", "bfloat16")
 _SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -86,7 +87,7 @@ class MomentFormat:
 
     def unscaled_dtype(self, weights: np.dtype) -> np.dtype:
         """The stored dtype where there is no scale; float32 means float64 beside float64 weights."""
-        return self.dtype if self.dtype == jnp.bfloat16 else weights
+        return self.dtype if self.dtype == jnp.bfloat16 else update_dtype(weights)
 
     def plain(self, values: jax.Array) -> jax.Array:
         """Values as they are stored where there is no scale."""

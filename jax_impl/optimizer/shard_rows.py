@@ -28,6 +28,7 @@ from bridge.sharding.slot import Slot
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
 from jax_impl.runtime.flat_group import FlatGroup
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
 
 Parts = Mapping[str, jax.Array]
@@ -101,7 +102,7 @@ class ShardRows:
 
     def decode(self, parts: Parts) -> jax.Array:
         rank, numbers = self._rank, self._padded(parts)
-        values = parts[SCALED].astype(self.group.dtype)
+        values = parts[SCALED].astype(update_dtype(self.group.dtype))
         for window in self._windows:
             (old,) = fence((window.read(values, rank),))
             own = window.owned(rank)[:, None]

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_impl.comm.collectives import fence, round_to
+
 # Below this, one minus a power is one in doubles.
 _NEGLIGIBLE = 2.0**-56
 
@@ -59,7 +61,7 @@ def updated(
     constants: Constants,
     vector_bytes: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and moments after the step: arrays of one shape and float dtype; ``g`` of any dtype that converts to it.
+    """Weights and moments after the step: arrays of one shape, and of float32 or float64, ``g`` of any floating dtype.
 
     ``vector_bytes``: as in ``main_weight_adamw``.
     """
@@ -84,6 +86,14 @@ def updated(
         v = jnp.where(tail, v, new) * jnp.where(tail, number(constants.b2), g) + jnp.where(tail, new * g, old)
     denominator = jnp.sqrt(v) / opaque(scalars.correction) + opaque(number(constants.eps))
     return w + (-scalars.step_size * m) / denominator, m, v
+
+
+def as_stored(weights: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Updated weights in the dtype of main weights, rounded once."""
+    if dtype != jnp.float16:
+        return round_to(weights, dtype)
+    # ``round_to`` makes zeros of numbers below 2**-14, as many weights are. The fence keeps the cast a rounding.
+    return fence(weights.astype(dtype))
 
 
 def lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:

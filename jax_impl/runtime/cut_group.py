@@ -102,9 +102,7 @@ class CutGroup(FlatGroup):
 
     def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         stack, layout = self._stack, self.layout
-        parts = [
-            self._split(leaf.astype(self.dtype), cuts) for leaf, cuts in zip(leaves, self.cuts, strict=True)
-        ]
+        parts = [self._split(leaf, cuts) for leaf, cuts in zip(leaves, self.cuts, strict=True)]
         function = jax.vmap(lambda *row: pack(layout, row))
         rows = (function if self.layers is None else jax.vmap(function))(*parts)
         shards = rows.reshape(*stack, self.rows, layout.num_shards, layout.shard_size)

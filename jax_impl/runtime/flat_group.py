@@ -140,11 +140,10 @@ class FlatGroup:
         return jax.vmap(lambda flat: unpack(self.layout, flat))(arrays[0])
 
     def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Parameters as the model has them -> the array; the inverse of ``logical``."""
-        cast = [leaf.astype(self.dtype) for leaf in leaves]
+        """Parameters as the model has them, of one dtype -> the array; the inverse of ``logical``."""
         if self.layers is None:
-            return (pack(self.layout, cast),)
-        return (jax.vmap(lambda *layer: pack(self.layout, layer))(*cast),)
+            return (pack(self.layout, leaves),)
+        return (jax.vmap(lambda *layer: pack(self.layout, layer))(*leaves),)
 
     def numel(self, index: Index) -> int:
         """Elements of parameters in the shard of the array at ``index``, as ``jax.Shard.index`` gives it."""

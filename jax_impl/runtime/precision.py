@@ -1,9 +1,9 @@
 """Which dtype weights have in compute and on the wire, and gradients have on the wire and for the optimizer.
 
-Main weights and moments are float32, or float64 where the given parameters are. Frozen weights, which no update needs
-more bits of, stay in the dtype in which they were given; in float8, whose scale only the model knows, also in compute.
-With a ``gather_dtype`` matrices and stacks of them are quantized when they are gathered, and computed with as they are
-then.
+Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says otherwise. Frozen
+weights, which no update needs more bits of, stay in the dtype in which they were given. In float8, whose scale only the
+model knows, and in integers and bools, that is also the dtype of compute. With a ``gather_dtype`` matrices and stacks
+of them are quantized when they are gathered, and computed with as they are then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class Precision:
 
     ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
     PyTorch's ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches
-    and that the optimizer reads; ``None`` takes the main weights'. All are names; ``of`` takes dtypes too. Raises
-    ``ValueError`` for another dtype, or float64 without x64.
+    and that the optimizer reads; ``None`` takes the main weights'. ``main_dtype``: dtype of trainable weights at rest,
+    to which narrower and wider ones are cast once, when they are sharded; float32 leaves float64 ones as they are, and
+    ``None`` all. All are names; ``of`` takes dtypes too. Raises ``ValueError`` for another dtype, or
+    float64 without x64.
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     grad_dtype: str | None = None
     gather_dtype: str | None = None
+    main_dtype: str | None = "float32"
 
     def __post_init__(self) -> None:
         for field, name in vars(self).items():
@@ -51,31 +54,52 @@ class Precision:
         reduce_dtype: DTypeLike | None,
         grad_dtype: DTypeLike | None,
         gather_dtype: DTypeLike | None = None,
+        main_dtype: DTypeLike | None = "float32",
     ) -> Precision:
         """From names, or NumPy or JAX dtypes (``jnp.bfloat16``, ``x.dtype``)."""
-        return cls(_name(param_dtype), _name(reduce_dtype), _name(grad_dtype), _name(gather_dtype))
+        names = map(_name, (param_dtype, reduce_dtype, grad_dtype, gather_dtype, main_dtype))
+        return cls(*names)
+
+    def main(self, given: np.dtype) -> np.dtype:
+        """Of a trainable parameter that was given in the floating dtype ``given``."""
+        if self.main_dtype is None or (self.main_dtype == "float32" and given == np.float64):
+            return given
+        return jnp.dtype(self.main_dtype)
 
     def compute(self, main: np.dtype) -> np.dtype:
         own = self.param_dtype is None or jnp.finfo(main).bits < 16
         return main if own else jnp.dtype(self.param_dtype)
 
-    def float8(self, main: np.dtype) -> str | None:
-        """The format in which matrices with main weights of this dtype are gathered.
+    def float8(self, main: np.dtype, trainable: bool) -> str | None:
+        """The format in which matrices with weights at rest of this dtype are gathered.
 
-        Raises ``ValueError`` for float64, which float8 would not be quantized from.
+        Raises ``ValueError`` for float64, which float8 would not be quantized from, and for trainable weights of 16
+        bits, whose gradients are not those of what was quantized.
         """
-        if self.gather_dtype is not None and main == np.float64:
+        if self.gather_dtype is None or jnp.finfo(main).bits < 16:
+            return None
+        if main == np.float64 or (trainable and main != np.float32):
             raise ValueError(
-                f"gather_dtype: expected None for float64 main weights, got {self.gather_dtype!r}, which quantizes "
+                f"gather_dtype: expected None for {main} main weights, got {self.gather_dtype!r}, which quantizes "
                 "float32 ones"
             )
-        return self.gather_dtype if jnp.finfo(main).bits >= 16 else None
+        return self.gather_dtype
 
     def reduce(self, main: np.dtype) -> np.dtype:
         return self.compute(main) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
 
     def grad(self, main: np.dtype) -> np.dtype:
         return main if self.grad_dtype is None else jnp.dtype(self.grad_dtype)
+
+
+def update_dtype(main: np.dtype) -> np.dtype:
+    """In which an optimizer of main weights computes, and keeps moments that are not to be rounded."""
+    return np.dtype(np.float64 if main == np.float64 else np.float32)
+
+
+def is_integer(dtype: np.dtype) -> bool:
+    """Of integers of whole bytes, and bools, which frozen parameters may have; they are cast nowhere."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits >= 8)
 
 
 def _name(dtype: Any) -> Any:
@@ -86,8 +110,3 @@ def _name(dtype: Any) -> Any:
         return jnp.dtype(dtype).name
     except TypeError:
         return dtype
-
-
-def main_dtype(given: np.dtype) -> np.dtype:
-    """The dtype of the main weights of a trainable parameter that was given in dtype ``given``."""
-    return jnp.dtype(jnp.float64 if given == jnp.float64 else jnp.float32)

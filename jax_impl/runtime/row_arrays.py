@@ -29,6 +29,7 @@ from bridge.sharding.slot import Slot
 from jax_impl.runtime.buffer import Piece, Read
 from jax_impl.runtime.flat_group import FlatGroup, Index
 from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup
+from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.unit_plan import Group, Stored
 
 SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
@@ -132,7 +133,7 @@ class RowArray:
 
     @property
     def dtype(self) -> np.dtype:
-        return _SCALE if self.scaled else self.group.dtype
+        return _SCALE if self.scaled else update_dtype(self.group.dtype)
 
     @property
     def spec(self) -> PartitionSpec:

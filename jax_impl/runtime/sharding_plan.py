@@ -7,6 +7,10 @@
     layers/1    trainable                  "layers/1"
                 frozen, float32            "layers/1 (frozen)"
                 frozen, bfloat16           "layers/1 (frozen, bfloat16)"
+    layers/2    trainable, float32         "layers/2"
+                trainable, bfloat16        "layers/2 (bfloat16)"
+                frozen, uint8              "layers/2 (frozen, uint8)"
+                trainable, replicated      "layers/2 (replicated)"
     ""          trainable                  ""
 
 With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
@@ -143,11 +147,12 @@ class ShardingPlan:
     @cached_property
     def whole_parameters(self) -> tuple[str, ...]:
         """Those that a strategy shards, but that are whole on every device: where the pjit engine cannot cut."""
+        groups = [group for unit in self.units.values() for group in unit.groups]
+        cut = {path for g in groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
         return tuple(
             path
             for path, info in self.parameters.items()
-            if self.axes.shards(self.units[info.unit].strategy.optimizer) > 1
-            and getattr(self.arrays[info.key], "dimension", 0) is None
+            if path in cut and getattr(self.arrays[info.key], "dimension", 0) is None
         )
 
     @cached_property

@@ -16,7 +16,7 @@ from hypothesis import given
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
 from bridge.planning.model import Model, Parameter
-from tests.planning.test_plan_torch import PART, cases, model_of, policy_text
+from tests.planning.test_plan_torch import MAIN, PART, cases, model_of, policy_text
 from tests.support.examples import examples
 from tests.support.parity.plan_runs import Spec
 
@@ -130,7 +130,7 @@ def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, i
 
 
 @examples(25)
-@given(case=cases())
+@given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(
     case: tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int],
 ) -> None:
@@ -151,6 +151,12 @@ def test_bytes_and_collectives_of_every_strategy(
 ) -> None:
     policy = policy_text(mesh, strategy, strategy, {"compute": "bfloat16", "reduce": "float32"})
     assert_measured(mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
+
+
+@pytest.mark.parametrize("main", ["bfloat16", "given"])
+def test_bytes_and_collectives_of_main_weights_in_other_dtypes(main: str) -> None:
+    policy = policy_text((2, 2), "hfsdp", "optim_grads", {"main": main})
+    assert_measured((2, 2), policy, [WIDE, PART], [Spec((9, 4)), Spec((3,), narrow=True)], 2)
 
 
 WIDE = [

@@ -572,9 +572,30 @@ JAX = [
     M(
         "frozen parameters become float32",
         "jax_impl",
-        "main_dtype(dtype) if trainable else dtype",
-        "main_dtype(dtype)",
+        "precision.main(dtype) if trainable else dtype",
+        "precision.main(dtype)",
         "jax_impl/test_frozen_dtypes.py",
+    ),
+    M(
+        "updates are rounded to the dtype of the weights before they are added",
+        "jax_impl/optimizer",
+        "dtype = jnp.result_type(*leaves)",
+        "dtype = group.dtype",
+        "jax_impl/test_main_dtype.py",
+    ),
+    M(
+        "replicated parameters are sharded like their unit's others",
+        "jax_impl",
+        'strategy_named("no_shard") if self.replicated',
+        'strategy_named("no_shard") if False',
+        "jax_impl/test_replicated.py",
+    ),
+    M(
+        "half-precision weights are updated in half precision",
+        "jax_impl/optimizer",
+        "wide = weight.astype(update_dtype(weight.dtype))",
+        "wide = weight",
+        "jax_impl/test_main_dtype.py parity/test_main_dtype.py",
     ),
     M(
         "optimizers that look at shapes run on the shards",

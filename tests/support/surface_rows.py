@@ -34,6 +34,11 @@ ROWS = (
         ("fully_shard(param_dtype=)",),
     ),
     Row(
+        "dtype of main weights: one for all, or each parameter's own",
+        ("MixedPrecisionPolicy.main_dtype", "~[precision] main"),
+        ("fully_shard(main_dtype=)", "~[precision] main"),
+    ),
+    Row(
         "casts of inputs and outputs",
         ("MixedPrecisionPolicy.cast_forward_inputs", "MixedPrecisionPolicy.output_dtype"),
         why="functions cast what they are given, as JAX programs do",
@@ -44,7 +49,7 @@ ROWS = (
     Row(
         "parameters left alone or frozen",
         ("fully_shard(ignored_params=)", "~param.requires_grad_(False)"),
-        ("fully_shard(frozen=)",),
+        ("fully_shard(frozen=)", "fully_shard(replicated=)"),
     ),
     Row("recomputation", ("~[[unit]] recompute", "~torch.utils.checkpoint"), ("fully_shard(recompute=)",)),
     Row(

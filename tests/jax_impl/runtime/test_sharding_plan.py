@@ -170,14 +170,21 @@ def test_wrong_arguments_are_refused_with_what_was_expected(keywords, message):
         fully_shard(decoder(), data_parallel_mesh(2), **keywords)
 
 
-def test_parameters_that_cannot_be_trained_together_are_refused_by_name():
+def test_integers_are_refused_by_name_where_they_are_trained():
     model = decoder()
     model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.int32))
     with pytest.raises(
-        ValueError, match="'norm/scale': expected a floating dtype of 8 bits or more, got int32"
+        ValueError,
+        match=r"'norm/scale': expected a floating dtype .*, got int32: freeze it \(frozen=\['norm/scale'\]\)",
     ):
         fully_shard(model, data_parallel_mesh(2))
+
+
+def test_float64_and_float32_parameters_share_a_unit():
+    model = decoder()
     with jax.enable_x64(True):
         model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.float64))
-        with pytest.raises(ValueError, match=r"expected main weights of one dtype, got .*'norm/scale'"):
-            fully_shard(model, data_parallel_mesh(2))
+        plan, _ = fully_shard(model, data_parallel_mesh(2))
+    found = {group.key: group.paths for group in plan.units[""].groups}
+    assert found[" (float64)"] == ("norm/scale",)
+    assert "norm/scale" not in found[""]

@@ -1,0 +1,31 @@
+"""Which parameters of a model an option names: by patterns of paths, or by an nnx filter."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from jax_impl.modules.module_tree import joined, parameter_leaves
+
+Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
+
+
+def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
+    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern that matches none."""
+    if callable(chosen) or isinstance(chosen, type):
+        matches = nnx.filterlib.to_predicate(chosen)
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        return frozenset(joined(key) for key, variable in flat if matches(key, variable))
+    parameters = list(parameter_leaves(model))
+    found: set[str] = set()
+    for pattern in chosen:
+        matching = fnmatch.filter(parameters, pattern)
+        if not matching:
+            raise ValueError(
+                f"{option}: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
+            )
+        found.update(matching)
+    return frozenset(found)
