@@ -21,7 +21,7 @@ from bridge.planning.errors import PlanError
 from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
-from bridge.planning.moments import Placed, staged
+from bridge.planning.moments import Placed, brought_together, staged
 from bridge.planning.offload import offloaded
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
@@ -136,6 +136,9 @@ class Plan:
         ]
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
+        moved = staged(self.optimizer, self.placed(), self.runtime, self.device)
+        if self.runtime == "jax":
+            moved += brought_together(self.optimizer, self.placed())
         peak = step_peak(
             self.model,
             units,
@@ -145,9 +148,10 @@ class Plan:
             work.length,
             work.microbatches,
             self.prefetch,
-            staged(self.optimizer, self.placed(), self.runtime, self.device),
+            moved,
         )
-        # XLA chooses what an update brings together that looks at shapes, and results of products are not counted.
+        # XLA chooses what an update that looks at shapes holds beside whole weights and gradients, and results of
+        # products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return replace(peak, complete=peak.complete and known)
