@@ -246,6 +246,8 @@ def make_plan(
             f"{policy.source}: --offload: expected 0 or 100% with model axes in JAX, whose arrays are picked by sizes "
             f"that a plan does not know, got {float(100 * optimizer.offload):g}%"
         )
+    if policy.precision.store_param_remainders and runtime == "torch":
+        _check_remainders(policy, optimizer)
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
@@ -282,6 +284,16 @@ def make_plan(
     prefetch = 1 if policy.prefetch is None else policy.prefetch
     known = _exchanges(model, policy, mesh, runtime, workload)
     return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+
+
+def _check_remainders(policy: ShardingPolicy, optimizer: Optimizer) -> None:
+    if optimizer.name != "adamw" or policy.parallel:
+        found = f"--optimizer {optimizer.name}" if optimizer.name != "adamw" else "[[parallel]]"
+        raise PlanError(
+            f"{policy.source}: [precision] store_param_remainders: expected --optimizer adamw and no [[parallel]] in "
+            f"PyTorch, where MainWeightAdamW alone updates remainders, of parameters that no model axis cuts, got "
+            f"{found}; plan JAX by --runtime jax"
+        )
 
 
 def _exchanges(

@@ -162,6 +162,9 @@ def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int
                 moved.add(piece, nbytes, placed.layers, scaled=scaled)
             dtypes = _dtypes(optimizer, piece.shape, "torch")
             wide = sum(group.main_bytes for dtype in dtypes if dtype not in (None, "float32"))
+            if group.has_remainders:
+                # The joined weights, and a copy of them while they are split.
+                wide += 2 * group.main_bytes
             if wide:
                 converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
     # Muon's matrices and the rest are updated one after the other.

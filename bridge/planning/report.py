@@ -146,6 +146,11 @@ def notes(comparison: Comparison) -> Sequence[str]:
             "whole ones are counted, but not what XLA holds beside them and sends, and the peak is a lower bound; "
             "compile it with --target"
         )
+    in_jax = [plan for plan in comparison.plans if plan.runtime == "jax"]
+    if any(group.has_remainders for plan in in_jax for unit in plan.units for group in unit.groups):
+        lines.append(
+            "jax: store_param_remainders changes nothing, since compute weights live inside of a step only"
+        )
     if any(isinstance(unit.kind.recompute, str) for plan in comparison.plans for unit in plan.units):
         lines.append(
             "recompute: results of products that a unit keeps are not counted, and so the peak is a lower bound"

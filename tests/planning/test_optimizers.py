@@ -495,3 +495,20 @@ def test_float8_groups_of_a_unit_are_offloaded_each_by_itself() -> None:
     for number, device in enumerate(plan.mesh.devices.flat):
         rest = make_plan(model, policy, 4, "jax", Workload(), device=number, optimizer=chosen).at_rest
         assert (rest.moments.allocated, rest.host) == held(state.opt_state, device)
+
+
+def test_remainders_are_adamw_s_in_pytorch_and_nothing_in_jax() -> None:
+    text = "[precision]\ncompute = 'bfloat16'\nstore_param_remainders = true\n"
+    text += "[[unit]]\nmatch = ''\nstrategy = 'optim'\n"
+    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    policy, plain = (parse_policy(one, "mine") for one in (text, text.replace("= true", "= false")))
+    found, expected = (compare(models, [one], [8], Workload(1, 16)) for one in (policy, plain))
+    (here, jax_plan), (there, jax_plain) = found.plans, expected.plans
+    saved = there.at_rest.main_weights.allocated - here.at_rest.main_weights.allocated
+    assert saved * 2 == there.at_rest.main_weights.allocated
+    assert there.at_rest.total - here.at_rest.total == saved
+    assert (jax_plan.at_rest, jax_plan.peak) == (jax_plain.at_rest, jax_plain.peak)
+    assert any(line.startswith("jax: store_param_remainders changes nothing") for line in notes(found))
+    with pytest.raises(PlanError, match="store_param_remainders: expected --optimizer adamw"):
+        compare(models, [policy], [8], Workload(), optimizer=Optimizer("muon"))
+    compare({"jax": models["jax"]}, [policy], [8], Workload(), optimizer=Optimizer("muon"))
