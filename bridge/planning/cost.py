@@ -241,11 +241,6 @@ def make_plan(
             f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
             f"{' and '.join(policy.model_axes)}, got {optimizer}"
         )
-    if policy.model_axes and runtime == "jax" and 0 < optimizer.offload < 1:
-        raise PlanError(
-            f"{policy.source}: --offload: expected 0 or 100% with model axes in JAX, whose arrays are picked by sizes "
-            f"that a plan does not know, got {float(100 * optimizer.offload):g}%"
-        )
     if policy.precision.store_param_remainders and runtime == "torch":
         _check_remainders(policy, optimizer)
     try:

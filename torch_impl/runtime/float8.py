@@ -70,7 +70,7 @@ class QuantizedGather:
         gather: str,
         device: torch.device,
         tensor_parallel: Sequence[TensorParallel | None],
-        fetches: bool,
+        fetches: bool = False,
     ) -> None:
         self._levels, self._strategy, self._blocks = levels, strategy, gather == "mxfp8"
         self._device, self._fetches = device, fetches
@@ -93,7 +93,7 @@ class QuantizedGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """See ``WeightGather``."""
-        level, steps = self._strategy.optimizer, []
+        level, steps = self._strategy.optimizer, list[Step]()
         if self.resident is not None and current:
             level, source = self._strategy.parameters, self.resident
         else:
