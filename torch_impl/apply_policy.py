@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bridge.sharding
-from bridge.sharding import PolicyError
+from bridge.sharding import PolicyError, UnitPolicy
 from bridge.sharding.recompute import Recompute, why_not_around
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
@@ -63,6 +63,11 @@ def _apply(
     modules = _modules_with_forward(model, policy.source)
     units = policy.units_of(modules)
     _check_main_weights(policy, model)
+    if policy.precision.store_param_remainders and policy.parallel:
+        raise PolicyError(
+            f"{policy.source}: [precision] store_param_remainders: expected no [[parallel]] beside it in PyTorch, "
+            f"which stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)}"
+        )
     _check_ties(policy, {path: modules[path] for path in units})
     for path, unit in units.items():
         if unit.recompute and "forward" in vars(modules[path]):
@@ -81,7 +86,6 @@ def _apply(
     # A mesh of data-parallel axes alone may be without names.
     if policy.model_axes:
         mesh = mesh[policy.data_axes]
-    precision = _mixed_precision(policy)
     for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
         module, unit = modules[path], units[path]
         given = type(module)
@@ -94,7 +98,7 @@ def _apply(
                 strategy=unit.strategy,
                 placements=unit.placements,
                 reshard_after_forward=True,
-                mp_policy=precision,
+                mp_policy=_mixed_precision(policy, unit),
                 granularity=unit.granularity,
                 align=policy.align_of(unit),
                 prefetch=policy.prefetch,
@@ -202,7 +206,7 @@ def _mesh(policy: ShardingPolicy, mesh: DeviceMesh | None, device_type: str | No
     return mesh
 
 
-def _mixed_precision(policy: ShardingPolicy) -> MixedPrecisionPolicy:
+def _mixed_precision(policy: ShardingPolicy, unit: UnitPolicy) -> MixedPrecisionPolicy:
     chosen = policy.precision
     return MixedPrecisionPolicy(
         param_dtype=_named(chosen.compute_dtype),
@@ -210,6 +214,7 @@ def _mixed_precision(policy: ShardingPolicy) -> MixedPrecisionPolicy:
         grad_dtype=_named(chosen.grad_dtype),
         gather_dtype=chosen.gather,
         main_dtype=_named(chosen.main_dtype),
+        store_param_remainders=chosen.store_param_remainders and not unit.chosen.shard_parameters,
     )
 
 

@@ -6,7 +6,6 @@ a name that a new torch adds turns that test red.
 
 Refused with NotImplementedError, which says what to do instead:
 
-* ``CPUOffloadPolicy`` beside a float8 ``gather_dtype``
 * an integer ``reshard_after_forward``
 * a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
 * ``dp_mesh_dims`` that join several axes into one

@@ -52,11 +52,6 @@ class UnitOptions:
             raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {self.prefetch!r}")
         if self.policy.store_param_remainders:
             self._check_remainders()
-        if self.offload is not None and self.policy.gather is not None:
-            raise NotImplementedError(
-                f"offload_policy=CPUOffloadPolicy() with gather_dtype={self.policy.gather!r} is not available: "
-                "use gather_dtype=None, or leave the weights on the device"
-            )
 
     def _check_remainders(self) -> None:
         option = "MixedPrecisionPolicy(store_param_remainders=True)"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bridge.formats.base import TensorInfo
 from bridge.mapping.entries import HALF, PAIR, Entry, Rule
@@ -32,11 +32,16 @@ LARGEST_STACK = 1 << 20
 
 @dataclass(frozen=True)
 class Axes:
-    """Axis sizes that are known without the shapes. ``absent``: why an axis of the table has no size, by axis."""
+    """Axis sizes that are known without the source's shapes.
+
+    absent: why an axis of the table has no size, by axis. wanted: target tensors whose shapes are known, by weight;
+    they give sizes that stay open otherwise.
+    """
 
     sizes: Mapping[str, int]
     alias: Mapping[str, str]
     absent: Mapping[str, str]
+    wanted: Mapping[str, TensorInfo] = field(default_factory=dict)
 
 
 def apply_rule(
@@ -205,7 +210,26 @@ class _Instance:
         return any(values is not None and values.items() >= self.at.items() for values in matches)
 
     def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
-        sizes = {**self.axes.sizes, **self.counts}
+        sizes = self._solved(infos, {**self.axes.sizes, **self.counts})
+        for entry in self.outputs_:
+            assert entry.expression is not None
+            if entry.expression.axes() <= sizes.keys():
+                continue
+            # All of a stack are alike.
+            info = self.axes.wanted.get(
+                entry.path.format({**dict.fromkeys(entry.path.indices, 0), **self.at})
+            )
+            if info is not None:
+                try:
+                    wanted = entry.expression.solve(info.shape, sizes, self.axes.alias)
+                except MappingError as error:
+                    raise self._error(f"tensor {info.name}, which is wanted: {error}") from error
+                sizes = self._solved(infos, wanted)
+        return sizes
+
+    def _solved(self, infos: list[list[TensorInfo]], known: Values) -> dict[str, int]:
+        """``known``, and what follows from the shapes of the source."""
+        sizes = dict(known)
         for _ in self.inputs_:  # the sizes that one entry settles may settle those of another
             for entry, members in zip(self.inputs_, infos, strict=True):
                 assert entry.expression is not None

@@ -181,7 +181,8 @@ def _other_side(state: RunState, table: MappingTable) -> str | None:
 class LoadedAs:
     """A checkpoint under the names and layouts of a run: a `CheckpointReader` of what the mapping makes of ``reader``.
 
-    state: the run. config: as of `SavedAs`; a `config.json` beside the checkpoint comes first. A checkpoint that has
+    state: the run, whose shapes give sizes of axes that are open otherwise. config: as of `SavedAs`; a `config.json`
+    beside the checkpoint comes first. A checkpoint that has
     the run's own names is read as it is. Notes of places are left out. Raises CheckpointError (MappingError) with
     everything that does not fit.
     """
@@ -197,9 +198,9 @@ class LoadedAs:
         assert table is not None
         table = with_config(table, reader)
         table = with_config_fields(table, config or {}, f"the configuration of {state.where}")
-        own = find(state.tensors.values(), table, None, state.where).convention
+        run = find(state.tensors.values(), table, None, state.where)
         self._reader = reader
-        self._plan: Plan = make_plan(reader, state.format, table, into=own)
+        self._plan: Plan = make_plan(reader, state.format, table, into=run.convention, wanted=run.weights)
         self.format, self.path = state.format, reader.path
         self.tensors = {
             name: TensorInfo(name, tensor.path, tensor.shape, tensor.dtype, (Box.whole(tensor.shape),))

@@ -7,6 +7,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -53,12 +54,14 @@ def make_plan(
     *,
     into: str | Convention | None = None,
     from_: str | None = None,
+    wanted: Tensors | None = None,
 ) -> Plan:
     """Plan the translation of an open checkpoint to format ``to``.
 
     Without a mapping tensors keep their tree paths. With a mapping, every source tensor must be matched by exactly one
     rule, be optimizer or train state, or be listed as dropped. into, from_: the mapping's conventions of target and
-    source, where names and format leave the choice open; into as a `Convention` also gives the places.
+    source, where names and format leave the choice open; into as a `Convention` also gives the places. wanted: weights
+    of the target whose shapes are known, by name in ``into``: sizes of axes follow from them, too.
 
     Raises CheckpointError (MappingError) with everything that does not fit.
     """
@@ -74,7 +77,7 @@ def make_plan(
             for name, info in reader.tensors.items()
         ]
         return _collect(reader, to, planned, reader.object_paths, (), {})
-    return _Planner(reader, to, mapping, into, from_).plan()
+    return _Planner(reader, to, mapping, into, from_, wanted or {}).plan()
 
 
 class _Planner:
@@ -85,6 +88,7 @@ class _Planner:
         mapping: MappingTable,
         into: str | Convention | None,
         from_: str | None,
+        wanted: Tensors,
     ) -> None:
         self.reader, self.to, self.mapping = reader, to, mapping
         self.dropped = tuple(name for name in (*reader.tensors, *reader.object_paths) if mapping.drops(name))
@@ -95,7 +99,7 @@ class _Planner:
         self.source = self.found.convention
         self.usual = mapping.conventions[self.source.name]
         self.notes = read_notes(reader, self.object_paths)
-        self.kept = False
+        self.kept, self.wanted = False, wanted
         if isinstance(into, Convention):
             self.target = into
         else:
@@ -304,7 +308,7 @@ class _Planner:
 
     @cached_property
     def _axes(self) -> Axes:
-        return known_sizes(self.reader, self.mapping)
+        return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
 
     def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
         side = self.source.name

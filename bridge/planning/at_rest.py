@@ -12,6 +12,8 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
                       0 < p < o: c S_p, or float8
                       payload and scales; p = o: 0
 
+Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o beside the compute weights.
+
 Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
 the device's total. Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no
 moments. The optimizer's step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
@@ -26,6 +28,7 @@ from bridge.planning.buffers import GroupBuffers
 from bridge.planning.moments import held
 from bridge.planning.optimizers import ADAMW, Optimizer
 
+_REMAINDER = 2
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")
 
 
@@ -112,7 +115,8 @@ def _of_group(
     def stored(level: int, size: int) -> Stored:
         return Stored(group.size(level) * size, group.real(level, device) * size)
 
-    main = stored(strategy.optimizer, group.main_bytes)
+    remainders = runtime == "torch" and group.has_remainders
+    main = stored(strategy.optimizer, _REMAINDER if remainders else group.main_bytes)
     own = held(optimizer, group, runtime, device, on_host)
     moments = Stored(own.allocated, own.real)
     if runtime == "jax":

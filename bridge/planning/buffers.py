@@ -112,6 +112,11 @@ class GroupBuffers:
         dtypes = self.shape.dtypes
         return self.strategy.optimizer == 0 and dtypes.main == dtypes.compute and dtypes.gather is None
 
+    @property
+    def has_remainders(self) -> bool:
+        """Whether PyTorch stores main weights as whole compute weights and remainders."""
+        return self.shape.dtypes.remainders and self.strategy.parameters == 0
+
     def _real_on(self, level: int) -> np.ndarray:
         known = self.__dict__.setdefault("_real_on_level", {})
         if level not in known:

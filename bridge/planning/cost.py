@@ -21,7 +21,7 @@ from bridge.planning.errors import PlanError
 from bridge.planning.exchanges import exchanges
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model
-from bridge.planning.moments import Placed, staged
+from bridge.planning.moments import Placed, brought_together, staged
 from bridge.planning.offload import offloaded
 from bridge.planning.optimizers import ADAMW, Optimizer
 from bridge.planning.peak import Peak, step_peak
@@ -136,6 +136,9 @@ class Plan:
         ]
         units.sort(key=lambda unit: unit.path == "")
         work = self.workload
+        moved = staged(self.optimizer, self.placed(), self.runtime, self.device)
+        if self.runtime == "jax":
+            moved += brought_together(self.optimizer, self.placed())
         peak = step_peak(
             self.model,
             units,
@@ -145,9 +148,10 @@ class Plan:
             work.length,
             work.microbatches,
             self.prefetch,
-            staged(self.optimizer, self.placed(), self.runtime, self.device),
+            moved,
         )
-        # XLA chooses what an update brings together that looks at shapes, and results of products are not counted.
+        # XLA chooses what an update that looks at shapes holds beside whole weights and gradients, and results of
+        # products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return replace(peak, complete=peak.complete and known)
@@ -237,11 +241,8 @@ def make_plan(
             f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
             f"{' and '.join(policy.model_axes)}, got {optimizer}"
         )
-    if policy.model_axes and runtime == "jax" and 0 < optimizer.offload < 1:
-        raise PlanError(
-            f"{policy.source}: --offload: expected 0 or 100% with model axes in JAX, whose arrays are picked by sizes "
-            f"that a plan does not know, got {float(100 * optimizer.offload):g}%"
-        )
+    if policy.precision.store_param_remainders and runtime == "torch":
+        _check_remainders(policy, optimizer)
     try:
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
@@ -278,6 +279,16 @@ def make_plan(
     prefetch = 1 if policy.prefetch is None else policy.prefetch
     known = _exchanges(model, policy, mesh, runtime, workload)
     return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+
+
+def _check_remainders(policy: ShardingPolicy, optimizer: Optimizer) -> None:
+    if optimizer.name != "adamw" or policy.parallel:
+        found = f"--optimizer {optimizer.name}" if optimizer.name != "adamw" else "[[parallel]]"
+        raise PlanError(
+            f"{policy.source}: [precision] store_param_remainders: expected --optimizer adamw and no [[parallel]] in "
+            f"PyTorch, where MainWeightAdamW alone updates remainders, of parameters that no model axis cuts, got "
+            f"{found}; plan JAX by --runtime jax"
+        )
 
 
 def _exchanges(

@@ -5,6 +5,8 @@ compute   forward and backward; None means main, but PyTorch computes with froze
 reduce    gradients on the network; None means compute
 grad      the reduced gradient that the optimizer reads (PyTorch); None means main
 gather    the float8 format in which matrices are gathered; None means compute
+
+``remainders``: PyTorch stores main weights as compute weights and int16 remainders, where the former stay whole.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class GroupDtypes:
     reduce: str
     grad: str
     gather: str | None = None
+    remainders: bool = False
 
     @staticmethod
     def of(
@@ -65,4 +68,5 @@ class GroupDtypes:
         main = trained if trainable else given
         compute = precision.compute or (trained if runtime == "torch" else main)
         gather = precision.gather if quantized else None
-        return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main, gather)
+        reduce, grad = precision.reduce or compute, precision.grad or main
+        return GroupDtypes(main, compute, reduce, grad, gather, precision.store_param_remainders)

@@ -7,13 +7,13 @@ weights, g of gradients::
     adamw           MainWeightAdamW: two moments, each in         main_weight_adamw: two moments, each in m S_o or in
                     m R_o or in ``--moments``                     ``--moments``
     sgd             torch.optim.SGD: nothing                      optax.sgd: nothing
-    sgd-momentum    MainWeightSGD: m R_o or ``--moments``         optax.sgd(momentum=...): m S_o or accumulator_dtype
+    sgd-momentum    MainWeightSGD: m R_o or ``--moments``         main_weight_sgd: m S_o or ``--moments``
     lion            torch has none                                optax.lion: m S_o or mu_dtype
     adafactor       torch.optim.Adafactor, of matrices and        optax.adafactor: rows and columns of the two largest
                     stacks means of rows (cut as the rows are)    dimensions, if both have 128 or more; else one moment
                     and of columns (whole), else one moment: g
-    muon            MainWeightMuon: of matrices and stacks the    optax.contrib.muon: of matrices one, of others two
-                    first, of others two, as of adamw
+    muon            MainWeightMuon: of matrices and stacks the    main_weight_muon: of matrices the first, of others
+                    first, of others two, as of adamw             two, as of adamw
 
 m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon`` is 4 beside main weights of 2 bytes,
 which these optimizers update in float32.
@@ -21,8 +21,8 @@ which these optimizers update in float32.
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
 .moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
 shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
-parameter are cut along a dimension that the number of shards divides, others are whole on each device. The whole
-matrices of a Muon update in PyTorch, of one round at a time (``torch_impl.optimizer.muon_exchange``), are not counted.
+parameter are cut along a dimension that the number of shards divides, others are whole on each device. ``muon_rounds``
+has the matrices that a Muon update in PyTorch brings together.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
 """
@@ -34,14 +34,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.planning.buffers import GroupBuffers
+from bridge.planning.muon_rounds import MuonRounds
 from bridge.planning.offload import travelling
 from bridge.planning.optimizers import MOMENT_BYTES, OF_MAIN_WEIGHTS, SCALED, Optimizer
 from bridge.planning.row_moments import row_moment
 from bridge.sharding.rows import rows_of
 
 _FACTORED_FROM = 128
-# Of what MainWeightMuon takes for a matrix, or for a stack of them, unless a rule says otherwise.
-_MATRIX_DIMENSIONS = (2, 3)
+# Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.
+_MATRIX_DIMENSIONS = {"torch": (2, 3), "jax": (2,)}
 # Bytes of float32, which half-precision weights are updated in.
 _UPDATE = 4
 _BATCH = 1 << 20
@@ -51,6 +52,7 @@ _VECTOR = 16
 # Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
 # compiler.
 _CONVERTED = 5
+_SCALE = 4
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def held(
 def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device: int) -> int:
     """Bytes of moments that an update has on the device beside those at rest.
 
-    In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights. In JAX arrays that
-    travel (those of an optimizer that sees parameters all at once), and what is converted of one key.
+    In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights; or a round of
+    Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is
+    converted of one key.
     """
     groups = [one for one in groups if one.group.shape.trainable]
     if runtime == "torch":
@@ -139,25 +142,42 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
     return (sum(hosts) if optimizer.by_parameter else travelling(hosts)) + converted
 
 
+def brought_together(optimizer: Optimizer, groups: Iterable[Placed]) -> int:
+    """Bytes of whole weights and gradients on the device in an update of JAX's that sees parameters: at least."""
+    if not optimizer.by_parameter:
+        return 0
+    own = (one for one in groups if one.group.shape.trainable and one.group.strategy.optimizer)
+    return sum(2 * one.group.numel * one.group.main_bytes * one.layers for one in own)
+
+
 def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int) -> int:
     if optimizer.name not in OF_MAIN_WEIGHTS:
         return 0
     moved, converted = _Batch(), _Batch()
+    matrices = MuonRounds(optimizer.moments[0] not in (None, "float32"))
     scaled = any(dtype in SCALED for dtype in optimizer.moments)
     for placed in groups:
         group = placed.group
         for piece in _pieces(group, device):
+            nbytes = _in_torch(optimizer, group, piece) if piece.name in placed.on_host else 0
+            if _is_matrix(optimizer, piece.shape, "torch"):
+                matrices.add(group, piece.name, piece.shape, placed.layers, nbytes, piece.numel)
+                continue
             if piece.name in placed.on_host:
-                moved.add(piece, _in_torch(optimizer, group, piece), placed.layers, scaled=scaled)
+                moved.add(piece, nbytes, placed.layers, scaled=scaled)
             wide = _converted_in_torch(optimizer, group, piece)
+            if group.has_remainders:
+                # The joined weights, and a copy of them while they are split.
+                wide += 2 * group.main_bytes
             if wide:
                 converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
-    return min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes
+    # Muon's matrices and the rest are updated one after the other.
+    return max(min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes, matrices.nbytes)
 
 
 def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     """Bytes an element of what a batch is converted to."""
-    dtypes, held = _dtypes_in_torch(optimizer, piece), group.shape.dtypes
+    dtypes, held = _dtypes(optimizer, piece.shape, "torch"), group.shape.dtypes
     others = sum(dtype not in (None, "float32") for dtype in dtypes)
     if group.main_bytes < _UPDATE:
         # AdamW's kernel takes half precision if all is in one dtype.
@@ -169,13 +189,14 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     """XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
-    if optimizer.name != "adamw":
+    if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
-    scaled = sum(dtype in SCALED for dtype in optimizer.moments)
+    dtypes = optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]
+    scaled = sum(dtype in SCALED for dtype in dtypes)
     if scaled and row_moment(group, 0) is not None:
         return _CONVERTED * scaled * _update_bytes(group) * size // 2
-    return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in optimizer.moments else 0
+    return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in dtypes else 0
 
 
 def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int, int]:
@@ -186,11 +207,14 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
     level, main = group.strategy.optimizer, group.main_bytes
     allocated = real = 0
     for dtype in optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]:
-        rows = row_moment(group, device) if optimizer.name == "adamw" and dtype in SCALED else None
+        rows = row_moment(group, device) if optimizer.name != "lion" and dtype in SCALED else None
         if rows is not None and dtype is not None:
             own = rows.bytes(MOMENT_BYTES[dtype], _update_bytes(group))
         else:
-            size = _first(optimizer, main) if optimizer.name != "adamw" else _unscaled(dtype, group)
+            size = _unscaled(dtype, group)
+            if optimizer.name == "lion":
+                # optax has no scales.
+                size = main if dtype in (None, "float32") else MOMENT_BYTES[dtype]
             own = group.size(level) * size, group.real(level, device) * size
         allocated, real = allocated + own[0], real + own[1]
     return allocated, real
@@ -206,16 +230,10 @@ def _unscaled(dtype: str | None, group: GroupBuffers) -> int:
     return MOMENT_BYTES[dtype] if dtype == "bfloat16" else _update_bytes(group)
 
 
-def _first(optimizer: Optimizer, main: int) -> int:
-    """Bytes of an element of optax's first moment."""
-    dtype = optimizer.moments[0]
-    return main if dtype in (None, "float32") else MOMENT_BYTES[dtype]
-
-
 def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     """Of one parameter's part."""
     if optimizer.name in OF_MAIN_WEIGHTS:
-        dtypes = _dtypes_in_torch(optimizer, piece)
+        dtypes = _dtypes(optimizer, piece.shape, "torch")
         return sum(_moment_bytes(piece, dtype, group) for dtype in dtypes)
     shape = piece.shape
     if optimizer.name == "adafactor" and len(shape) > 1:
@@ -225,19 +243,34 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     return piece.numel * group.grad_bytes
 
 
-def _dtypes_in_torch(optimizer: Optimizer, piece: _Piece) -> Sequence[str | None]:
+def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequence[str | None]:
     """Of the moments of a parameter."""
-    matrix = optimizer.name == "muon" and len(piece.shape) in _MATRIX_DIMENSIONS
-    return optimizer.moments[:1] if matrix or optimizer.name == "sgd-momentum" else optimizer.moments
+    one = optimizer.name == "sgd-momentum" or _is_matrix(optimizer, shape, runtime)
+    return optimizer.moments[:1] if one else optimizer.moments
+
+
+def _is_matrix(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> bool:
+    """Whether Muon updates it as a matrix, or as a stack of them."""
+    return optimizer.name == "muon" and len(shape) in _MATRIX_DIMENSIONS[runtime]
 
 
 def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:
     """In JAX, of one parameter on a device, where the optimizer sees parameters."""
     main, numel = group.main_bytes, math.prod(shape)
     shards = group.mesh.shards(group.strategy.optimizer)
-    cut = numel // shards if any(size and size % shards == 0 for size in shape) else numel
+    able = [dimension for dimension, size in enumerate(shape) if size and size % shards == 0]
+    cut = numel // shards if able else numel
     if optimizer.name == "muon":
-        return cut * (_first(optimizer, main) + (0 if len(shape) == 2 else main))
+        # Scales are not cut where the rows are cut apart.
+        along = max(able, key=lambda dimension: shape[dimension], default=None)
+        scales = math.prod(shape[:-1]) // (1 if along in (None, len(shape) - 1) else shards)
+        found = 0
+        for dtype in _dtypes(optimizer, shape, "jax"):
+            if dtype is not None and dtype in SCALED and rows_of(shape)[0] > 1:
+                found += cut * MOMENT_BYTES[dtype] + _SCALE * scales
+            else:
+                found += cut * _unscaled(dtype, group)
+        return found
     *_, second, largest = (0, 0, *sorted(shape))
     if len(shape) > 1 and second >= _FACTORED_FROM:
         return (numel // largest + numel // second + 1) * main
@@ -255,5 +288,5 @@ def _pieces(group: GroupBuffers, device: int) -> Iterator[_Piece]:
 
 def _moment_bytes(piece: _Piece, dtype: str | None, group: GroupBuffers) -> int:
     if dtype in SCALED and rows_of(piece.shape)[0] > 1:
-        return piece.numel * MOMENT_BYTES[dtype] + 4 * piece.rows
+        return piece.numel * MOMENT_BYTES[dtype] + _SCALE * piece.rows
     return piece.numel * _unscaled(dtype, group)

@@ -7,6 +7,7 @@ last. A stack of scanned layers is one buffer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
@@ -43,7 +44,9 @@ def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share:
             if group.shape.trainable:
                 # A unit has several where weights are gathered as float8, or cut over model axes.
                 key = f"{name} {number}"
-                sizes[key] = sizes.get(key, 0) + group.padded
+                # An array has what all places of these model axes have.
+                places = math.prod(size for axis, size in mesh.model if axis in group.shape.over)
+                sizes[key] = sizes.get(key, 0) + places * group.padded
                 members.setdefault(key, []).extend(
                     f"{unit.path}.{one}".lstrip(".") for one in group.shape.names
                 )

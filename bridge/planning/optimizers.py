@@ -17,13 +17,14 @@ from bridge.planning.runtimes import framework
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Dtypes of moments, and bytes of an element."""
-CONSTANTS = (".count", ".ns_coeffs")
-"""Ends of paths in an optax state that lead to no moments: step counters and constants, which no plan counts."""
+CONSTANTS = (".count",)
+"""Ends of paths in an optax state that lead to no moments: step counters, which no plan counts."""
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of moments that have a scale for each row."""
 _TWO_MOMENTS = ("adamw", "muon")
 OF_MAIN_WEIGHTS = ("adamw", "sgd-momentum", "muon")
-"""Those whose state torch_impl keeps in any of the dtypes and in CPU memory: MainWeightAdamW, -SGD and -Muon."""
+"""Those of torch_impl and jax_impl, whose state is in any of the dtypes: MainWeightAdamW, -SGD and -Muon, and in JAX
+main_weight_adamw, main_weight_sgd, main_weight_muon."""
 
 
 @dataclass(frozen=True)
@@ -87,40 +88,33 @@ class Optimizer:
                     f"of {self.name}"
                 )
             return None
-        if self.name == "adamw":
+        if self.name in OF_MAIN_WEIGHTS:
             return None
-        if second is not None:
-            return (
-                f"jax: --moments: optax keeps second moments in the dtype of the weights, got {second}; --moments "
-                f"{first or 'float32'},float32 says the first alone"
-            )
         if first is not None and first.startswith("float8"):
             return f"jax: --moments: optax has no scales for {first}; bfloat16 needs none"
-        if first is not None and self.name in ("sgd", "adafactor"):
+        if first is not None and self.name != "lion":
             return f"jax: --moments: {self.name} has no first moment"
-        if self.by_parameter and stacks:
+        if self.name == "adafactor" and stacks:
             return f"jax: {self.name} looks at shapes, which of stacked layers are others; plan it without --stacked"
         return None
 
     def transformation(self) -> Any:
-        """The optax transformation, or ``main_weight_adamw``. Raises ``PlanError`` for what JAX cannot run."""
+        """Of jax_impl where that has one, else of optax. Raises ``PlanError`` for what JAX cannot run."""
         reason = self.why_not("jax")
         if reason is not None:
             raise PlanError(reason)
+        first, second = self.moments
+        if self.name in OF_MAIN_WEIGHTS:
+            ours = framework("jax_impl")
+            if self.name == "sgd-momentum":
+                return ours.main_weight_sgd(1e-3, momentum=0.9, momentum_dtype=first)
+            if self.name == "muon":
+                return ours.main_weight_muon(1e-3, momentum_dtype=first, mu_dtype=first, nu_dtype=second)
+            return ours.main_weight_adamw(1e-3, mu_dtype=first, nu_dtype=second)
         optax = framework("optax")
-        first = None if self.moments[0] in (None, "float32") else self.moments[0]
-        if self.name == "adamw":
-            mu, nu = self.moments
-            return framework("jax_impl").main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)
-        if self.name == "muon":
-            return framework("optax.contrib").muon(1e-3, mu_dtype=first)
-        made = {
-            "sgd": lambda: optax.sgd(1e-3),
-            "sgd-momentum": lambda: optax.sgd(1e-3, momentum=0.9, accumulator_dtype=first),
-            "lion": lambda: optax.lion(1e-4, mu_dtype=first),
-            "adafactor": lambda: optax.adafactor(1e-3),
-        }
-        return made[self.name]()
+        if self.name == "lion":
+            return optax.lion(1e-4, mu_dtype=None if first == "float32" else first)
+        return {"sgd": optax.sgd, "adafactor": optax.adafactor}[self.name](1e-3)
 
 
 ADAMW = Optimizer()

@@ -143,7 +143,13 @@ def notes(comparison: Comparison) -> Sequence[str]:
     if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
         lines.append(
             f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
-            "what XLA holds and sends for that is not counted, and the peak is a lower bound; compile it with --target"
+            "whole ones are counted, but not what XLA holds beside them and sends, and the peak is a lower bound; "
+            "compile it with --target"
+        )
+    in_jax = [plan for plan in comparison.plans if plan.runtime == "jax"]
+    if any(group.has_remainders for plan in in_jax for unit in plan.units for group in unit.groups):
+        lines.append(
+            "jax: store_param_remainders changes nothing, since compute weights live inside of a step only"
         )
     if any(isinstance(unit.kind.recompute, str) for plan in comparison.plans for unit in plan.units):
         lines.append(

@@ -30,12 +30,16 @@ ROOT = ""
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Parameters that share flat buffers: names below the unit, shapes, and the dtype and trainability in common."""
+    """Parameters that share flat buffers: names below the unit, shapes, and the dtype and trainability in common.
+
+    ``over``: the model axes that cut all of them, in JAX.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     trainable: bool
     dtypes: GroupDtypes
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ def _groups(
                 trainable=kind.trainable,
                 quantized=kind.quantized,
             ),
+            over=kind.over,
         )
         for kind in kinds
     )

@@ -162,7 +162,9 @@ class ShardingPolicy:
             lines.append(f"prefetch = {self.prefetch}")
         lines += ["", "[precision]"]
         lines += [
-            f"{key} = {json.dumps(value)}" for key, value in vars(self.precision).items() if value is not None
+            f"{key} = {json.dumps(value)}"
+            for key, value in vars(self.precision).items()
+            if value not in (None, False)
         ]
         for unit in self.units:
             lines += unit_lines(unit)

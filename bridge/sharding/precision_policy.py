@@ -25,6 +25,9 @@ class PrecisionPolicy:
     grad: of the reduced gradient that the optimizer reads (None: that of the main weights).
     gather: in which weights of two dimensions or more cross the network, "mxfp8" or "float8_e4m3fn"; forward and
         backward compute with the quantized values (None: that of compute). See ``bridge.sharding.float8``.
+    store_param_remainders: of units whose bfloat16 compute weights stay whole at rest, store float32 main weights as
+        own rows of these and int16 remainders, 2 bytes an element less. PyTorch's: in JAX compute weights live inside
+        of a step only, so that nothing is stored twice.
     """
 
     main: str = "float32"
@@ -32,10 +35,15 @@ class PrecisionPolicy:
     reduce: str | None = None
     grad: str | None = None
     gather: str | None = None
+    store_param_remainders: bool = False
 
     def __post_init__(self) -> None:
         choices = {"main": MAIN_DTYPES, "gather": FORMATS}
+        given = (self.main, self.compute, self.gather)
         for key, value in vars(self).items():
+            if key == "store_param_remainders":
+                require(isinstance(value, bool), key, "true or false", value)
+                continue
             known = choices.get(key, DTYPES)
             require(
                 value in known or (value is None and key != "main"), key, f"one of {', '.join(known)}", value
@@ -45,6 +53,13 @@ class PrecisionPolicy:
             "main",
             f'"float32" beside gather = "{self.gather}", which quantizes float32 main weights',
             self.main,
+        )
+
+        require(
+            not self.store_param_remainders or given == ("float32", "bfloat16", None),
+            "store_param_remainders",
+            'main = "float32", compute = "bfloat16" and no gather beside it',
+            dict(zip(("main", "compute", "gather"), given, strict=True)),
         )
 
     @property

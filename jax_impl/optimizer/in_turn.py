@@ -86,10 +86,11 @@ def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
     if located is None:
         return None
     key, _ = located
-    if key in plan.parameters and key not in plan.arrays:
-        return plan.parameters[key].key
-    # Scales, and parts of an array, have names of their own behind its key.
-    return key if key in plan.arrays else key.rpartition(" (")[0]
+    if key in plan.arrays:
+        return key
+    # Scales, and parts of an array, have names of their own behind its key, or a parameter's path.
+    name = key if key in plan.parameters else key.rpartition(" (")[0]
+    return name if name in plan.arrays else plan.parameters[name].key
 
 
 def _traced(

@@ -40,7 +40,6 @@ contracts fewer products, and its bits are others. No equality is promised where
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +51,7 @@ import numpy as np
 import optax
 
 from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
 from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.update import (
@@ -159,8 +159,8 @@ def main_weight_adamw(
     torch_vector_bytes: what PyTorch's CPU kernel computes at once; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
         array then has the bits of one tensor, also in its last elements; where arrays end hence shows in the bits.
 
-    Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype,
-    ``update`` for gradients of another shape and for a schedule that gives no scalar.
+    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for other types; ``init`` and ``update`` do
+    for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives no scalar.
     """
     constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
@@ -271,25 +271,22 @@ def _one(
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:
     for name in ("b1", "b2"):
         beta = getattr(constants, name)
+        check_number(name, beta, _NAME)
         if not 0 <= beta < 1:
             raise ValueError(f"main_weight_adamw: expected 0 <= {name} < 1, got {beta}")
         if vanishing_step(beta) > _LONGEST_TABLE:
             raise ValueError(
                 f"main_weight_adamw: expected {name} whose powers vanish within {_LONGEST_TABLE} steps, got {beta}"
             )
-    if not callable(learning_rate):
-        check_not_negative("learning_rate", learning_rate)
+    check_rate("learning_rate", learning_rate, _NAME)
     for name in ("eps", "weight_decay"):
-        check_not_negative(name, getattr(constants, name))
+        check_not_negative(name, getattr(constants, name), _NAME)
+    for name in ("adam_w_mode", "bias_correction"):
+        check_flag(name, getattr(constants, name), _NAME)
     if vector_bytes not in (None, 32, 64):
         raise ValueError(
             f"main_weight_adamw: expected torch_vector_bytes of 32, 64 or None, got {vector_bytes}"
         )
-
-
-def check_not_negative(name: str, value: float, of: str = _NAME) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{of}: expected {name} >= 0, got {value}")
 
 
 def check_weights(weights: Any, of: str = _NAME) -> None:

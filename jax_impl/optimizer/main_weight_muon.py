@@ -21,7 +21,7 @@ whole matrices, and ``o`` back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +33,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence, round_to
+from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
 from jax_impl.optimizer.main_weight_adamw import (
     AdamWState,
     MainWeightTransformation,
     check_gradient,
-    check_not_negative,
     check_weights,
     main_weight_adamw,
     scheduled,
@@ -106,7 +106,7 @@ def main_weight_muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     *,
-    use_muon: Rule = is_matrix,
+    use_muon: Rule | None = None,
     adamw_learning_rate: float | optax.Schedule | None = None,
     adamw_b1: float = 0.9,
     adamw_b2: float = 0.999,
@@ -123,7 +123,7 @@ def main_weight_muon(
     any floating dtype.
 
     use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
-        layers those of one layer. By default all of two dimensions. Of more dimensions, True makes matrices of the last
+        layers those of one layer. None: all of two dimensions. Of more dimensions, True makes matrices of the last
         two, such as those of experts; ``(1, 2)`` of the last three with one of inputs and two of outputs, as kernels of
         attention have them, ``(2, 1)`` as its output kernel has them. Embeddings and output heads are matrices too,
         which Muon's authors leave to AdamW: exclude them by path.
@@ -133,16 +133,17 @@ def main_weight_muon(
     outputs: which dimension of a matrix counts outputs, for the adjustment of the rate: -1 of kernels as JAX has them,
         ``[..., inputs, outputs]``; -2 of weights as PyTorch has them.
 
-    Raises ``ValueError`` for hyperparameters out of range; ``init`` and ``update`` do for weights of another dtype and
-    for a parameter of less than two dimensions that the rule gives to Muon, ``update`` for gradients of another shape
-    and for a schedule that gives no scalar.
+    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for other types; ``init`` and ``update`` do
+    for weights of another dtype and for a parameter of less than two dimensions that the rule gives to Muon, ``update``
+    for gradients of another shape and for a schedule that gives no scalar.
     """
-    if not callable(learning_rate):
-        check_not_negative("learning_rate", learning_rate, _NAME)
+    check_rate("learning_rate", learning_rate, _NAME)
     for name, number in (("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)):
         check_not_negative(name, number, _NAME)
+    check_flag("nesterov", nesterov, _NAME)
     if adjust_lr_fn not in _ADJUSTMENTS:
         raise ValueError(f"{_NAME}: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {adjust_lr_fn!r}")
+    use_muon = is_matrix if use_muon is None else use_muon
     if not callable(use_muon):
         raise ValueError(
             f"{_NAME}: use_muon: expected a function of a parameter's path and shape, such as "
@@ -150,11 +151,22 @@ def main_weight_muon(
         )
     if outputs not in (-1, -2):
         raise ValueError(f"{_NAME}: outputs: expected -1 or -2, got {outputs}")
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int):
+        raise TypeError(f"{_NAME}: ns_steps: expected an integer, got {ns_steps!r}")
+    if not isinstance(ns_coefficients, Sequence) or isinstance(ns_coefficients, str):
+        raise TypeError(f"{_NAME}: ns_coefficients: expected three numbers, got {ns_coefficients!r}")
+    for number in ns_coefficients:
+        check_number("ns_coefficients", number, _NAME)
     if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
         raise ValueError(
             f"{_NAME}: expected 0 <= ns_steps < 100 and three ns_coefficients, got {ns_steps} and {ns_coefficients}"
         )
     rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
+    check_rate("adamw_learning_rate", rate, _NAME)
+    for name, number in (("eps", adamw_eps), ("weight_decay", adamw_weight_decay)):
+        check_not_negative(f"adamw_{name}", number, _NAME)
+    for name, number in (("adamw_b1", adamw_b1), ("adamw_b2", adamw_b2)):
+        check_number(name, number, _NAME)
     adamw = main_weight_adamw(
         rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay, mu_dtype=mu_dtype, nu_dtype=nu_dtype
     )

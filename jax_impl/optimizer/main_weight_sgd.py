@@ -29,10 +29,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
 from jax_impl.optimizer.main_weight_adamw import (
     MainWeightTransformation,
     check_gradient,
-    check_not_negative,
     check_weights,
     scheduled,
 )
@@ -86,14 +86,15 @@ def main_weight_sgd(
 
     momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
-    Raises ``ValueError`` for numbers below 0, and for ``nesterov`` without momentum or with dampening; ``init`` and
-    ``update`` do for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives
-    no scalar.
+    Raises ``ValueError`` for numbers below 0, and for ``nesterov`` without momentum or with dampening, and
+    ``TypeError`` for other types; ``init`` and ``update`` do for weights of another dtype, ``update`` for gradients of
+    another shape and for a schedule that gives no scalar.
     """
-    if not callable(learning_rate):
-        check_not_negative("learning_rate", learning_rate, _NAME)
+    check_rate("learning_rate", learning_rate, _NAME)
     check_not_negative("momentum", momentum, _NAME)
     check_not_negative("weight_decay", weight_decay, _NAME)
+    check_number("dampening", dampening, _NAME)
+    check_flag("nesterov", nesterov, _NAME)
     if nesterov and (not momentum or dampening):
         raise ValueError(
             f"{_NAME}: nesterov: expected momentum > 0 and dampening = 0, got momentum={momentum}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flax import nnx
 
-from jax_impl import PolicyError, ShardingPolicy, UnitPolicy, data_parallel_mesh
+from jax_impl import PolicyError, ShardingPolicy, UnitPolicy, data_parallel_mesh, plan_sharding
 from jax_impl.models import Decoder, DecoderConfig
 
 LAYERS = ["layers.0", "layers.1"]
@@ -45,3 +45,14 @@ def test_a_policy_shards_a_model_as_fully_shard_does_by_it() -> None:
         PolicyError, match=r"policy: \[\[unit\]\] 1: match: expected modules that 'blocks' matches"
     ):
         ShardingPolicy((UnitPolicy("blocks"), UnitPolicy(""))).apply(model, mesh=data_parallel_mesh(2))
+
+
+def test_remainders_change_nothing_where_nothing_is_stored_twice() -> None:
+    text = "[precision]\ncompute = 'bfloat16'\n[[unit]]\nmatch = ''\nstrategy = 'optim'\n"
+    asked = text.replace("[[unit]]", "store_param_remainders = true\n[[unit]]")
+    plans = [
+        plan_sharding(abstract_decoder(), data_parallel_mesh(2), ShardingPolicy.parse(one, "mine"))
+        for one in (text, asked)
+    ]
+    assert plans[0] == plans[1]
+    assert str(plans[0]) == str(plans[1])

@@ -197,3 +197,26 @@ def test_a_model_that_the_mapping_does_not_know_is_refused() -> None:
         SavedAs(run_state(other), "decoder")
     with pytest.raises(MappingError, match=r"does not fit memory; is this another model"):
         LoadedAs(other, run_state(known), "decoder")
+
+
+@pytest.mark.parametrize("mapping", ["decoder", "decoder_stacked"])
+def test_sizes_of_axes_follow_from_the_shapes_of_the_run(mapping: str) -> None:
+    arrays = {name: a for name, a in dcp_arrays().items() if not name.startswith("train.model.")}
+    reader = MemoryReader("dcp", arrays)
+    run = MemoryReader("orbax", expected_orbax(arrays, stacked=mapping == "decoder_stacked"))
+    with pytest.raises(MappingError, match="the size of axis d does not follow from the shapes"):
+        make_plan(reader, "orbax", load_mapping(mapping))
+    loaded = LoadedAs(reader, run_state(run), mapping)
+    assert loaded.tensors.keys() == run.arrays.keys()
+    for name, array in run.arrays.items():
+        assert loaded.read(name).tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+def test_a_run_of_another_size_is_named_where_its_shapes_are_needed() -> None:
+    arrays = {name: a for name, a in dcp_arrays().items() if not name.startswith("train.model.")}
+    other = expected_orbax(arrays)
+    other = {name: a[:, :, :-1] if name.endswith("query/kernel") else a for name, a in other.items()}
+    with pytest.raises(
+        MappingError, match=r"layers.0.attention.wq.weight: expected size 16 on axis 0 .* got 20"
+    ):
+        LoadedAs(MemoryReader("dcp", arrays), run_state(MemoryReader("orbax", other)), "decoder")

@@ -14,20 +14,29 @@ from flax import nnx
 
 import jax_impl
 import jax_impl.models
-from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning import (
+    PlanError,
+    Workload,
+    device_bytes,
+    load_policy,
+    make_plan,
+    parse_policy,
+    resolve_models,
+)
 from bridge.planning.adapt import with_frozen
 from bridge.planning.comparison import compare
 from bridge.planning.compiled import check_compiled
 from bridge.planning.document import document
 from bridge.planning.model import Model, Parameter
 from bridge.planning.moments import staged
-from bridge.planning.optimizers import CONSTANTS, NAMES, Optimizer, parse_optimizer
+from bridge.planning.optimizers import CONSTANTS, NAMES, OF_MAIN_WEIGHTS, Optimizer, parse_optimizer
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
+from bridge.planning.target_step import StepRequest
 from tests.planning.test_plan_jax import Whole, frozen_paths
 from tests.planning.test_plan_peak import WITHIN, policy
 from tests.planning.test_plan_torch import model_of, policy_text
-from tests.support.parity.optimizer_runs import peak_bytes, state_bytes
+from tests.support.parity.optimizer_runs import peak_bytes, state_bytes, update_bytes
 from tests.support.parity.plan_runs import Spec
 from tests.support.ranks import RankGroup
 
@@ -146,11 +155,14 @@ def held(tree: Any, device: jax.Device) -> tuple[int, int]:
         ("sgd", (None, None), 0),
         ("sgd-momentum", (None, None), 0),
         ("sgd-momentum", ("bfloat16", None), 0),
+        ("sgd-momentum", ("float8_e4m3fn", None), 0.3),
         ("lion", ("bfloat16", None), 0),
         ("lion", (None, None), 1),
         ("adafactor", (None, None), 0),
         ("muon", (None, None), 0),
         ("muon", ("bfloat16", None), 1),
+        ("muon", ("float8_e4m3fn", "float16"), 0.3),
+        ("muon", ("float32", "float8_e5m2"), 0),
     ],
 )
 def test_state_at_rest_in_jax(
@@ -180,7 +192,7 @@ def test_state_at_rest_in_jax(
         ).at_rest
         assert (planned.moments.allocated, planned.host) == held(state.opt_state, device)
         assert (planned.host > 0) == (offload > 0)
-        if name == "adamw":
+        if name in OF_MAIN_WEIGHTS:
             assert planned.host == report[number].host
             assert planned.moments.real == report[number].moments
             padding = planned.main_weights.padding + planned.moments.padding
@@ -198,6 +210,9 @@ def test_state_at_rest_in_jax(
                 ("adamw", "bfloat16", 256),
                 ("sgd", "float32", 16),
                 ("sgd-momentum", "float32", 256),
+                ("sgd-momentum", "float8_e4m3fn", 16),
+                ("muon", "float32", 16),
+                ("muon", "float8_e4m3fn", 16),
                 ("adafactor", "float32", 256),
             )
         ),
@@ -205,11 +220,34 @@ def test_state_at_rest_in_jax(
 )
 def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, length: int) -> None:
     text = policy("optim_grads_params", "float32", False)
-    chosen = Optimizer(name, (dtype, dtype) if name == "adamw" else (None, None))
+    chosen = Optimizer(name, (dtype, dtype) if name in OF_MAIN_WEIGHTS else (None, None))
     model = resolve_models("decoder:default", ["torch"])["torch"]
     plan = make_plan(model, parse_policy(text, "test"), 2, "torch", Workload(1, length), optimizer=chosen)
     peaks = ranks.run(2, peak_bytes, text, name, dtype, [], 1, length)
     assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtypes", "offload"),
+    [
+        ("optim_grads_params", ("float32", "float32"), 0.0),
+        pytest.param("optim_grads_params", ("float32", "float32"), 1.0, marks=pytest.mark.slow),
+        pytest.param("optim_grads_params", ("float8_e4m3fn", "float32"), 0.0, marks=pytest.mark.slow),
+        pytest.param("no_shard", ("float32", "float32"), 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_matrices_that_an_update_of_muon_brings_together_in_torch(
+    ranks: RankGroup, strategy: str, dtypes: tuple[str, str], offload: float
+) -> None:
+    text = policy_text((2,), strategy, strategy, {})
+    # More than one round of large and small ones, on two ranks.
+    parts = [[Spec((1536, 1024))] * 3, [Spec((1536, 1024))] * 3, [Spec((3, 512, 700)), Spec((1024,))]]
+    chosen = Optimizer("muon", dtypes, Fraction(offload))
+    plan = make_plan(
+        model_of(parts, []), parse_policy(text, "test"), 2, "torch", Workload(), optimizer=chosen
+    )
+    measured = max(ranks.run(2, update_bytes, text, parts, "muon", dtypes, offload))
+    assert staged(chosen, plan.placed(), "torch", 0) == pytest.approx(measured, rel=WITHIN)
 
 
 @pytest.mark.slow
@@ -233,8 +271,37 @@ def test_the_plan_agrees_with_what_xla_compiles(name: str) -> None:
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
     agreed = {line.what for line in check.lines if line.agrees}
     assert "moments, step counter" in agreed
-    # What an update that looks at shapes brings together is XLA's choice.
+    # What an update holds that looks at shapes is XLA's choice, beside what it brings together.
     assert ("peak" in agreed) == (name not in ("adafactor", "muon"))
+    peak = next(line for line in check.lines if line.what == "peak")
+    assert peak.planned <= (1 + WITHIN) * peak.compiled
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "muon"])
+def test_state_of_scanned_layers_at_rest_in_jax(name: str) -> None:
+    moments = ("float8_e4m3fn", "float16")
+    chosen = Optimizer(name, moments)
+    text = policy("optim_grads_params", "float32", False)
+    model = StepRequest("decoder:quick", Workload(1, 16), ("layers",)).abstract_model()
+    mesh = jax_impl.data_parallel_mesh({"dp": 4})
+    sharding = jax_impl.ShardingPolicy.parse(text, "test")
+    plan = jax_impl.plan_sharding(model, mesh, sharding, stacked=("layers",))
+    state = jax_impl.abstract_state(plan, chosen.transformation())
+    counters = [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if jax.tree_util.keystr(path).endswith(CONSTANTS)
+    ]
+    planned = make_plan(
+        resolve_models("decoder:quick", ["jax"], ("layers",))["jax"],
+        parse_policy(text, "test"),
+        4,
+        "jax",
+        Workload(),
+        optimizer=chosen,
+    )
+    found = device_bytes.held(jax.tree.leaves(state.opt_state)) - device_bytes.held(counters)
+    assert planned.at_rest.moments.allocated == found
 
 
 def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
@@ -335,7 +402,7 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
             "torch: --moments: adafactor keeps its state",
         ),
         (Optimizer("sgd", offload=Fraction(1)), "torch", "torch: --offload: only the state of adamw"),
-        (Optimizer("muon", ("bfloat16", "bfloat16")), "jax", "jax: --moments: optax keeps second moments"),
+        (Optimizer("adafactor", ("bfloat16", None)), "jax", "jax: --moments: adafactor has no first moment"),
         (
             Optimizer("lion", ("float8_e5m2", None)),
             "jax",
@@ -375,7 +442,7 @@ def test_an_optimizer_that_looks_at_shapes_gives_a_lower_bound_in_jax() -> None:
             8,
             "jax",
             Workload(),
-            optimizer=Optimizer("muon"),
+            optimizer=Optimizer("adafactor"),
         )
 
 
@@ -455,3 +522,20 @@ def test_float8_groups_of_a_unit_are_offloaded_each_by_itself() -> None:
     for number, device in enumerate(plan.mesh.devices.flat):
         rest = make_plan(model, policy, 4, "jax", Workload(), device=number, optimizer=chosen).at_rest
         assert (rest.moments.allocated, rest.host) == held(state.opt_state, device)
+
+
+def test_remainders_are_adamw_s_in_pytorch_and_nothing_in_jax() -> None:
+    text = "[precision]\ncompute = 'bfloat16'\nstore_param_remainders = true\n"
+    text += "[[unit]]\nmatch = ''\nstrategy = 'optim'\n"
+    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    policy, plain = (parse_policy(one, "mine") for one in (text, text.replace("= true", "= false")))
+    found, expected = (compare(models, [one], [8], Workload(1, 16)) for one in (policy, plain))
+    (here, jax_plan), (there, jax_plain) = found.plans, expected.plans
+    saved = there.at_rest.main_weights.allocated - here.at_rest.main_weights.allocated
+    assert saved * 2 == there.at_rest.main_weights.allocated
+    assert there.at_rest.total - here.at_rest.total == saved
+    assert (jax_plan.at_rest, jax_plan.peak) == (jax_plain.at_rest, jax_plain.peak)
+    assert any(line.startswith("jax: store_param_remainders changes nothing") for line in notes(found))
+    with pytest.raises(PlanError, match="store_param_remainders: expected --optimizer adamw"):
+        compare(models, [policy], [8], Workload(), optimizer=Optimizer("muon"))
+    compare({"jax": models["jax"]}, [policy], [8], Workload(), optimizer=Optimizer("muon"))

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bridge.planning.comparison import compare
 from bridge.planning.document import document
 from bridge.planning.mesh import MeshShape
 from bridge.planning.model import Model, Parameter
+from bridge.planning.optimizers import Optimizer
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
 from bridge.sharding import ParallelPolicy, PrecisionPolicy, ShardingPolicy
@@ -267,6 +269,25 @@ def test_the_decoder_in_jax(tmp_path: Path, mesh: dict[str, int], strategy: str)
     assert Counter(dict(counted(jax.make_jaxpr(gradients)(weights, rows).jaxpr))) == expected(planned)
     # Parts, not whole parameters, and of two groups: those of the axis and the rest.
     assert {len(unit.groups) for unit in planned.units if unit.paths != ("",)} == {2}
+
+
+def test_shares_of_the_state_in_cpu_memory_in_jax(tmp_path: Path) -> None:
+    policy, model = fsdp_tp(**TWO), decoder("jax", tmp_path)
+    plan, weights = jax_impl.fully_shard(
+        jax_decoder.Decoder(jax_decoder.DecoderConfig(**SIZES), rngs=nnx.Rngs(0)),
+        jax_impl.data_parallel_mesh(TWO),
+        jax_impl.ShardingPolicy.parse(policy.to_toml()),
+    )
+    hosts = set()
+    for percent in range(0, 101, 10):
+        offload = jax_impl.Offload(percent / 100)
+        state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3), offload=offload)
+        chosen = Optimizer(offload=Fraction(percent, 100))
+        for device, found in enumerate(jax_impl.memory_report(plan, state).devices):
+            rest = make_plan(model, policy, 4, "jax", Workload(), device=device, optimizer=chosen).at_rest
+            assert (found.host, found.moments) == (rest.host, rest.moments.real), percent
+            hosts.add(rest.host)
+    assert len(hosts) > 4
 
 
 def test_convolutions_of_jax_are_cut_over_their_last_dimensions() -> None:

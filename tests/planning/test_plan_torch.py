@@ -86,6 +86,24 @@ def assert_measured(
         assert sorted(found["fingerprints"]) == sorted(layouts)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "part", "root"),
+    [
+        ((2,), "optim", "no_shard"),
+        ((2,), "optim_grads", "optim_grads_params"),
+        pytest.param((2, 2), "0 0 2", "0 1 2", marks=pytest.mark.slow),
+    ],
+)
+def test_remainders_in_place_of_float32_main_weights(
+    ranks: RankGroup, mesh: tuple[int, ...], part: str, root: str
+) -> None:
+    precision = {"compute": "bfloat16", "reduce": "float32"}
+    text = policy_text(mesh, part, root, precision)
+    text = text.replace("[precision]", "[precision]\nstore_param_remainders = true")
+    specs = [Spec((9, 4)), Spec((7,)), Spec((3, 5), narrow=True)]
+    assert_measured(ranks, mesh, text, [specs, specs], [Spec((6, 5))], 2)
+
+
 def assert_collectives(plan: Plan, found: dict[str, Any]) -> None:
     for unit in plan.units:
         for path in unit.paths:

@@ -414,3 +414,31 @@ def test_recomputation_survives_a_file(recompute: bool | str) -> None:
 def test_a_name_is_for_units_without_units_inside(name: str) -> None:
     assert why_not_around(True, "layers.0", "layers.0.mlp") is None
     assert f"got {name!r} around 'layers.0.mlp'" in (why_not_around(name, "layers.0", "layers.0.mlp") or "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "compute = 'bfloat16'\nstore_param_remainders = 1",
+            "store_param_remainders: expected true or false, got 1",
+        ),
+        ("store_param_remainders = true", 'expected main = "float32", compute = "bfloat16" and no gather'),
+        (
+            "compute = 'bfloat16'\ngather = 'mxfp8'\nstore_param_remainders = true",
+            "no gather beside it, got {'main': 'float32', 'compute': 'bfloat16', 'gather': 'mxfp8'}",
+        ),
+    ],
+)
+def test_remainders_need_float32_main_and_bfloat16_compute_weights(lines: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(message)) as raised:
+        ShardingPolicy.parse(f"[precision]\n{lines}\n[[unit]]\nmatch = ''\n", "mine.toml")
+    assert str(raised.value).startswith("mine.toml: [precision]: store_param_remainders: ")
+
+
+def test_remainders_are_written_where_they_are_asked_for() -> None:
+    text = "[precision]\ncompute = 'bfloat16'\nstore_param_remainders = true\n[[unit]]\nmatch = ''\n"
+    policy = ShardingPolicy.parse(text, "mine.toml")
+    assert "store_param_remainders = true" in policy.to_toml()
+    assert ShardingPolicy.parse(policy.to_toml(), "again") == policy
+    assert "remainders" not in ShardingPolicy.parse("[[unit]]\nmatch = ''\n", "x").to_toml()

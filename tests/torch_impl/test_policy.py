@@ -496,3 +496,27 @@ def shared_and_low() -> None:
 
 def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in(ranks: RankGroup) -> None:
     ranks.run(2, shared_and_low)
+
+
+def test_remainders_of_parameters_that_a_model_axis_cuts_are_refused_before_anything_is_changed() -> None:
+    text = """
+[mesh]
+dp = "all"
+tp = 2
+[precision]
+compute = "bfloat16"
+store_param_remainders = true
+[[unit]]
+match = ""
+strategy = "optim"
+[[parallel]]
+match = ["0"]
+axis = "tp"
+style = "colwise"
+"""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(
+        PolicyError, match=r"mine: \[precision\] store_param_remainders: expected no \[\[parallel\]\]"
+    ):
+        ShardingPolicy.parse(text, "mine").apply(model)
+    assert type(model) is nn.Sequential

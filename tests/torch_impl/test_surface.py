@@ -233,14 +233,6 @@ def refused_arguments() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     dims = torch_impl.DataParallelMeshDims
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (
-            NotImplementedError,
-            r"CPUOffloadPolicy\(\) with gather_dtype='mxfp8' is not available: use gather_dtype=None",
-            {
-                "offload_policy": fsdp.CPUOffloadPolicy(),
-                "mp_policy": torch_impl.MixedPrecisionPolicy(gather_dtype="mxfp8"),
-            },
-        ),
         (TypeError, r"offload_policy: expected CPUOffloadPolicy\(\), Off", {"offload_policy": "cpu"}),
         (
             NotImplementedError,

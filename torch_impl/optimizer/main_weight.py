@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.remainders import written_with_remainders
+from torch_impl.optimizer.arguments import check_group, check_params
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Share, Transfers, transfers_for
 from torch_impl.optimizer.remainders import check_no_remainders
@@ -42,6 +43,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         offload_fraction: float,
     ) -> None:
         """``formats``: of all moments that a parameter may have. Raises the errors of ``add_param_group``."""
+        check_params(params, type(self).__name__)
         self._formats = tuple(formats)
         self._share = Share(offload_fraction)
         self._offloaded: set[nn.Parameter] = set()
@@ -51,7 +53,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError for hyperparameters out of range."""
+        """Raises ValueError for hyperparameters out of range, TypeError for other types."""
 
     @abstractmethod
     def _update(
@@ -85,6 +87,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises the errors of the constructor; the group is then not added."""
+        check_group(param_group, type(self).__name__)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

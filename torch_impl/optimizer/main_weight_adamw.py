@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_impl.dtensor.local import local_of
+from torch_impl.optimizer.arguments import check_flag, check_numbers, numbers_of
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Transfers
@@ -66,20 +67,22 @@ class MainWeightAdamW(MainWeightOptimizer):
 
         Raises ValueError for a negative ``lr``, ``eps`` or ``weight_decay``, betas outside [0, 1), another dtype, a
         fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales,
-        whose update waits for the device; TypeError for a mode that is no bool; RuntimeError for parameters that were
-        collected before ``fully_shard`` took them.
+        whose update waits for the device; TypeError for other types; RuntimeError for parameters that were collected
+        before ``fully_shard`` took them.
         """
         formats = (
             MomentFormat("exp_avg", exp_avg_dtype),
             MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
         )
+        check_flag("capturable", capturable, "MainWeightAdamW")
         self._capturable = capturable
         if capturable:
             _check_capturable(formats, offload_fraction)
-        numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        betas = numbers_of("betas", betas, 2, "MainWeightAdamW")
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         modes = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
         defaults = {**numbers, **modes, "maximize": maximize}
-        check_adamw({**numbers, **modes, "amsgrad": amsgrad})
+        check_adamw({**numbers, **modes, "maximize": maximize, "amsgrad": amsgrad})
         super().__init__(params, defaults, formats, offload_fraction)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,17 +114,13 @@ class MainWeightAdamW(MainWeightOptimizer):
 
 def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:
     """Raises ValueError or TypeError for hyperparameters out of range; ``of`` begins the text."""
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}")
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{of}: expected {name} >= 0, got {group[name]}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    check_numbers(group, of, ("lr", "eps", "weight_decay"))
+    betas = numbers_of("betas", group["betas"], 2, of)
+    if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{of}: expected two betas in [0, 1), got {betas}")
     for name in ("adam_w_mode", "bias_correction"):
-        if not isinstance(group[name], bool):
-            raise TypeError(f"{of}: expected {name} to be a bool, got {group[name]!r}")
+        check_flag(name, group[name], of)
+    check_flag("maximize", group.get("maximize", False), of)
     if group.get("amsgrad"):
         raise ValueError(f"{of}: expected amsgrad=False, got True; use torch.optim.AdamW(amsgrad=True)")
 

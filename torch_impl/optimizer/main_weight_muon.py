@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_impl.optimizer.arguments import check_flag, check_group, check_number, check_numbers, numbers_of
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.main_weight_adamw import check_adamw
-from torch_impl.optimizer.main_weight_sgd import check_numbers
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.muon_update import update_matrices
 from torch_impl.optimizer.offload import Transfers
@@ -83,14 +83,19 @@ class MainWeightMuon(MainWeightOptimizer):
         offload_fraction: as in ``MainWeightAdamW``.
 
         Raises ValueError for hyperparameters out of range, 100 or more ``ns_steps``, another ``adjust_lr_fn``, another
-        dtype, a fraction outside [0, 1], and for a parameter of less than two dimensions in a group of Muon;
-        RuntimeError for parameters that were collected before ``fully_shard`` took them.
+        dtype, a fraction outside [0, 1], and for a parameter of less than two dimensions in a group of Muon; TypeError
+        for other types; RuntimeError for parameters that were collected before ``fully_shard`` took them.
         """
         formats = (
             MomentFormat("momentum_buffer", momentum_dtype, option="momentum_dtype"),
             MomentFormat("exp_avg", exp_avg_dtype),
             MomentFormat("exp_avg_sq", exp_avg_sq_dtype, positive=True),
         )
+        if not callable(use_muon):
+            raise TypeError(
+                "MainWeightMuon: use_muon: expected a function of a parameter's name and the parameter, such as "
+                f"lambda name, param: param.ndim == 2, got {use_muon!r}"
+            )
         self._use_muon = use_muon
         self._chosen: set[nn.Parameter] | None = None
         defaults = {
@@ -98,14 +103,18 @@ class MainWeightMuon(MainWeightOptimizer):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
+            "ns_coefficients": numbers_of("ns_coefficients", ns_coefficients, 3, "MainWeightMuon"),
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        of_adamw = {"adamw_lr": adamw_lr, "adamw_eps": adamw_eps, "adamw_weight_decay": adamw_weight_decay}
+        for name, number in of_adamw.items():
+            if name != "adamw_lr" or number is not None:
+                check_number(name, number, "MainWeightMuon")
         self._adamw = {
             "lr": lr if adamw_lr is None else adamw_lr,
-            "betas": tuple(adamw_betas),
+            "betas": numbers_of("adamw_betas", adamw_betas, 2, "MainWeightMuon"),
             "eps": adamw_eps,
             "weight_decay": adamw_weight_decay,
             "adam_w_mode": True,
@@ -118,6 +127,7 @@ class MainWeightMuon(MainWeightOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group that does not say ``use_muon`` becomes up to two. Raises the constructor's errors."""
+        check_group(param_group, "MainWeightMuon")
         if "use_muon" in param_group:
             self._add(param_group)
             return
@@ -168,6 +178,10 @@ class MainWeightMuon(MainWeightOptimizer):
             check_adamw(group, "MainWeightMuon, group with use_muon=False")
             return
         check_numbers(group, "MainWeightMuon", ("lr", "weight_decay", "momentum"))
+        check_number("eps", group["eps"], "MainWeightMuon")
+        check_flag("nesterov", group["nesterov"], "MainWeightMuon")
+        if isinstance(group["ns_steps"], bool) or not isinstance(group["ns_steps"], int):
+            raise TypeError(f"MainWeightMuon: ns_steps: expected an integer, got {group['ns_steps']!r}")
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(
                 f"MainWeightMuon: adjust_lr_fn: expected one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}"

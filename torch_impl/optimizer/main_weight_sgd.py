@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torch_impl.optimizer.arguments import check_flag, check_number, check_numbers
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Transfers
@@ -57,8 +58,8 @@ class MainWeightSGD(MainWeightOptimizer):
         offload_fraction: as in ``MainWeightAdamW``.
 
         Raises ValueError for a negative ``lr``, ``momentum`` or ``weight_decay``, for ``nesterov`` without momentum or
-        with dampening, for another dtype and a fraction outside [0, 1]; RuntimeError for parameters that were collected
-        before ``fully_shard`` took them.
+        with dampening, for another dtype and a fraction outside [0, 1]; TypeError for other types; RuntimeError for
+        parameters that were collected before ``fully_shard`` took them.
         """
         formats = (MomentFormat("momentum_buffer", momentum_dtype, option="momentum_dtype"),)
         defaults = {
@@ -74,6 +75,9 @@ class MainWeightSGD(MainWeightOptimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_numbers(group, "MainWeightSGD", ("lr", "momentum", "weight_decay"))
+        check_number("dampening", group["dampening"], "MainWeightSGD")
+        for name in ("nesterov", "maximize"):
+            check_flag(name, group[name], "MainWeightSGD")
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ValueError(
                 "MainWeightSGD: nesterov: expected momentum > 0 and dampening = 0, got "
@@ -95,16 +99,6 @@ class MainWeightSGD(MainWeightOptimizer):
         transfers: Transfers,
     ) -> None:
         update(updates, grads, group, transfers, _sgd, rounds_once=False)
-
-
-def check_numbers(group: Mapping[str, Any], of: str, names: Iterable[str]) -> None:
-    """Raises ValueError for negative numbers of a group, or ``lr`` of several elements; ``of`` begins the text."""
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}")
-    for name in names:
-        if not group[name] >= 0:
-            raise ValueError(f"{of}: expected {name} >= 0, got {group[name]}")
 
 
 def _sgd(

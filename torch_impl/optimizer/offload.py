@@ -131,7 +131,9 @@ class Share:
     """Picks tensors one by one so that the picked ones are ``fraction`` of all elements, to within one tensor."""
 
     def __init__(self, fraction: float) -> None:
-        """Raises ValueError for a fraction outside [0, 1]."""
+        """Raises ValueError for a fraction outside [0, 1], TypeError for what is no number."""
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            raise TypeError(f"offload_fraction: expected a number from 0 to 1, got {fraction!r}")
         if not 0 <= fraction <= 1:
             raise ValueError(f"offload_fraction: expected 0 to 1, got {fraction}")
         self.fraction = fraction

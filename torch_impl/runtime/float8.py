@@ -12,7 +12,7 @@ change of the main weights. Every strategy computes with the dequantized weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from torch_impl.comm.collectives import Work
 from torch_impl.comm.streams import Step
 from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.gather import keeps_shard, lane_of
+from torch_impl.runtime.host_memory import fetch
 from torch_impl.runtime.tensor_parallel import TensorParallel
 
 _PAYLOAD = torch.float8_e4m3fn
@@ -58,7 +59,8 @@ class QuantizedGather:
     """Weights of ``levels``, all of two dimensions or more, in the format ``gather``.
 
     ``tensor_parallel``: how each parameter lies on further mesh axes. A scale of a whole tensor is of all its parts
-    there; rows, and their blocks, are those of this rank's part.
+    there; rows, and their blocks, are those of this rank's part. ``fetches``: main weights lie on the host, and come to
+    ``device`` to be quantized.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class QuantizedGather:
         gather: str,
         device: torch.device,
         tensor_parallel: Sequence[TensorParallel | None],
+        fetches: bool = False,
     ) -> None:
         self._levels, self._strategy, self._blocks = levels, strategy, gather == "mxfp8"
+        self._device, self._fetches = device, fetches
         self._layout = levels.layouts[strategy.optimizer]
         self._piece = float8.piece_bytes(self._layout, gather)
         # All tensors as one of 32 columns, padding too.
@@ -89,11 +93,13 @@ class QuantizedGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """See ``WeightGather``."""
-        level, steps = self._strategy.optimizer, []
+        level, steps = self._strategy.optimizer, list[Step]()
         if self.resident is not None and current:
             level, source = self._strategy.parameters, self.resident
         else:
-            source = torch.zeros(self._piece, dtype=torch.uint8, device=main.device)
+            source = torch.zeros(self._piece, dtype=torch.uint8, device=self._device)
+            if self._fetches:
+                steps, main = fetch(main, main.dtype, self._device)
             steps += self._quantize_steps(main, source, current)
         while level > 0:
             level -= 1
@@ -115,24 +121,38 @@ class QuantizedGather:
     def _quantize_steps(self, main: torch.Tensor, piece: torch.Tensor, current: bool) -> list[Step]:
         """What is to be done before ``piece`` holds the bytes of ``main``; it holds them already if that is nothing."""
         if self._blocks:
-            for chunk in self._chunks(main, piece):
-                _quantize_rows(chunk)
-            return []
+            return self._when_fetched(partial(self._quantize_blocks, main, piece))
         if current:
-            self._quantize_tensors(main, piece, False)
-            return []
+            return self._when_fetched(partial(self._quantize_tensors, main, piece))
         amax = main.new_zeros(len(self._layout.slots), dtype=torch.float32)
-        for chunk in self._chunks(main, piece):
-            amax[chunk.number].clamp_min_(magnitudes_of(chunk.rows).max())
+        first = self._when_fetched(partial(self._find_largest, main, piece, amax))
         mesh, axes = self._levels.mesh, range(self._strategy.optimizer)
         groups = [(lane_of(axis), mesh.groups[axis]) for axis in axes if mesh.sizes[axis] > 1]
         groups += [("gather", group) for group in self._other_groups]
         steps: list[Step] = [(lane, partial(_maximum, amax, group)) for lane, group in groups]
         return [
+            *first,
             *steps,
             ("gather", partial(self._set_tensor_scales, amax)),
             ("gather", partial(self._quantize_tensors, main, piece)),
         ]
+
+    def _when_fetched(self, work: Callable[[bool], None]) -> list[Step]:
+        """``work`` as a step behind the one that fetches main weights; done at once where these are on the device."""
+        if self._fetches:
+            return [("gather", work)]
+        work(False)
+        return []
+
+    def _quantize_blocks(self, main: torch.Tensor, piece: torch.Tensor, async_op: bool) -> None:
+        for chunk in self._chunks(main, piece):
+            _quantize_rows(chunk)
+
+    def _find_largest(
+        self, main: torch.Tensor, piece: torch.Tensor, amax: torch.Tensor, async_op: bool
+    ) -> None:
+        for chunk in self._chunks(main, piece):
+            amax[chunk.number].clamp_min_(magnitudes_of(chunk.rows).max())
 
     def _set_tensor_scales(self, amax: torch.Tensor, async_op: bool) -> None:
         self._tensor_scales.copy_(scales_of(amax))

@@ -154,12 +154,12 @@ class ParameterGroup:
                 vars(copy).update(marks)
 
     def _gather_on(self, device: torch.device) -> WeightGather:
-        levels, strategy, dtypes = self.levels, self.strategy, self.dtypes
+        levels, strategy, dtypes, fetches = self.levels, self.strategy, self.dtypes, self.host is not None
         if dtypes.remainders:
             return SplitGather(levels, strategy)
         if dtypes.gather is not None:
-            return QuantizedGather(levels, strategy, dtypes.gather, device, self.tensor_parallel)
-        return CastGather(levels, strategy, dtypes.compute, device, fetches=self.host is not None)
+            return QuantizedGather(levels, strategy, dtypes.gather, device, self.tensor_parallel, fetches)
+        return CastGather(levels, strategy, dtypes.compute, device, fetches)
 
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""

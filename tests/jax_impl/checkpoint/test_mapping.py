@@ -80,6 +80,16 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
         assert runs.train(loaded.state, *case, first=2, count=1, optimizer=made)[1] == expected
 
 
+def test_the_plan_gives_the_sizes_that_a_checkpoint_does_not(tmp_path: Path) -> None:
+    case, made = (2,), optimizer(None)
+    plan = runs.plan_of(*case)
+    state, _ = runs.train(runs.fresh(*case, optimizer=made), *case, first=0, count=1, optimizer=made)
+    save_checkpoint(tmp_path / "mapped", plan, state, {"step": 1}, mapping="decoder")
+    loaded = load_checkpoint(tmp_path / "mapped", plan, made, mapping="decoder")
+    first = runs.train(loaded.state, *case, first=1, count=1, optimizer=made)[1]
+    assert first == runs.train(state, *case, first=1, count=1, optimizer=made)[1]
+
+
 def test_a_manager_saves_and_loads_under_a_mapping(tmp_path: Path) -> None:
     case, made = (2,), optimizer(None)
     plan = runs.plan_of(*case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bridge.formats import open_checkpoint
 from jax_impl import (
     init_state,
     load_checkpoint,
+    main_weight_adamw,
     main_weight_muon,
     main_weight_sgd,
     make_train_step,
@@ -177,3 +179,50 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
 def test_what_is_out_of_range_is_refused(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: main_weight_sgd("0.1"), "learning_rate: expected a number or a schedule, got '0.1'"),  # type: ignore[arg-type]
+        (
+            lambda: main_weight_sgd(jnp.ones(2)),
+            "learning_rate: expected a number or a schedule, got an array",
+        ),  # type: ignore[arg-type]
+        (lambda: main_weight_sgd(0.1, None), "main_weight_sgd: momentum: expected a number, got None"),  # type: ignore[arg-type]
+        (lambda: main_weight_sgd(0.1, dampening="x"), "dampening: expected a number, got 'x'"),  # type: ignore[arg-type]
+        (lambda: main_weight_sgd(0.1, 0.9, nesterov="yes"), "nesterov: expected True or False, got 'yes'"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, momentum=None), "main_weight_muon: momentum: expected a number"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, ns_steps=5.5), "ns_steps: expected an integer, got 5.5"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, ns_coefficients=3), "ns_coefficients: expected three numbers, got 3"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, adamw_eps=None), "main_weight_muon: adamw_eps: expected a number"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, adamw_b1="x"), "main_weight_muon: adamw_b1: expected a number"),  # type: ignore[arg-type]
+        (lambda: main_weight_adamw(0.1, b1="x"), "main_weight_adamw: b1: expected a number, got 'x'"),  # type: ignore[arg-type]
+        (lambda: main_weight_adamw(0.1, adam_w_mode=1), "adam_w_mode: expected True or False, got 1"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_another_type_is_named(make: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()
+
+
+@pytest.mark.parametrize("make", [main_weight_adamw, main_weight_sgd, main_weight_muon])
+def test_injected_hyperparameters_must_leave_constants_alone(make: Any) -> None:
+    weights = {"a": jnp.ones((2, 2))}
+    with pytest.raises(TypeError, match=r"optax\.inject_hyperparams.*static_args=.*or leave it out"):
+        optax.inject_hyperparams(make)(learning_rate=0.1).init(weights)
+    constants = [name for name in inspect.signature(make).parameters if name != "learning_rate"]
+    schedule = optax.linear_schedule(0.1, 0.0, 8)
+    injected = optax.inject_hyperparams(make, static_args=constants)(learning_rate=schedule)
+    plain = make(schedule)
+
+    def after_two(optimizer: Any) -> Any:
+        @jax.jit
+        def step(weights: Any, state: Any) -> Any:
+            updates, state = optimizer.update(weights, state, weights)
+            return optax.apply_updates(weights, updates), state
+
+        found = step(*step(weights, optimizer.init(weights)))
+        return found[0]["a"]
+
+    np.testing.assert_allclose(after_two(injected), after_two(plain), rtol=1e-6)

@@ -67,6 +67,22 @@ def state_bytes(
     return found
 
 
+def update_bytes(
+    policy: str, parts: list[list[Spec]], name: str, dtypes: tuple[str, str], offload: float
+) -> int:
+    """Most bytes that are live in an update beside what is live before it."""
+
+    def build() -> Callable[[], Any]:
+        model = Whole(parts, [])
+        torch_impl.ShardingPolicy.parse(policy, "test").apply(model)
+        optimizer = made(name, model, dtypes, offload)
+        model(torch.full((3,), 0.1)).sum().backward()
+        return optimizer.step
+
+    found = live_bytes(build, torch.device("cpu"))
+    return found.peak - found.rest
+
+
 def peak_bytes(policy: str, name: str, dtype: str, frozen: list[str], batch: int, length: int) -> int:
     """Most bytes that are live in a step of the default decoder. ``frozen``: prefixes of parameters' names."""
 

@@ -209,7 +209,7 @@ def test_a_checkpoint_restores_the_modes(ranks: RankGroup, tmp_path: Path) -> No
 
 def test_a_mode_that_is_no_bool_is_refused() -> None:
     for name in ("adam_w_mode", "bias_correction"):
-        with pytest.raises(TypeError, match=f"expected {name} to be a bool, got 'yes'"):
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'yes'"):
             MainWeightAdamW(weights(), **{name: "yes"})
 
 

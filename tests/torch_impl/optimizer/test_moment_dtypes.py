@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import torch_impl
 from bridge.formats import CheckpointError
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
@@ -453,6 +456,34 @@ def half_gradients() -> None:
 
 def test_gradients_in_half_precision_update_as_if_they_had_been_cast(ranks: RankGroup) -> None:
     ranks.run(3, half_gradients)
+
+
+def stock_adamw_on_half_gradients(fused: bool) -> dict[str, str]:
+    """What ``torch.optim.AdamW`` says to bfloat16 gradients of float32 weights: plain ones, FSDP2's, and ours."""
+    plain, stock, ours = (nn.Linear(4, 4) for _ in range(3))
+    torch.distributed.fsdp.fully_shard(stock)
+    torch_impl.fully_shard(ours, mp_policy=MixedPrecisionPolicy(grad_dtype=torch.bfloat16))
+    said = {}
+    for name, model in (("plain", plain), ("FSDP2", stock), ("ours", ours)):
+        model(torch.randn(2, 4)).sum().backward()
+        for param in model.parameters():
+            grad, param.grad = param.grad, None
+            param.grad_dtype = torch.bfloat16
+            param.grad = grad.to(torch.bfloat16)
+        try:
+            torch.optim.AdamW(model.parameters(), fused=fused).step()
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_stock_adamw_takes_half_precision_gradients_of_no_float32_weights(
+    ranks: RankGroup, fused: bool
+) -> None:
+    for said in ranks.run(2, stock_adamw_on_half_gradients, fused):
+        assert said.keys() == {"plain", "FSDP2", "ours"}
+        assert all(re.search("expected (scalar type|dtype)", text) for text in said.values()), said
 
 
 @pytest.mark.parametrize("option", ["exp_avg_dtype", "exp_avg_sq_dtype"])

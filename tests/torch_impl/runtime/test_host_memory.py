@@ -99,12 +99,20 @@ def same_bits(
 
 streams_for = schedule.streams_for
 
+
+def float8(gather: str) -> dict[str, Any]:
+    policy = torch_impl.MixedPrecisionPolicy(torch.bfloat16, torch.float32, gather_dtype=gather)
+    return {"mp_policy": policy}
+
+
 CASES = [
     ("optim_grads_params", "sync", HALF),
     ("optim_grads_params", "no_sync", {}),
     ("optim_grads", "last", HALF),
     ("no_shard", "last", {}),
     ("optim", "last", {"mp_policy": torch_impl.MixedPrecisionPolicy(grad_dtype=torch.bfloat16)}),
+    ("optim_grads_params", "last", float8("mxfp8")),
+    ("optim_grads", "sync", float8("float8_e4m3fn")),
 ]
 
 
@@ -127,6 +135,13 @@ def test_two_axes_with_sums_that_wait_on_the_host(ranks: RankGroup, strategy: st
         assert ("reduce", "send") in lanes
         # HFSDP keeps its part of the parameters on the device.
         assert (("gather",) in lanes) == (strategy == "hfsdp")
+
+
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+def test_float8_pieces_that_stay_on_the_device(ranks: RankGroup, gather: str) -> None:
+    for lanes in ranks.run(4, same_bits, "hfsdp", "last", True, (2, 2), float8(gather)):
+        # Gathered and dequantized, with nothing fetched.
+        assert ("gather", "gather") in lanes
 
 
 def test_the_twin_for_the_cpu_gives_the_same_bits(ranks: RankGroup) -> None:
@@ -259,15 +274,10 @@ def test_checkpoints_are_those_of_no_offload(ranks: RankGroup, tmp_path: Path) -
 
 
 def refused() -> None:
-    policy = torch_impl.MixedPrecisionPolicy(gather_dtype="mxfp8")
-    with pytest.raises(
-        NotImplementedError, match=r"CPUOffloadPolicy\(\) with gather_dtype='mxfp8' is not available"
-    ):
-        sharded_toy(mp_policy=policy, **OFFLOAD)
     model = sharded_toy(**OFFLOAD)
     with pytest.raises(TypeError, match="a sharded parameter stays"):
         model.to("meta")
 
 
-def test_float8_gathers_and_moves_are_refused(ranks: RankGroup) -> None:
+def test_moves_are_refused(ranks: RankGroup) -> None:
     ranks.run(1, refused)

@@ -1,0 +1,81 @@
+"""Bytes of the matrices that a Muon update in PyTorch brings together, see ``torch_impl.optimizer.muon_update``.
+
+A matrix that lies on several shards is made orthogonal by one of them, in bfloat16. Matrices travel in rounds: a rank
+owns up to 2^22 elements of a round, or one larger matrix. With V elements of the rank's rows, W of its own matrices, T
+of those that are taller than wide, M and S of the largest matrix and its shorter side, a round holds at most::
+
+    products      2 V + 2 W + 2 (W - M) + 4 M + 4 S^2     rows, whole matrices, results; operand, result, two squares
+    way back      4 V + 6 W + 2 T                         rows; whole matrices, results, what is sent; the transposed
+
+A matrix that lies on one shard is alone: 6 M + 4 S^2; with momentum in few bits, 10 M while that is float32 and the
+direction is made of it. Moments in CPU memory come to the device a round ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bridge.planning.buffers import GroupBuffers
+from bridge.sharding.rows import rows_of
+
+# Elements of the matrices that one rank owns in a round, unless one matrix has more: ``muon_update.TOGETHER``.
+_TOGETHER = 1 << 22
+
+
+@dataclass
+class MuonRounds:
+    """Parameters, given one after another. ``converted``: whether momentum is stored in few bits.
+
+    cut: by number of shards, how many matrices have a height and width. moved, numel: bytes of moments in CPU memory,
+    and elements, that a device has.
+    """
+
+    converted: bool
+    cut: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)
+    alone: Counter[tuple[int, int]] = field(default_factory=Counter)
+    moved: int = 0
+    numel: int = 0
+
+    def add(
+        self, group: GroupBuffers, name: str, shape: Sequence[int], times: int, moved: int, numel: int
+    ) -> None:
+        """``times`` equal ones."""
+        height, width = shape[-2], shape[-1]
+        rows = rows_of(shape)[1]
+        if not rows:
+            return
+        apart = {
+            bound // height for bound in group.layout.row_bounds(name) if bound % height and bound < rows
+        }
+        if apart:
+            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += len(apart) * times
+        if len(apart) < rows // height:
+            self.alone[height, width] += 1
+        self.moved += moved * times
+        self.numel += numel * times
+
+    @property
+    def nbytes(self) -> int:
+        """On the device at once, at most; moments that travel, of two rounds, included."""
+        each = self.moved / self.numel if self.numel else 0
+        found = 0
+        for height, width in self.alone:
+            numel = height * width
+            own = 6 * numel + 4 * min(height, width) ** 2
+            if self.converted:
+                own = max(own, 10 * numel)
+            found = max(found, own + int(2 * numel * each))
+        for shards, members in self.cut.items():
+            numels = {shape: math.prod(shape) * count for shape, count in members.items()}
+            total = sum(numels.values())
+            held = -(-total // shards)
+            whole = max(min(_TOGETHER, held), *map(math.prod, members))
+            rows = min(whole, held)
+            tall = whole * sum(numel for shape, numel in numels.items() if shape[0] > shape[1]) // total
+            products = max(2 * math.prod(shape) + 4 * min(shape) ** 2 for shape in members)
+            own = max(4 * rows + 6 * whole + 2 * tall, 2 * rows + 4 * whole + products)
+            found = max(found, own + int(min(2 * rows, held) * each))
+        return found

@@ -1,0 +1,74 @@
+"""Checks of what the user gives to the optimizers of main weights; ``of``: the optimizer's name, in errors."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_PARAMS = "an iterable of parameters, (name, parameter) pairs or groups"
+
+
+def check_params(params: Any, of: str) -> None:
+    """TypeError for what torch would refuse without naming ``params``."""
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{of}: params: expected {_PARAMS}, got the module itself; give its parameters()")
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"{of}: params: expected {_PARAMS}, got {params!r}")
+
+
+def check_group(group: Any, of: str) -> None:
+    """TypeError unless ``group`` is a dictionary with parameters or (name, parameter) pairs in ``params``."""
+    if not isinstance(group, dict) or "params" not in group:
+        found = f"keys {', '.join(map(str, group))}" if isinstance(group, dict) else repr(group)
+        raise TypeError(f'{of}: expected a group with its parameters under "params", got {found}')
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        return
+    check_params(params, of)
+    if isinstance(params, set):
+        # Of no order: torch says what to do.
+        return
+    group["params"] = list(params)
+    for one in group["params"]:
+        found = one[1] if isinstance(one, tuple) and len(one) == 2 else one
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"{of}: params: expected parameters, got {found!r}")
+
+
+def check_number(name: str, value: Any, of: str) -> None:
+    """TypeError unless ``value`` is a number, or a tensor."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+        raise TypeError(f"{of}: {name}: expected a number, got {value!r}")
+
+
+def check_flag(name: str, value: Any, of: str) -> None:
+    """TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{of}: {name}: expected True or False, got {value!r}")
+
+
+def check_numbers(group: Mapping[str, Any], of: str, names: Iterable[str]) -> None:
+    """TypeError for what is no number, ValueError for one below 0 and for ``lr`` of several elements."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}")
+    for name in names:
+        check_number(name, group[name], of)
+        if not group[name] >= 0:
+            raise ValueError(f"{of}: expected {name} >= 0, got {group[name]}")
+
+
+def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[Any, ...]:
+    """As a tuple. TypeError for what is not iterable, or holds something else than numbers; ValueError for others."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
+    found = tuple(values)
+    if len(found) != count:
+        raise ValueError(f"{of}: {name}: expected {count} numbers, got {found!r}")
+    for one in found:
+        check_number(name, one, of)
+    return found
