@@ -51,7 +51,7 @@ class Kept:
     def make_room(self, *, again: bool) -> None:
         """For one more unit's weights. ``again``: in backward, where those of the unit before are there as well."""
         room = 0 if again else self.limit - 1
-        del self._held[: len(self._held) - room]
+        del self._held[: max(0, len(self._held) - room)]
 
     def keep(self, held: Held) -> Use | None:
         """After a unit's forward: its use, by which backward asks for its weights; None where backward gathers them."""

@@ -125,7 +125,6 @@ def test_a_pass_of_a_loop_gathers_as_often(monkeypatch, stacked):
         passes for _, scope, passes in runs(program, "all_gather") if re.search(r"parts/\d\)?/gather", scope)
     )
     # Three each, but for the last two parts.
-    print(times)
     assert of_parts == 2 * (3 * PARTS - 2)
 
 
