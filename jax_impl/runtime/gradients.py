@@ -105,7 +105,7 @@ def unchecked_gradients(
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
-        loss, found, changed = function(on_device(weights), batch, on_device(variables), shared)
+        loss, found, changed = function(weights, batch, on_device(variables), shared)
         return loss, found, as_before(changed, variables)
 
     return gradients
@@ -126,6 +126,8 @@ def _shard_map(
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         own = of_this_device(given, plan.axes)
+        if plan.model_axes.names:
+            weights = on_device(weights)
         loss, variables, gradients = _accumulated(
             plan, loss_fn, hold(plan, weights), own, parts, shared, microbatches
         )
@@ -173,7 +175,8 @@ def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors
         weights: Buffers, batch: Batch, given: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
-        sources = hold(plan, weights)
+        # Logical arrays are cut along any dimension, of which XLA:TPU copies no pieces between memories.
+        sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
         # Else XLA may leave statistics cut like the activations that they come from.
         variables = {

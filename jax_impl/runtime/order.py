@@ -33,6 +33,8 @@ from jax.extend.core import get_opaque_trace_state
 from jax_impl.comm.collectives import fence, gate_after, gated
 from jax_impl.runtime.kept import Held, Kept, Use
 from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
+from jax_impl.runtime.fetching import fetched
+from jax_impl.runtime.memory_kinds import is_on_device
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
 
@@ -103,10 +105,14 @@ class Order:
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
             found: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
-                # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
-                source, gate = fence((source, gate))
+                if all(map(is_on_device, source)):
+                    # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                    source, gate = fence((source, gate))
+                    source = gated(source, gate)
+                else:
+                    source = fetched(source, gate)
                 with jax.named_scope("gather"):
-                    found.append(groups[i].gather(gated(source, gate)))
+                    found.append(groups[i].gather(source))
                 if self.chained:
                     found, gate = fence((found, gate))
             return found
@@ -147,6 +153,9 @@ class Order:
         for i in reversed(range(len(groups))):
             source = held[i]
             if groups[i].strategy.shard_parameters:
+                if not all(map(is_on_device, source)):
+                    after, gate = fence((after, jnp.array(True)))
+                    source = fetched(source, gate)
                 source, after = fence((source, after))
                 if several:
                     source = gated(source, gate_after((after, gathered)))
