@@ -31,9 +31,9 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gate_after, gated
+from jax_impl.runtime.fetching import fetched
 from jax_impl.runtime.kept import Held, Kept, Use
 from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
-from jax_impl.runtime.fetching import fetched
 from jax_impl.runtime.memory_kinds import is_on_device
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
