@@ -88,8 +88,10 @@ reduced in its turn, and compile time does not grow with depth. The members of a
 names is recognized as a stack where flax's own layers in it (``nnx.Linear``) show the axis.
 
 **Recomputation.** With ``recompute=True``, or in a policy, a unit saves its inputs only, with "dots_saveable" or
-"dots_with_no_batch_dims_saveable" the results of such products as well. A recomputed unit with units
-inside gathers those three times. A recomputed root runs the model's forward three times.
+"dots_with_no_batch_dims_saveable" the results of such products as well. Of units inside a recomputed unit the last one
+is gathered twice, with ``prefetch=1`` the last two; the others are gathered three times, or their weights would all be
+there at once, as in PyTorch. With ``recompute`` on the inner units alone each is gathered twice, and more activations
+are saved: each one's inputs. A recomputed root runs the model's forward three times.
 
 **Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather.
 ``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values. Modules

@@ -11,13 +11,13 @@ import optax
 
 from jax_impl.batch import place_shared, shard_batch
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.optimizer.in_turn import update_in_turn
+from jax_impl.optimizer.in_turn import lies_on_host, update_in_turn
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.donation import check_not_donated
 from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
 from jax_impl.runtime.losses import LossParts
-from jax_impl.runtime.memory_kinds import constrained, memory_kinds, on_device
+from jax_impl.runtime.memory_kinds import HOST, constrained, in_memory, memory_kinds, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables
 from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
@@ -71,7 +71,8 @@ class TrainStep:
         self._optimizer = optimizer.on_plan(plan) if own else optimizer
         self._fitted = fitted(plan, optimizer)
         self._gradients = jax.jit(
-            unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor)
+            unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor),
+            static_argnames="to_host",
         )
         self._checked: set[Any] = set()
         # By the kinds of memory that a state lies in.
@@ -87,7 +88,9 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch, *shared: Any) -> tuple[TrainState, Metrics]:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
-        loss, gradients, variables = self._run(state.weights, batch, state.variables, shared)
+        loss, gradients, variables = self._run(
+            state.weights, batch, state.variables, shared, to_host=self._sends_gradients(state)
+        )
         if _is_traced((state, gradients)):
             *updated, found = self._updated(state.weights, state.opt_state, gradients, loss.value)
             shardings = self._plan.shardings, shardings_of(self._plan, state.opt_state)
@@ -119,11 +122,16 @@ class TrainStep:
         of a part, ...]`` on ``plan.axes.batch_spec``. Raises ``ValueError`` for a loss that a call would refuse.
         """
         given = (state.weights, batch, state.variables, shared)
-        traced = self._gradients.trace(*given)
+        to_host = self._sends_gradients(state)
+        traced = self._gradients.trace(*given, to_host=to_host)
         check_program(self._plan, traced.jaxpr, self._microbatches, self._options.equal_parts)
         loss, found, _ = traced.out_info
         gradients: Any = {
-            key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._plan.sharding(key))
+            key: jax.ShapeDtypeStruct(
+                array.shape,
+                array.dtype,
+                sharding=in_memory(self._plan.sharding(key), HOST if to_host else None),
+            )
             for key, array in found.items()
         }
         whole: Any = jax.ShapeDtypeStruct(loss.value.shape, loss.value.dtype, sharding=self._plan.replicated)
@@ -137,6 +145,11 @@ class TrainStep:
             self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
         )
 
+    def _sends_gradients(self, state: TrainState) -> bool:
+        """Whether gradients are to lie in the host's memory."""
+        own = trainable(self._plan, state.weights)
+        return self._plan.brings_units and lies_on_host(self._plan, state.opt_state, own)
+
     def _metrics(self, loss: LossParts) -> Metrics:
         metrics: Metrics = {"loss": loss.value}
         if loss.weight is not None:
@@ -146,7 +159,7 @@ class TrainStep:
         return metrics
 
     def _run(
-        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False
     ) -> tuple[LossParts, Buffers, Variables]:
         check_state(self._plan, weights, variables)
         placed = shard_batch(self._plan, batch, self._microbatches)
@@ -156,10 +169,10 @@ class TrainStep:
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
-                program = self._gradients.trace(weights, placed, variables, whole).jaxpr
+                program = self._gradients.trace(weights, placed, variables, whole, to_host=to_host).jaxpr
                 check_program(self._plan, program, self._microbatches, self._options.equal_parts)
                 self._checked.add(traced)
-            return self._settled(self._gradients(weights, placed, variables, whole))
+            return self._settled(self._gradients(weights, placed, variables, whole, to_host=to_host))
         except Exception as error:
             if (
                 not isinstance(error, jax.errors.UnexpectedTracerError)
@@ -177,7 +190,7 @@ class TrainStep:
     ) -> tuple[Buffers, Any, Metrics]:
         found: Metrics = {}
         if GRAD_NORM in self._options.metrics:
-            found[GRAD_NORM] = grad_norm(gradients)
+            found[GRAD_NORM] = grad_norm(on_device(gradients))
         trained = trainable(self._plan, weights)
         shardings = shardings_of(self._plan, opt_state), {key: self._plan.sharding(key) for key in trained}
         after, trained = update_in_turn(

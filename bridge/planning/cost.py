@@ -247,7 +247,8 @@ def make_plan(
         mesh = MeshShape.of(policy.mesh_sizes(devices))
     except ValueError as error:
         raise PlanError(str(error)) from error
-    units_cut = cut(model, policy, runtime, dict(mesh.model))
+    prefetch = 1 if policy.prefetch is None else policy.prefetch
+    units_cut = cut(model, policy, runtime, dict(mesh.model), prefetch)
     moved = offloaded(model, units_cut, mesh, runtime, optimizer.offload)
     kinds = {
         (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
@@ -271,12 +272,11 @@ def make_plan(
             kind,
             groups,
             at_rest(groups, runtime, device, optimizer, on_host),
-            step_calls(groups, runtime, workload.microbatches, kind.reruns),
+            step_calls(groups, runtime, workload.microbatches, kind.gathers),
             on_host,
         )
         for (kind, on_host), (paths, groups) in kinds.items()
     )
-    prefetch = 1 if policy.prefetch is None else policy.prefetch
     known = _exchanges(model, policy, mesh, runtime, workload)
     return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
 

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bridge.planning.buffers import GroupBuffers
+from bridge.planning.gathers import TWICE
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -79,8 +80,10 @@ def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
     return kind in (None, one.kind) and axis in (None, one.axis)
 
 
-def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, reruns: int = 0) -> Calls:
-    """The collectives of one unit in a step of ``microbatches`` microbatches; ``reruns``: see ``UnitKind``.
+def step_calls(
+    groups: Iterable[GroupBuffers], runtime: str, microbatches: int, gathers: int = TWICE
+) -> Calls:
+    """The collectives of one unit in a step of ``microbatches`` microbatches; ``gathers``: see ``UnitKind``.
 
     In JAX without ``amax_calls``, which the layers of a stack share.
     """
@@ -88,18 +91,18 @@ def step_calls(groups: Iterable[GroupBuffers], runtime: str, microbatches: int, 
     for group in groups:
         if runtime == "torch" and group.shape.trainable:
             calls += amax_calls(group)
-        calls += _gathers(group, runtime, microbatches, reruns)
+        calls += _gathers(group, runtime, microbatches, gathers)
         if group.shape.trainable:
             calls += _reductions(group, microbatches)
     return calls
 
 
-def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) -> Calls:
+def _gathers(group: GroupBuffers, runtime: str, microbatches: int, gathers: int) -> Calls:
     strategy, calls = group.strategy, Counter[Collective]()
     once = 0 if runtime == "torch" and not group.shape.trainable else 1
     for axis in range(strategy.optimizer):
         if group.mesh.size(axis) > 1:
-            times = (2 + reruns) * microbatches if axis < strategy.parameters else once
+            times = gathers * microbatches if axis < strategy.parameters else once
             calls[_collective(group, "all_gather", axis, axis, group.gather_dtype)] += times
     return +calls
 

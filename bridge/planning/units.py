@@ -13,15 +13,16 @@ Units that differ in nothing but their path are one ``UnitKind`` and are planned
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bridge.planning.dtypes import FLOATING, GroupDtypes
 from bridge.planning.errors import PlanError
+from bridge.planning.gathers import TWICE, Gathers
 from bridge.planning.model import Model, Parameter
 from bridge.planning.model_axes import Cuts, cuts_of
-from bridge.sharding import Align, ShardingPolicy, Strategy, local_shape
+from bridge.sharding import Align, ShardingPolicy, Strategy, UnitPolicy, local_shape
 from bridge.sharding.float8 import is_quantized
 from bridge.sharding.recompute import Recompute, why_not_around
 
@@ -46,9 +47,8 @@ class GroupShape:
 class UnitKind:
     """Everything that a unit's plan depends on.
 
-    recompute: what backward computes again of the unit's activations (``bridge.sharding.recompute``). reruns: how many
-    recomputed units are around this one, each of which runs its forward again; 0 for PyTorch, which keeps weights
-    gathered from the second forward to backward.
+    recompute: what backward computes again of the unit's activations (``bridge.sharding.recompute``). gathers: how
+    often a microbatch gathers the unit, if its strategy shards parameters.
     """
 
     groups: tuple[GroupShape, ...]
@@ -56,7 +56,7 @@ class UnitKind:
     granularity: str
     align: Align
     recompute: Recompute
-    reruns: int
+    gathers: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class CutModel:
         return found
 
 
-def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int]) -> CutModel:
+def cut(
+    model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int], prefetch: int
+) -> CutModel:
     """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` when one of them matches nothing."""
     try:
         chosen = policy.units_of(model.modules)
@@ -92,6 +94,8 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[
     for parameter in model.parameters:
         # The root is always a unit.
         owned[next(path for path in outward(parameter.module) if path in owned)].append(parameter)
+    sharded = {path for path, parameters in owned.items() if parameters and chosen[path].chosen.parameters}
+    gathers = _gathers(model, chosen, sharded, prefetch) if runtime == "jax" else {}
     units = []
     for path, unit in chosen.items():
         inside = next((one for one in chosen if one != path and path in outward(one)), None)
@@ -103,16 +107,28 @@ def cut(model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[
             granularity=unit.granularity,
             align=policy.align_of(unit),
             recompute=unit.recompute,
-            reruns=sum(
-                bool(chosen[outer].recompute) for outer in outward(path) if outer != path and outer in chosen
-            )
-            if runtime == "jax"
-            else 0,
+            gathers=gathers.get(path, TWICE),
         )
         units.append(Unit(path, kind))
     if runtime == "jax":
         _check_stacks(model, units)
     return CutModel(tuple(units))
+
+
+def _gathers(
+    model: Model, units: Mapping[str, UnitPolicy], sharded: Collection[str], prefetch: int
+) -> Mapping[str, int]:
+    inside: dict[str, list[str]] = {path: [] for path in units}
+    for path in units:
+        if path != ROOT:
+            inside[next(outer for outer in outward(path) if outer != path and outer in units)].append(path)
+
+    def is_traced(outer: str, inner: str) -> bool:
+        mine, around = model.layer_of(inner), model.layer_of(outer)
+        return mine is None or (around is not None and mine[:2] == around[:2])
+
+    recomputed = {path for path, unit in units.items() if unit.recompute is True}
+    return Gathers(sharded, recomputed, inside, is_traced, 1 + prefetch).of_each(ROOT)
 
 
 def _check_stacks(model: Model, units: Iterable[Unit]) -> None:

@@ -50,6 +50,7 @@ _MOVES = frozenset(
         "split",
         "squeeze",
         "stack",
+        "stop_gradient",
         "tile",
         "transpose",
         "unstack",

@@ -198,10 +198,12 @@ class _Turns:
     def _shared(self, others: Sequence[Any], leaves: Sequence[Any]) -> tuple[Env, dict[int, Any]]:
         """What keys need: inputs and results of the shared part; and the new leaves that belong to no key."""
         jaxpr = self.program.jaxpr
-        env = variables(self.program, [*others, *leaves])
+        env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
         evaluate(jaxpr, self.shared, env, [*wanted, *self._taken(jaxpr.outvars)])
+        # The host computes with gradients where they lie.
+        env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
 
     def _taken(self, outputs: Sequence[Any]) -> list[Any]:

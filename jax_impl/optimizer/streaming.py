@@ -11,8 +11,7 @@ arrays on the device, and of one a second time, while the parts in which an arra
 
 XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the end. So the order is
 one of values. An element is read from what was sent; where the parts of the next array begin depends on the element,
-though XLA cannot see that any element gives the same place (``_landed``). A part is less than the array, or XLA would
-see that there is one place only.
+though XLA cannot see that any element gives the same place (``_landed``, ``fetching.py``).
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_impl.runtime.fetching import fetched
 from jax_impl.runtime.memory_kinds import in_host, on_device
 
 # By the number of an array.
 Arrays = dict[int, jax.Array]
-
-# Of how many elements parts are multiples, that TPUs need not shift them: of the only, of the last two dimensions.
-_ALONE, _ROWS, _COLUMNS = 1024, 32, 128
 
 
 class Stream:
@@ -97,31 +94,8 @@ def _after(arrays: Arrays, landed: Arrays) -> Arrays:
 
 
 def _parts_after(arrays: Arrays, landed: Arrays) -> Arrays:
-    """The same arrays, on the device: two parts of each."""
-    start = jnp.where(_are_there(landed), 0, 1).astype(jnp.int32)
-    return {n: _in_parts(x, start) for n, x in arrays.items()}
-
-
-def _in_parts(x: jax.Array, start: jax.Array) -> jax.Array:
-    place = _middle(x.shape)
-    if place is None:
-        # A small one may come at any time.
-        return on_device(x)
-    axis, middle = place
-    parts = [
-        lax.dynamic_slice_in_dim(x, start, middle, axis),
-        lax.dynamic_slice_in_dim(x, start + middle, x.shape[axis] - middle, axis),
-    ]
-    return lax.concatenate(on_device(parts), axis)
-
-
-def _middle(shape: Sequence[int]) -> tuple[int, int] | None:
-    """A dimension, and where to cut it; None where no dimension is long enough."""
-    least = [1] * (len(shape) - 2) + ([_ALONE] if len(shape) == 1 else [_ROWS, _COLUMNS])
-    for axis, (size, unit) in enumerate(zip(shape, least, strict=False)):
-        if size >= 2 * unit:
-            return axis, size // 2 // unit * unit
-    return None
+    """The same arrays, on the device."""
+    return dict(zip(arrays, fetched(list(arrays.values()), _are_there(landed)), strict=True))
 
 
 def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:

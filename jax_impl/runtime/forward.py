@@ -19,6 +19,7 @@ from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
 from jax_impl.runtime.level import Ways
+from jax_impl.runtime.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.order import Order
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit import Collectors, Sources, UnitCall
@@ -48,6 +49,8 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
         held = []
         for group in unit.groups:
             arrays = tuple(weights[key] for key in group.stored)
+            if not group.holds_at_rest:
+                arrays = on_device(arrays)
             if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
@@ -148,7 +151,8 @@ def _call_unit(
         layer: Any,
     ) -> Any:
         args, kwargs = rebuild(arrays)
-        calls = {below: _slot_call(plan, order, below, inner) for below in unit.module.inner}
+        fixed = {below: (mine, _without_gradient(given)) for below, (mine, given) in inner.items()}
+        calls = {below: _slot_call(plan, order, below, fixed) for below in unit.module.inner}
         module = unit.module.merge(
             _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
         )
@@ -172,6 +176,11 @@ def _call_unit(
     for i, value in zip(changed, values, strict=True):
         after[i] = value
     return output, after
+
+
+def _without_gradient(sources: Sources) -> Sources:
+    # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie.
+    return jax.tree.map(lambda x: x if is_on_device(x) else jax.lax.stop_gradient(x), sources)
 
 
 def _in_model_order(

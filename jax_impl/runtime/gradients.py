@@ -23,7 +23,7 @@ from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold, ways_of
 from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
-from jax_impl.runtime.memory_kinds import as_before, on_device
+from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
@@ -93,19 +93,23 @@ def unchecked_gradients(
     has_aux: bool = False,
     grad_divisor: GradDivisor = None,
 ) -> StepGradients:
-    """``make_gradients`` with all arguments required, whose caller reads the traced program (``check_program``)."""
+    """``make_gradients`` with all arguments required, whose caller reads the traced program (``check_program``).
+
+    The function takes ``to_host`` as well: whether gradients are to lie in the host's memory, of a plan that
+    ``brings_units``.
+    """
     computed = _shard_map if plan.engine == "shard_map" else _pjit
     divisors = Divisors.of(plan, microbatches, grad_divisor)
 
     def parts(model: Any, rows: Any, *shared: Any) -> LossParts:
         return as_parts(loss_fn(model, rows, *shared), has_aux)
 
-    function = computed(plan, parts, microbatches, divisors)
+    functions = [computed(plan, parts, microbatches, divisors, to_host) for to_host in (False, True)]
 
     def gradients(
-        weights: Buffers, batch: Batch, variables: Variables, shared: Shared
+        weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False
     ) -> tuple[LossParts, Buffers, Variables]:
-        loss, found, changed = function(on_device(weights), batch, on_device(variables), shared)
+        loss, found, changed = functions[to_host](weights, batch, on_device(variables), shared)
         return loss, found, as_before(changed, variables)
 
     return gradients
@@ -119,20 +123,26 @@ def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_par
 
 
 def _shard_map(
-    plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors
+    plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors, to_host: bool
 ) -> StepGradients:
     def local(
         weights: Buffers, batch: Batch, given: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         own = of_this_device(given, plan.axes)
+        if not plan.brings_units:
+            weights = on_device(weights)
         loss, variables, gradients = _accumulated(
             plan, loss_fn, hold(plan, weights), own, parts, shared, microbatches
         )
-        loss, finished = fence((loss, finish(plan, gradients)))
+        finished = finish(plan, gradients)
+        if plan.chained or not to_host:
+            # Each gradient leaves when it is reduced, where nothing waits for all of them.
+            loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
         variables, loss = of_all_devices(given, variables, plan.axes, loss)
-        return *divisors.divided(loss, finished), variables
+        loss, finished = divisors.divided(loss, finished)
+        return loss, in_host(finished) if to_host else finished, variables
 
     specs = plan.data_specs
     trained = {key: specs[key] for key in specs if key in plan.trainable}
@@ -159,7 +169,9 @@ def _shard_map(
     return placed
 
 
-def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors) -> StepGradients:
+def _pjit(
+    plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors, _to_host: bool
+) -> StepGradients:
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
@@ -173,7 +185,7 @@ def _pjit(plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors
         weights: Buffers, batch: Batch, given: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
-        sources = hold(plan, weights)
+        sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
         # Else XLA may leave statistics cut like the activations that they come from.
         variables = {

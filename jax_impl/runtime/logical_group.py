@@ -150,8 +150,12 @@ class LogicalGroup:
     def sends_once(self) -> bool:
         return self.strategy.parameters != self.strategy.optimizer
 
+    @property
+    def holds_at_rest(self) -> bool:
+        return 0 < self.strategy.parameters == self.strategy.optimizer
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        if 0 < self.strategy.parameters == self.strategy.optimizer:
+        if self.holds_at_rest:
             return tuple(arrays)
         return self._lying(map(self.wire.cast, arrays), self.strategy.parameters)
 

@@ -21,7 +21,9 @@ from jax_impl.runtime.traced import holds, is_gate, mark_of, operands
 # A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. One
 # operand is True then, the gate.
 GATHER, GATHER_AHEAD, REDUCE = "twinshard_gather", "twinshard_gather_ahead", "twinshard_reduce"
-GATHERS = (GATHER, GATHER_AHEAD)
+# In place of a gather, of weights that are there.
+KEPT = "twinshard_kept"
+GATHERS = (GATHER, GATHER_AHEAD, KEPT)
 TRANSFERS = (*GATHERS, REDUCE)
 
 

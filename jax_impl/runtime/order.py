@@ -13,7 +13,7 @@ Of three units A, B, C; what stands in one column may run at the same time, and 
 
 With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's output. A reduction
 is waited for by the next reduction, and by the computation of the unit after the next. So at most two units' whole
-weights and two units' whole gradients exist at once.
+weights and two units' whole gradients exist at once. Weights that are there already are not gathered: ``kept.py``.
 
 The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
 loop, and in each function that JAX traces apart, the first unit waits for its own input. In loops ``pipeline.py`` then
@@ -31,7 +31,10 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gate_after, gated
-from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, REDUCE
+from jax_impl.runtime.fetching import fetched
+from jax_impl.runtime.kept import Held, Kept, Use
+from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
+from jax_impl.runtime.memory_kinds import is_on_device
 from jax_impl.runtime.traced import marked
 from jax_impl.runtime.unit_plan import Group
 
@@ -60,21 +63,31 @@ class Order:
     gates_reductions: False where XLA reduces gradients as they are computed: what waits for a gate there is reduced
     already, and copied.
     model_axes: whether the mesh has any. A gate reads an element of each array, which XLA would send over them.
+    kept: whole weights that wait for backward.
     """
 
     prefetch: int
     chained: bool
     gates_reductions: bool
     model_axes: bool = False
+    kept: Kept = field(init=False)
     _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
 
+    def __post_init__(self) -> None:
+        self.kept = Kept(1 + self.prefetch)
+
     def gather(
-        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool
-    ) -> tuple[list[Sequence[jax.Array]], Tree]:
+        self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool, use: Use | None = None
+    ) -> tuple[Held, Tree]:
         """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
 
-        ``again``: in backward.
+        ``again``: in backward. ``use``: see ``Kept.keep``.
         """
+        kept = self.kept.take(use)
+        if kept is not None:
+            return self._kept(kept, after)
+        if any(group.strategy.shard_parameters for group in groups):
+            self.kept.make_room(again=again)
         if not self.prefetch:
             return self._in_turn(groups, sources, after, again)
         sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
@@ -92,16 +105,38 @@ class Order:
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
             found: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
-                # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
-                source, gate = fence((source, gate))
+                if all(map(is_on_device, source)):
+                    # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                    source, gate = fence((source, gate))
+                    source = gated(source, gate)
+                else:
+                    source = fetched(source, gate)
                 with jax.named_scope("gather"):
-                    found.append(groups[i].gather(gated(source, gate)))
+                    found.append(groups[i].gather(source))
                 if self.chained:
                     found, gate = fence((found, gate))
             return found
 
         for i, whole in zip(sharded, marked(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
             held[i] = whole
+        return self._opened(place, held, after, gate)
+
+    def _kept(self, held: Held, after: Tree) -> tuple[Held, Tree]:
+        if not self.prefetch:
+            # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+            return fence((held, after))
+        place = self._place(True)
+        gate = place.gate
+        if gate is None:
+            after, gate = fence((after, jnp.array(True)))
+
+        def keep(gate: jax.Array, held: Held) -> Held:
+            # What a call returns as it was given is none of its results.
+            return fence((held, gate))[0]
+
+        return self._opened(place, marked(KEPT, keep)(gate, held), after, gate)
+
+    def _opened(self, place: _Place, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
         # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
         if len(place.reduced) > 1:
             gate = jnp.logical_and(gate, place.reduced[0])
@@ -110,7 +145,7 @@ class Order:
 
     def _in_turn(
         self, groups: Sequence[Group], sources: Arrays, after: Tree, again: bool
-    ) -> tuple[list[Sequence[jax.Array]], Tree]:
+    ) -> tuple[Held, Tree]:
         held = list(sources)
         several = self._needs_gates and sum(group.strategy.shard_parameters for group in groups) > 1
         gathered: Sequence[jax.Array] = ()
@@ -118,6 +153,9 @@ class Order:
         for i in reversed(range(len(groups))):
             source = held[i]
             if groups[i].strategy.shard_parameters:
+                if not all(map(is_on_device, source)):
+                    after, gate = fence((after, jnp.array(True)))
+                    source = fetched(source, gate)
                 source, after = fence((source, after))
                 if several:
                     source = gated(source, gate_after((after, gathered)))

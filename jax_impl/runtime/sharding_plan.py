@@ -95,6 +95,14 @@ class ShardingPlan:
         """Whether collectives must follow one another, as those of simulated devices must."""
         return is_simulated(self.mesh)
 
+    @property
+    def brings_units(self) -> bool:
+        """Whether gradients bring weights from the host's memory unit by unit, not all at once.
+
+        XLA:TPU copies no pieces of logical arrays between memories, nor of what it cuts over model axes.
+        """
+        return self.engine == "shard_map" and not self.model_axes.names
+
     @cached_property
     def axes(self) -> DataParallelMesh:
         return DataParallelMesh.of(self.mesh)

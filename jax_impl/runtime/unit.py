@@ -14,7 +14,8 @@ Three fences make XLA keep that order:
 
 A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
 With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
-anyway. With a name instead (``bridge.sharding.recompute``) it saves the results of products as well.
+anyway; units inside are gathered for it once more, but for the last ones (``kept.py``). With a name instead
+(``bridge.sharding.recompute``) it saves the results of products as well.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bridge.sharding.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.batched_call import call_batched
+from jax_impl.runtime.kept import Held
 from jax_impl.runtime.order import Order
 from jax_impl.runtime.residuals import Saved, with_dependence, with_derived
 from jax_impl.runtime.unit_plan import Group
@@ -82,16 +84,22 @@ class UnitCall:
         return call(*arrays)
 
     def _plain(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
-        leaves, inputs = self._weights(sources, inputs)
-        return self.apply(leaves, inner, *inputs)
+        held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
+        return self.apply(self._leaves(held), inner, *inputs)
 
     def _forward(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
-        leaves, inputs = self._weights(sources, inputs)
+        held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
+        output, saved = self._applied(self._leaves(held), inner, inputs)
+        use = self.order.kept.keep(held) if self._is_sharded else None
+        return output, (sources, inner, saved, use)
+
+    def _applied(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
+        """The output, and what backward needs beside weights."""
         if self.recompute is True:
-            return self.apply(leaves, inner, *inputs), (sources, inner, inputs)
-        if not any(group.strategy.shard_parameters for group in self.groups):
+            return self.apply(leaves, inner, *inputs), inputs
+        if not self._is_sharded:
             output, vjp = self._differentiated(leaves, inner, *inputs)
-            return output, (sources, inner, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp))))
+            return output, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp)))
         if self.derives:
             output, rest, depends = with_derived(self._differentiated, 2, leaves, inner, *inputs)
         else:
@@ -99,7 +107,7 @@ class UnitCall:
             results = len(jax.tree.leaves(output))
             depends, rest = every[:results], Saved.of(vjp, every[results:])
         output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
-        return output, (sources, inner, replace(rest, varying=varying))
+        return output, replace(rest, varying=varying)
 
     def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
@@ -112,13 +120,16 @@ class UnitCall:
         return output, vjp
 
     def _backward(self, saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        sources, inner, rest = saved
+        sources, inner, rest, use = saved
         whole = self.recompute is True
         varying = rest if whole else rest.varying
         if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that computed.
             cotangent, varying = fence((cotangent, varying))
-        leaves, (cotangent, varying) = self._weights(sources, (cotangent, varying), again=True)
+        held, (cotangent, varying) = self.order.gather(
+            self.groups, open_sealed(sources), (cotangent, varying), again=True, use=use
+        )
+        leaves = self._leaves(held)
         if whole:
             with jax.named_scope("recompute"):
                 vjp = self._recomputed(leaves, inner, varying)
@@ -139,7 +150,8 @@ class UnitCall:
 
     def _recomputed(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
         try:
-            return jax.vjp(self.apply, leaves, inner, *inputs)[1]
+            with self.order.kept.recomputing():
+                return jax.vjp(self.apply, leaves, inner, *inputs)[1]
         except NameError as error:
             # Of a vmap that is vectorized in JAX's own way, no name is known in backward.
             raise ValueError(
@@ -148,7 +160,9 @@ class UnitCall:
                 f"({error})"
             ) from error
 
-    def _weights(self, sources: Sources, after: Any, again: bool = False) -> tuple[tuple[Leaves, ...], Any]:
-        """The leaves of each group, which come after ``after``; ``again``: in backward."""
-        held, after = self.order.gather(self.groups, open_sealed(sources), after, again=again)
-        return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True)), after
+    @property
+    def _is_sharded(self) -> bool:
+        return any(group.strategy.shard_parameters for group in self.groups)
+
+    def _leaves(self, held: Held) -> tuple[Leaves, ...]:
+        return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True))

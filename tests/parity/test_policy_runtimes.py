@@ -88,6 +88,13 @@ recompute = true
 [[unit]]
 match = ""
 """
+TWO_INSIDE = """
+[[unit]]
+match = "layers.*"
+[[unit]]
+match = ""
+recompute = true
+"""
 # As NESTED, for a decoder.
 TWO_LEVELS = """
 [mesh]
@@ -369,18 +376,33 @@ def test_frozen_weights_change_both_runtimes_alike(
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("inner", ["false", "true"])
-def test_jax_gathers_a_unit_inside_a_recomputing_one_three_times_and_pytorch_twice(
+def test_a_unit_inside_a_recomputing_one_is_gathered_twice(
     ranks: RankGroup, tmp_path: Path, inner: str, microbatches: int
 ) -> None:
-    """PyTorch keeps the weights from the second forward to its backward; JAX drops them in between."""
+    """Its weights stay from the second forward to the backward that follows."""
     (tmp_path / "policy.toml").write_text(INSIDE_RECOMPUTE.format(inner=inner))
     theirs = ranks.run(RANKS, sharded, str(tmp_path / "policy.toml"), [], microbatches)
     ours = in_jax(str(tmp_path / "policy.toml"), [], microbatches)
     for rank, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         assert_alike(their, our, rank)
-        for unit in ("layers.0.mlp", "layers.1.mlp"):
-            assert their.steps[1].of_units.pop((unit, "all_gather")) == 2 * microbatches
-            assert our.steps[0].of_units.pop((unit, "all_gather")) == 3 * microbatches
+        assert our.steps[0].of_units["layers.0.mlp", "all_gather"] == 2 * microbatches
+        assert_same_traffic(their.steps[1], our.steps[0], rank)
+
+
+def test_of_several_inside_a_recomputing_one_jax_gathers_all_but_the_last_three_times(
+    ranks: RankGroup, tmp_path: Path
+) -> None:
+    """PyTorch keeps the weights of all of them from the second forward to their backward."""
+    microbatches, policy = 3, tmp_path / "policy.toml"
+    policy.write_text(TWO_INSIDE)
+    theirs = ranks.run(RANKS, sharded, str(policy), [], microbatches)
+    ours = in_jax(str(policy), [], microbatches)
+    for rank, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        assert_alike(their, our, rank)
+        for layer, times in enumerate((3, 2)):
+            of_unit = (f"layers.{layer}", "all_gather")
+            assert their.steps[1].of_units.pop(of_unit) == 2 * microbatches
+            assert our.steps[0].of_units.pop(of_unit) == times * microbatches
         assert their.steps[1].of_units == our.steps[0].of_units
 
 

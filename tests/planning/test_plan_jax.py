@@ -16,6 +16,8 @@ from hypothesis import given
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
 from bridge.planning.model import Model, Parameter
+from jax_impl.runtime.sharding_plan import ShardingPlan
+from tests.jax_impl.runtime import test_kept as nested
 from tests.planning.test_plan_torch import MAIN, PART, cases, model_of, policy_text
 from tests.support.examples import examples
 from tests.support.parity.plan_runs import Spec
@@ -212,15 +214,81 @@ def test_magnitudes_of_scanned_layers_are_compared_together(gather: str) -> None
 
 
 @pytest.mark.parametrize("recomputing", [(), ("own",), ("parts.*",), ("", "parts.*")])
-def test_units_inside_recomputing_units_are_gathered_once_more_for_each(recomputing: tuple[str, ...]) -> None:
+def test_units_inside_recomputing_units_are_gathered_once_more_but_for_the_last(
+    recomputing: tuple[str, ...],
+) -> None:
     units = [
         f'[[unit]]\nmatch = "{match}"\nrecompute = {str(match in recomputing).lower()}\n'
         for match in ("own", "parts.*", "")
     ]
-    policy = "[mesh]\naxis0 = 3\n" + "".join(units)
-    assert_measured((3,), policy, [PART, PART], [Spec((9, 4))], 2)
-    planned = make_plan(
-        model_of([PART], [Spec((9, 4))]), parse_policy(policy, "test"), 3, "jax", Workload(1, 3, 2)
+    policy = "[mesh]\nprefetch = 0\naxis0 = 3\n" + "".join(units)
+    other = [Spec((7, 3))]
+    assert_measured((3,), policy, [PART, other], [Spec((9, 4))], 2)
+    model, parsed = model_of([PART, other], [Spec((9, 4))]), parse_policy(policy, "test")
+    for unit in make_plan(model, parsed, 3, "jax", Workload(1, 3, 2)).units:
+        times = sum(number for one, number in unit.calls.items() if one.kind == "all_gather")
+        more = "" in recomputing and unit.paths[0] in ("own", "parts.0")
+        assert times == 2 * (2 + more) * len(unit.groups)
+
+
+def in_levels(layers: str, parts: str, root: bool) -> str:
+    return f"""
+        [mesh]
+        axis0 = 4
+        [[unit]]
+        match = "layers.*.parts.*"
+        {parts}
+        [[unit]]
+        match = "layers.*"
+        {layers}
+        [[unit]]
+        match = ""
+        recompute = {str(root).lower()}
+    """
+
+
+RECOMPUTED, WHOLE = "recompute = true", 'strategy = "optim_grads"'
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(
+    ("layers", "parts", "root", "stacked"),
+    [
+        (RECOMPUTED, "", False, False),
+        (RECOMPUTED, RECOMPUTED, True, False),
+        ("", RECOMPUTED, True, False),
+        (WHOLE, "", True, False),
+        (WHOLE, RECOMPUTED, True, True),
+        (RECOMPUTED, "", True, True),
+    ],
+)
+def test_units_at_several_levels(
+    monkeypatch: Any, prefetch: int, layers: str, parts: str, root: bool, stacked: bool
+) -> None:
+    policy = in_levels(layers, parts, root).replace("[mesh]", f"[mesh]\nprefetch = {prefetch}")
+    monkeypatch.setattr(ShardingPlan, "chained", False)
+    plan = jax_impl.plan_sharding(
+        nnx.eval_shape(lambda: nested.Model(stacked=stacked)),
+        jax_impl.data_parallel_mesh({"axis0": 4}),
+        policy=jax_impl.ShardingPolicy.parse(policy, "test"),
+        **({"stacked": ["layers"]} if stacked else {}),
     )
-    # Four groups, one of them the root's: each is gathered twice in each of two microbatches.
-    assert planned.traffic.count("all_gather") == 2 * 2 * 4 + (2 * 3 if "" in recomputing else 0)
+    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    rows = jax.ShapeDtypeStruct((8, nested.WIDTH), jnp.float32)
+    program = jax.make_jaxpr(jax_impl.make_gradients(plan, nested.loss))(weights, rows).jaxpr
+    numbers = range(nested.PARTS)[::-1]
+    modules = [f"layers.{n}{part}" for n in range(2) for part in (*(f".parts.{k}" for k in numbers), "")]
+    square = (nested.WIDTH, nested.WIDTH)
+    parameters = [
+        Parameter(f"{path}.w", square) if "parts" in path else Parameter(f"{path}.scale", square[:1])
+        for path in modules
+    ]
+    model = Model(
+        "test",
+        ("", *modules),
+        (*parameters, Parameter("scale", square[:1])),
+        stacks=("layers",) if stacked else (),
+    )
+    planned = make_plan(model, parse_policy(policy, "test"), 4, "jax", Workload(1, 3, 1))
+    gathers = Counter({key: n for key, n in counted(program) if key[0] == "all_gather"})
+    assert gathers == Counter({key: n for key, n in expected(planned).items() if key[0] == "all_gather"})

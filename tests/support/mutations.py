@@ -675,6 +675,20 @@ JAX = [
         "jax_impl/runtime/test_order.py",
     ),
     M(
+        "weights of all units kept from a recomputation to its backward",
+        "jax_impl/runtime/kept.py",
+        "room = 0 if again else self.limit - 1",
+        "room = len(self._held)",
+        "jax_impl/runtime/test_kept.py",
+    ),
+    M(
+        "weights of the last forward taken for any backward",
+        "jax_impl/runtime/kept.py",
+        "self._held[-1][0] is use and ",
+        "",
+        "jax_impl/runtime/test_kept.py",
+    ),
+    M(
         "a policy's prefetch not taken",
         "jax_impl/api.py",
         "asked = policy.prefetch",
@@ -1299,7 +1313,7 @@ PLANNING = [
     M(
         "gathers of inner units forgotten",
         "bridge/planning",
-        "times = (2 + reruns) * microbatches if",
+        "times = gathers * microbatches if",
         "times = 2 * microbatches if",
         "planning/test_plan_jax.py",
     ),

@@ -6,6 +6,7 @@ is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ from tests.jax_impl.compilers.expected import (
     case,
     wrong,
 )
-from tests.jax_impl.compilers.updates import assert_planned, assert_streamed
+from tests.jax_impl.compilers.updates import (
+    assert_gradients_leave,
+    assert_planned,
+    assert_streamed,
+    assert_units_travel,
+)
 from tests.support.compilers.setting import SIZES, Setting
 
 SLOW = pytest.mark.slow
@@ -284,6 +290,16 @@ def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
 def test_moments_travel_while_others_are_updated(gpu: Compile, setting: Setting, tmp_path: Path):
     assert_streamed(setting, gpu(setting))
     assert_planned(setting, gpu(setting), 8, tmp_path)
+
+
+def test_units_come_from_the_hosts_memory_and_their_gradients_leave_one_by_one(gpu: Compile):
+    setting = Setting("h100:2", "shard_map", "256x12", rows=1, length=64)
+    plain = gpu(setting)
+    weights = gpu(dataclasses.replace(setting, weights_on_host=True))
+    assert_units_travel(weights, plain, 3)
+    both = gpu(dataclasses.replace(setting, weights_on_host=True, update="host"))
+    assert_units_travel(both, plain, 5)
+    assert_gradients_leave(both, plain)
 
 
 def test_bytes_of_scaled_moments_are_planned(gpu: Compile, tmp_path: Path):

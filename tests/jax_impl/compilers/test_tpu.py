@@ -6,6 +6,7 @@ installed, or another process holds libtpu.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,12 @@ from tests.jax_impl.compilers.expected import (
     case,
     wrong,
 )
-from tests.jax_impl.compilers.updates import assert_planned, assert_streamed
+from tests.jax_impl.compilers.updates import (
+    assert_gradients_leave,
+    assert_planned,
+    assert_streamed,
+    assert_units_travel,
+)
 from tests.support.compilers.setting import Setting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -125,6 +131,20 @@ def test_moments_travel_while_others_are_updated(tpu: Compile, setting: Setting,
 )
 def test_what_travels_of_float8_weights_is_their_payload(tpu: Compile, setting: Setting):
     assert_payload_travels(setting, tpu(setting))
+
+
+def test_units_come_from_the_hosts_memory_one_by_one(tpu: Compile):
+    setting = Setting("v5e:2x2", "shard_map", "256x12", rows=1, length=64)
+    plain = tpu(setting)
+    assert_units_travel(tpu(dataclasses.replace(setting, weights_on_host=True)), plain, 4)
+
+
+@wrong("XLA:TPU holds all gradients until the end of the program, where memory is not short")
+def test_gradients_leave_for_the_hosts_memory_one_by_one(tpu: Compile):
+    setting = Setting("v5e:2x2", "shard_map", "256x12", rows=1, length=64)
+    both = tpu(dataclasses.replace(setting, weights_on_host=True, update="host"))
+    assert_gradients_leave(both, tpu(setting))
+    assert_units_travel(both, tpu(setting), 5)
 
 
 @pytest.mark.parametrize("moments", ["float32", "float8_e4m3fn"])

@@ -1,7 +1,8 @@
-"""What is expected of an update whose moments lie in the host's memory, on GPUs and TPUs alike."""
+"""What is expected of a step whose state lies in the host's memory, on GPUs and TPUs alike."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,3 +50,17 @@ def assert_planned(setting: Setting, found: Compiled, devices: int, folder: Path
     # The step count and the loss are arguments, too.
     assert here < found.arguments <= tiles * here + 2**12
     assert found.temporary <= staged(chosen, plan.placed(), "jax", 0) + gradients + 2**16
+
+
+def assert_units_travel(found: Compiled, plain: Compiled, units: int) -> None:
+    """No weights are there at rest, and ``units`` units' shards in the program, beside what it has without offload."""
+    shards = [4 * one.size * one.layers // math.prod(found.shards) for one in found.stored]
+    assert sum(shards) <= found.host <= 1.01 * sum(shards)
+    assert found.arguments < 2**12
+    assert found.temporary <= plain.temporary + units * max(shards)
+    assert (units + 2) * max(shards) < sum(shards)
+
+
+def assert_gradients_leave(found: Compiled, plain: Compiled) -> None:
+    assert plain.results >= found.host
+    assert found.results < 2**12

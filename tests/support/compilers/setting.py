@@ -73,6 +73,7 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Of ``DecoderConfig``."""
+SIZES["256x12"] = {**SIZES["256"], "n_layers": 12}
 SIZES["1024x6"] = {**SIZES["1024"], "n_layers": 6, "vocab_size": 4096}
 SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
 
@@ -90,7 +91,7 @@ class Setting:
 
     ``offload``: the share of the moments in the host's memory, for the update of a step instead of its gradients; None
     for those. ``weights_on_host``: whether the weights are there, too. ``update``: what computes it,
-    see ``jax_impl.Offload``. ``moments``: their dtypes.
+    see ``jax_impl.Offload``: gradients go to the host's memory for the host. ``moments``: their dtypes.
     """
 
     target: str
@@ -166,8 +167,9 @@ class Compiled:
 
     ``products``: cuBLAS's of float8 numbers.
 
-    Of an update: ``arguments`` and ``host`` are bytes of arguments on the device and in the host's memory,
-    ``travelling`` those of each key of the latter; ``by_host``: how many programs the host runs.
+    ``arguments``, ``host``: bytes of arguments on the device and in the host's memory; ``results``: on the device.
+
+    Of an update: ``travelling``: bytes of each key of ``host``; ``by_host``: how many programs the host runs.
     """
 
     seconds: float
@@ -181,6 +183,7 @@ class Compiled:
     transfers: tuple[Transfer, ...] = ()
     products: int = 0
     by_host: int = 0
+    results: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -204,6 +207,7 @@ class Compiled:
             tuple(Transfer(**one) for one in found["transfers"]),
             found["products"],
             found["by_host"],
+            found["results"],
         )
 
     def sizes(self) -> Counter[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""The update of a step whose moments lie in the host's memory: how it is lowered, and its transfers as scheduled."""
+"""Programs of a step whose state lies in the host's memory: how they are lowered, and transfers as scheduled."""
 
 from __future__ import annotations
 
@@ -18,6 +18,33 @@ _ARRAY = re.compile(r"(?:f32|bf16|f16|f8e4m3fn|f8e5m2)\[([\d,]+)\](\{[^}]*\})?")
 _SIZES = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
 # Bytes below which an array is no moment: an element that is read back, scales.
 _LEAST = 1 << 16
+
+
+def lowered_gradients(setting: Setting, plan: ShardingPlan, loss: Any, weights: Any, rows: Any) -> Any:
+    """The program of a step's gradients, whose weights lie in the host's memory."""
+    import jax
+
+    from jax_impl.runtime.gradients import unchecked_gradients
+    from jax_impl.runtime.memory_kinds import HOST, in_host
+
+    step = unchecked_gradients(plan, loss, setting.microbatches)
+
+    def gradients(weights: Any, rows: Any) -> Any:
+        return step(weights, rows, {}, (), to_host=setting.update == "host")
+
+    if _is_tpu(setting):
+        weights = {
+            key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+            for key, x in weights.items()
+        }
+        return jax.jit(gradients).lower(weights, rows)
+    lowered = jax.jit(lambda weights, rows: gradients(in_host(weights), rows)).lower(weights, rows)
+    _written(lowered.compiler_ir("stablehlo"), [True] * len(weights))
+    return lowered
+
+
+def _is_tpu(setting: Setting) -> bool:
+    return setting.target.startswith(("v4", "v5", "v6"))
 
 
 def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]]:
@@ -50,7 +77,7 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
         if kind:
             shard = leaf.sharding.shard_shape(leaf.shape)
             sizes[key_of(plan, path, leaf) or ""] += math.prod(shard) * leaf.dtype.itemsize
-    if setting.target.startswith(("v4", "v5", "v6")):
+    if _is_tpu(setting):
         return step._update(state).lower(state.weights, state.opt_state, gradients, loss), list(
             sizes.values()
         )

@@ -20,7 +20,7 @@ from bridge.planning.targets import target_named
 from bridge.planning.tpu_lock import held_lock
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import BY_HAND, BY_HAND_XLA, SIZES, Compiled, Setting, Stored
-from tests.support.compilers.updates import lowered_update, read_transfers
+from tests.support.compilers.updates import lowered_gradients, lowered_update, read_transfers
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -99,7 +99,17 @@ def compiled(setting: Setting) -> Compiled:
         )
     products = text.count('"__cublas$lt$matmul$f8"')
     collectives = tuple(read_collectives(text))
-    return Compiled(seconds, found.temp_size_in_bytes, collectives, stored, shards, products=products)
+    return Compiled(
+        seconds,
+        found.temp_size_in_bytes,
+        collectives,
+        stored,
+        shards,
+        found.argument_size_in_bytes,
+        found.host_argument_size_in_bytes,
+        products=products,
+        results=found.output_size_in_bytes,
+    )
 
 
 def mesh_of(setting: Setting) -> Mesh:
@@ -177,6 +187,8 @@ def _of_plan(setting: Setting, plan: ShardingPlan) -> Any:
         for key, array in plan.arrays.items()
     }
     rows = _rows(setting, plan.mesh, jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec))
+    if setting.weights_on_host:
+        return lowered_gradients(setting, plan, loss, weights, rows)
     if setting.forward:
         return jax.jit(make_eval_step(plan, loss)).lower(weights, rows)
     return jax.jit(make_gradients(plan, loss, setting.microbatches)).lower(weights, rows)

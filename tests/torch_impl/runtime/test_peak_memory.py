@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import torch_impl
 from tests.bench.torch_memory import live_bytes
@@ -67,6 +68,43 @@ def test_a_step_needs_what_is_there_at_rest_and_three_units_and_deletion_frees_a
         # A unit's buffers are its compute weights and its gradients.
         assert peak < rest + 3 * 2 * UNIT + ALLOWED
         assert left < ALLOWED
+
+
+class Recomputed(nn.Module):
+    """Units inside a unit that recomputes, as of one layer."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(units)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.parts, x, use_reentrant=False)
+
+
+def recomputed(units: int) -> int:
+    """Bytes of a step's peak above what is there at rest."""
+
+    def build() -> Callable[[], Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        model = Recomputed(units)
+        for part in model.parts:
+            torch_impl.fully_shard(part, mesh=mesh)
+        torch_impl.fully_shard(model, mesh=mesh)
+        x = torch.full((2, WIDTH), 0.1 * dist.get_rank(), requires_grad=True)
+        return lambda: model(x).square().mean().backward()
+
+    live = live_bytes(build, torch.device("cpu"))
+    return live.peak - live.rest
+
+
+@pytest.mark.parametrize("units", [2, 8])
+def test_units_inside_a_recomputed_one_are_all_there_when_its_backward_begins(
+    ranks: RankGroup, units: int
+) -> None:
+    """Two gathers each have this price; JAX keeps the last ones alone (``jax_impl/runtime/kept.py``)."""
+    for peak in ranks.run(2, recomputed, units):
+        # And one unit's gradients.
+        assert units * UNIT < peak < (units + 2) * UNIT
 
 
 def deleted_without_collection(strategy: str, pending: bool) -> int:
