@@ -279,7 +279,8 @@ def test_shares_of_the_state_in_cpu_memory_in_jax(tmp_path: Path) -> None:
         jax_impl.ShardingPolicy.parse(policy.to_toml()),
     )
     hosts = set()
-    for percent in range(0, 101, 10):
+    # Of 2, 26, 74 and 98 % others would be picked, were parts counted instead of all that an array has.
+    for percent in (0, 2, 26, 50, 74, 98, 100):
         offload = jax_impl.Offload(percent / 100)
         state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3), offload=offload)
         chosen = Optimizer(offload=Fraction(percent, 100))
@@ -287,7 +288,7 @@ def test_shares_of_the_state_in_cpu_memory_in_jax(tmp_path: Path) -> None:
             rest = make_plan(model, policy, 4, "jax", Workload(), device=device, optimizer=chosen).at_rest
             assert (found.host, found.moments) == (rest.host, rest.moments.real), percent
             hosts.add(rest.host)
-    assert len(hosts) > 4
+    assert len(hosts) > 3
 
 
 def test_convolutions_of_jax_are_cut_over_their_last_dimensions() -> None:
