@@ -192,7 +192,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
-    dtypes = optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]
+    dtypes = _of_elements(optimizer)
     scaled = sum(dtype in SCALED for dtype in dtypes)
     if scaled and row_moment(group, 0) is not None:
         return _CONVERTED * scaled * _update_bytes(group) * size // 2
@@ -206,7 +206,7 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
         return total, total
     level, main = group.strategy.optimizer, group.main_bytes
     allocated = real = 0
-    for dtype in optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]:
+    for dtype in _of_elements(optimizer):
         rows = row_moment(group, device) if optimizer.name != "lion" and dtype in SCALED else None
         if rows is not None and dtype is not None:
             own = rows.bytes(MOMENT_BYTES[dtype], _update_bytes(group))
@@ -241,6 +241,11 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
         columns = piece.numel if shape[-2] == 1 else whole
         return (piece.rows + columns) * group.grad_bytes
     return piece.numel * group.grad_bytes
+
+
+def _of_elements(optimizer: Optimizer) -> Sequence[str | None]:
+    """Of the moments of an optimizer that treats elements alike."""
+    return optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]
 
 
 def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequence[str | None]:
