@@ -139,6 +139,20 @@ TORCH = [
         "torch_impl/runtime/test_float8.py",
     ),
     M(
+        "frozen weights are widened to the dtype of trained ones",
+        "torch_impl/runtime/precision.py",
+        "main = trained if trainable else given",
+        "main = trained",
+        "torch_impl/runtime/test_main_dtype.py",
+    ),
+    M(
+        "half-precision weights that are unfrozen later train so",
+        "torch_impl/runtime/group.py",
+        "        if main == trained:\n            return",
+        "        return",
+        "torch_impl/runtime/test_main_dtype.py",
+    ),
+    M(
         "replicated weights are not quantized",
         "torch_impl/runtime",
         "dtypes.compute == dtypes.main and dtypes.gather is None",
