@@ -175,10 +175,14 @@ forces) would miss the unit's weights and is refused. A gradient through the roo
 the update the moments of one unit after another travel to the device and back while others are computed, with those
 of two units on the device at most (``optimizer/streaming.py``); a stack of layers is one. Only an optimizer that
 needs several units' moments at once (one that sees parameters, such as Muon) gets all of them at once. Weights come
-to the device when the gradients' program starts, all of them, and unit by unit in the update. A state that lies there
-as a whole, step counts included, as with ``Offload(moments=1.0, main_weights=True, update="host")``, is updated by the
-host's processor: gradients go there, and no weights or moments come to the device in the update. Results have the same
-bits as on the device, and checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer,
+to the device a unit at a time, when the unit is gathered (of a stack a layer), and in the update. All of them come when
+the gradients' program starts in the pjit engine, on meshes with model axes and in ``make_eval_step``, and of strategies
+that hold whole weights or float8 pieces during a step. A state that lies there as a whole, step counts included, as
+with ``Offload(moments=1.0, main_weights=True, update="host")``, is updated by the host's processor: no weights or
+moments come to the device in the update, and gradients leave in the program that computes them. XLA:GPU sends each when
+it is reduced; XLA:TPU had all of them on the device until the program's end, in a small model. A stack's gradients are
+one array, and so are sums over microbatches until the last one. Results have the same bits as on the device, and
+checkpoints the same contents. ``load_checkpoint(..., like=abstract_state(plan, optimizer,
 offload=...))`` loads into such memory. Random keys return on the device. On simulated devices steps need jax 0.10.2
 for it.
 

@@ -33,6 +33,10 @@ class Float8LogicalGroup(LogicalGroup):
     def sends_once(self) -> bool:
         return super().sends_once or self._by_tensor
 
+    @property
+    def holds_at_rest(self) -> bool:
+        return False
+
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         values = [x.astype(jnp.float32) for x in arrays]
         scales = [self._scales(x) for x in values]

@@ -703,6 +703,13 @@ JAX = [
         "jax_impl/runtime/test_kept.py",
     ),
     M(
+        "all weights come from the host's memory at once",
+        "jax_impl/runtime/fetching.py",
+        "start = jnp.where(there, 0, 1).astype(jnp.int32)",
+        "start = jnp.int32(0)",
+        "jax_impl/runtime/test_fetching.py",
+    ),
+    M(
         "a policy's prefetch not taken",
         "jax_impl/api.py",
         "asked = policy.prefetch",

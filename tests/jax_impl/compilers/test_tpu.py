@@ -163,9 +163,9 @@ def test_the_host_updates_what_lies_there_and_nothing_of_it_comes_to_a_device(tp
     )
     assert found.by_host == 1
     assert found.transfers == ()
-    # With the step count.
-    whole = sum(found.travelling)
+    # With the step count, and the gradients.
+    whole = sum(found.travelling) + sum(4 * one.size // 4 for one in found.stored)
     assert whole <= found.host <= 1.01 * whole
-    # The gradients are arguments.
+    assert found.arguments < 2**12
     largest = max(found.travelling)
     assert found.temporary < min(largest / 8, 2**18)

@@ -57,15 +57,17 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
 
     from jax_impl import Offload, abstract_state, main_weight_adamw, make_train_step
     from jax_impl.optimizer.in_turn import key_of
-    from jax_impl.optimizer.offload import HOST
+    from jax_impl.runtime.memory_kinds import HOST, in_memory
 
     mu, nu = setting.moments
     optimizer = main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)
     offload = Offload(setting.offload, setting.weights_on_host, setting.update)
     state = abstract_state(plan, optimizer, offload=offload)
     kinds = offload.kinds(plan, state.opt_state)
+    # Where the host updates, they have left for its memory.
+    kind = HOST if setting.update == "host" and plan.brings_units else None
     gradients = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(key))
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_memory(plan.sharding(key), kind))
         for key, x in state.weights.items()
     }
     loss = jax.ShapeDtypeStruct((), "float32", sharding=plan.replicated)
