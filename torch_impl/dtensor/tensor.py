@@ -36,7 +36,7 @@ from torch_impl.dtensor.local import (
     own_part,
     refuse_partial,
 )
-from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes
+from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
 from torch_impl.dtensor.remainders import join, remainder_of
 
 
@@ -203,7 +203,7 @@ def make_dtensor(
 
     Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
     """
-    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes, shape)] * axes
     # Replicas are outermost: tensors are sharded over the inner axis first, whose ranks are close to each other.
     copies = _data_axes(mesh, tensor_parallel) - len(rows)
     if copies < 0:
@@ -234,19 +234,23 @@ def make_partial(
             f"make_partial: expected fewer axes than the {unreduced + axes} data-parallel ones, and bounds exactly if "
             f"axes > 0, got axes={axes}, bounds={bounds}"
         )
-    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes, shape)] * axes
     return _make(
         local, mesh, shape, (*[Partial("avg" if mean else "sum")] * unreduced, *rows, *tensor_parallel)
     )
 
 
-def make_part(
+def make_placed(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]
 ) -> RowDTensor:
-    """A DTensor of global ``shape`` over ``local`` (shared), which tensor-parallel axes alone cut.
+    """A DTensor of global ``shape`` over ``local`` (shared), with these placements of the whole mesh.
 
     Raises ValueError for placements that do not fit the shape, or when ``local`` has another shape than they say.
     """
+    rows = row_placement(placements)
+    if rows is not None and rows.shape != tuple(shape):
+        own = RowShard(rows.bounds, rows.axes, shape)
+        placements = [own if one == rows else one for one in placements]
     return _make(local, mesh, shape, tuple(placements))
 
 
@@ -275,7 +279,7 @@ def wrap_rows(
     """
     origin = checked_dtensor(tensor)
     axes = row_axes(origin.placements)
-    row = Replicate() if bounds is None else RowShard(bounds, len(axes))
+    row = Replicate() if bounds is None else RowShard(bounds, len(axes), shape)
     placements = (row if axis in axes else placement for axis, placement in enumerate(origin.placements))
     return _make(local, origin.device_mesh, shape, tuple(placements))
 
@@ -285,7 +289,7 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
     sizes = local_sizes(whole.shape, mesh, placements)
     # Only for its placements, which ``own_part`` reads.
     empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
-    template = _make(empty, mesh, whole.shape, tuple(placements))
+    template = make_placed(empty, mesh, whole.shape, placements)
     return wrap_like(template, own_part(template, whole).clone())
 
 
