@@ -50,7 +50,7 @@ Behave otherwise than in FSDP2:
 * torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
   ``MainWeightAdamW.init_state()`` before it avoids the step, as ``save_checkpoint`` does.
 * A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
-  next forward. ``tensor[i]`` and views that keep rows are seen.
+  next forward. Items, slices and other views that keep rows are seen.
 * Moments in float16 and float8 have a scale for each row, and float8 second moments are approximate.
   ``load_checkpoint`` refuses moments of another dtype than the checkpoint's, unless ``moments="convert"``.
 * ``set_optimizer_state_dict(broadcast_from_rank0=True)`` of float8 moments raises torch's "Invalid scalar type": gloo

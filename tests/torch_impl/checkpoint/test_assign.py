@@ -277,6 +277,8 @@ def made_from_whole() -> None:
         mine = values if dist.get_rank() == 0 else torch.zeros_like(values)
         made = distribute_tensor(mine, mesh, [RowShard((0, 1, 1, 3, 4))])
         assert torch.equal(made.full_tensor().double(), values.double()), dtype
+    stack = distribute_tensor(torch.ones(2, 3, 4), mesh, [RowShard((0, 1, 1, 3, 6))])
+    assert DTensor.from_local(stack.to_local(), mesh, stack.placements).shape == (2, 3, 4)
     with pytest.raises(ValueError, match="row bounds of a tensor of shape"):
         distribute_tensor(torch.ones(3, 3), mesh, [RowShard((0, 1, 1, 3, 4))])
 
