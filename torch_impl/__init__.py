@@ -11,10 +11,10 @@ LBFGS and Muon (for-loop, foreach, fused), ``clip_grad_norm_``, ``GradScaler``, 
 ``reset_parameters()`` (with the values one process would draw), items, slices, ``chunk`` and ``split`` of the first
 dimension, views that keep rows or make a vector, ``new_zeros`` and its kind, ``state_dict()`` with plain
 ``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors, ``distribute_tensor`` and ``DTensor.from_local``
-with a parameter's mesh and placements, ``load_state_dict`` of such tensors with ``assign=True``, torch's ``get_`` and
-``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
-``broadcast_from_rank0=True``. All else that depends on the cut raises and names ``full_tensor()``: other views, matrix
-products, ``.data =``, pickling.
+with a parameter's mesh and placements, ``load_state_dict`` of such tensors with ``assign=True``, ``torch.save`` of
+state dicts on each rank, torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with
+``full_state_dict=True`` and ``broadcast_from_rank0=True``. All else that depends on the cut raises and names
+``full_tensor()``: other views, matrix products. ``.data =`` raises, too.
 
 **Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps ``distribute_tensor``,
 ``DTensor.from_local`` and private functions of ``torch.distributed.checkpoint.state_dict``, which offer no hook, so

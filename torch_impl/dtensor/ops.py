@@ -61,8 +61,8 @@ _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 
 _ASYNC = (
-    "torch.distributed.checkpoint.async_save cannot copy sharded tensors: use torch_impl.save_checkpoint_async, or "
-    "CheckpointManager, which write the same format"
+    "torch.distributed.checkpoint.async_save{which}: use torch_impl.save_checkpoint_async, or CheckpointManager, which "
+    "write the same format"
 )
 
 
@@ -85,6 +85,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return REDUCTIONS[func](func, *args, **kwargs)
     if func in _PRODUCTS and (product := _outer_product(*args)) is not NotImplemented:
         return product
+    if func is _aten.new_empty.default and "device" in kwargs:
+        _check_staged(first, args[1])
     if func in _NEW and (made := _new_of(func, *args, **kwargs)) is not NotImplemented:
         return made
     # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
@@ -105,11 +107,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
-        f"{func} is not supported on a tensor of shape {tuple(first.shape)} placed as {first.placements}: only "
+        f"{func} is not supported on a tensor placed as {first.placements}, of shape {tuple(first.shape)}: only "
         "element-wise operators, reductions and views that leave its rows whole are; use full_tensor() for the whole "
         "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; in "
         "place of torch.optim.Muon use MainWeightMuon"
     )
+
+
+def _check_staged(tensor: Any, size: Sequence[int]) -> None:
+    """RuntimeError for tensors that ``dcp.async_save`` would copy wrongly; it begins by making an empty one.
+
+    It then copies what is attached to a tensor and to its local tensor.
+    """
+    if remainder_of(tensor) is not None:
+        raise RuntimeError(_ASYNC.format(which=" cannot copy the remainders of bfloat16 weights"))
+    # Up to torch 2.11 it makes one of no dimensions, which the copy remains.
+    if tensor.ndim and not size:
+        raise RuntimeError(_ASYNC.format(which=" of this torch cannot copy sharded tensors"))
 
 
 def _dtensors(tree: Any) -> Iterator[DTensor]:

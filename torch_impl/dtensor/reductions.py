@@ -198,8 +198,8 @@ def _vector_norm(
         return _norm_along(tensor, ord, dim[0], keepdim, dtype)
     if keepdim or not _reduces_all(tensor, dim):
         raise RuntimeError(
-            f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions{_KEPT}, "
-            f"got dim={dim}, keepdim={keepdim}; use full_tensor()"
+            f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions"
+            f"{_KEPT}, got dim={dim}, keepdim={keepdim}; use full_tensor()"
         )
     return norms(func, [tensor], ord, dtype)[0]
 

@@ -7,6 +7,7 @@ know, and ``RowDTensor`` itself does all that can be right on uneven and empty s
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
 * element-wise operators (``ops``) and reductions (``reductions``), which carry the optimizers of ``torch.optim``
   (for-loop, foreach, fused) and ``clip_grad_norm_``
+* pickling and ``copy.deepcopy``: this rank's rows, as ``torch.save`` of a state dict on each rank needs them
 * the hooks by which ``torch.distributed.checkpoint`` asks for chunks, float32 ones of tensors with remainders
 
 Everything else raises ``RuntimeError``. What a rank holds of a tensor is in ``local``.
@@ -37,7 +38,7 @@ from torch_impl.dtensor.local import (
     refuse_partial,
 )
 from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
-from torch_impl.dtensor.remainders import join, remainder_of
+from torch_impl.dtensor.remainders import join, main_values, remainder_of
 
 
 class _ToLocal(torch.autograd.Function):
@@ -122,11 +123,13 @@ class RowDTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle would hold this rank's rows only.
-        raise TypeError(
-            "cannot pickle a sharded tensor: use torch_impl.save_checkpoint, torch.distributed.checkpoint, or "
-            "full_tensor() for a small one"
-        )
+        """This rank's rows and how they are placed. Of a tensor with remainders, its float32 values."""
+        with torch.no_grad():
+            # An object of its own: what is attached to the local tensor belongs to its unit.
+            local = local_of(self).detach() if remainder_of(self) is None else main_values(self)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        placed = self.device_mesh, self.placements, tuple(self.shape)
+        return rebuild_dtensor, (local, *placed, self.requires_grad, is_parameter)
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -252,6 +255,25 @@ def make_placed(
         own = RowShard(rows.bounds, rows.axes, shape)
         placements = [own if one == rows else one for one in placements]
     return _make(local, mesh, shape, tuple(placements))
+
+
+def rebuild_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> RowDTensor:
+    """What a pickled ``RowDTensor`` becomes; files hold the name of this function.
+
+    The process that reads it may have no process groups, or others than the one that wrote it.
+    """
+    tensor = RowDTensor(local, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)  # type: ignore[return-value]  # stays a RowDTensor
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def count_write(tensor: torch.Tensor) -> None:

@@ -35,14 +35,15 @@ _RESHAPES = {
     _aten.squeeze.dims,
     _aten.unsqueeze.default,
 }
+# With the names of their arguments after the tensor.
 _PARTS = {
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.unbind.int,
-    _aten.select.int,
+    _aten.slice.Tensor: ("dim", "start", "end", "step"),
+    _aten.split.Tensor: ("split_size", "dim"),
+    _aten.split_with_sizes.default: ("split_sizes", "dim"),
+    _aten.unbind.int: ("dim",),
+    _aten.select.int: ("dim", "index"),
 }
-VIEWS = _RESHAPES | _PARTS
+VIEWS = {*_RESHAPES, *_PARTS}
 
 
 def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,7 +57,7 @@ def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meant = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
         # Expanding repeats elements.
         return None if meant.numel() != tensor.numel() else in_shape(tensor, tuple(meant.shape))
-    options = dict(zip((one.name for one in func._schema.arguments[1:]), args[1:], strict=False)) | kwargs
+    options = dict(zip(_PARTS[func], args[1:], strict=False)) | kwargs
     if not tensor.ndim or options.get("dim", 0) % tensor.ndim:
         return None
     if func is _aten.select.int:
