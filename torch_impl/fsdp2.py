@@ -24,7 +24,8 @@ Raise an error when they run:
 
 * LBFGS; ``torch.optim.Muon`` (use ``MainWeightMuon``);
   Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
-* ``dcp.async_save``
+* ``dcp.async_save`` of weights with remainders, and of all sharded tensors with a torch that copies a DTensor as one
+  without dimensions (2.11): use ``save_checkpoint_async``
 * a backward through a reduction of sharded parameters
 * ``load_state_dict(assign=True)`` of anything but DTensors placed like the parameters, at the load
 * second derivatives through sharded parameters (``create_graph=True``), which are not supported

@@ -1,4 +1,4 @@
-"""Pickles and copies of sharded tensors: ``torch.save`` of state dicts on each rank, as verl's checkpoint manager does."""
+"""Pickles and copies of sharded tensors: ``torch.save`` of state dicts on each rank, as verl saves."""
 
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ REFUSED: dict[str, tuple[set[int], Callable[[Any], Any]]] = {
     "product": ({2}, lambda t: t @ torch.ones(t.shape[1], 2)),
     "linear": ({2}, lambda t: nn.functional.linear(torch.ones(2, t.shape[1]), t)),
     "embedding": ({2}, lambda t: nn.functional.embedding(torch.tensor([0]), t)),
+    "other rows": ({2}, lambda t: t.reshape(t.shape[::-1])),
     "columns": ({2, 3}, lambda t: t[..., :1]),
     "column": ({2}, lambda t: t[:, 0]),
     "every other row": ({1, 2, 3}, lambda t: t[::2]),
