@@ -67,7 +67,8 @@ def fully_shard(
     Call it on inner modules first, then on the outermost one, before the optimizer is built. The module is changed in
     place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
     over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
-    ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
+    ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy,
+    or load some before the first forward. Some ranks may be on the meta device then.
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
@@ -168,7 +169,9 @@ def _build_unit(
         "layouts": [one.layout.fingerprint for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
-    require_same_unit(kind, description, mesh, device)
+    on_meta = any(one.param.is_meta for one in owned)
+    # Ranks with values beside ranks without wait for a load, which makes them equal.
+    unequal = require_same_unit(kind, description, on_meta, mesh, device)
     if failure is not None:
         raise failure
     groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
@@ -182,7 +185,17 @@ def _build_unit(
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
             ParameterGroup(
-                members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix, host
+                members,
+                layout,
+                mesh,
+                where,
+                options.strategy,
+                dtypes,
+                divisor,
+                context,
+                suffix,
+                host,
+                unequal,
             )
         )
     for one in owned:
