@@ -18,7 +18,7 @@ used the older weights raises autograd's error instead of yielding wrong gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -51,7 +51,7 @@ class ParameterGroup:
     """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
 
     ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
-    gradients lie there, not on ``device``.
+    gradients lie there, not on ``device``. ``unequal``: some ranks have no values yet, so all wait for some.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class ParameterGroup:
         context: UnitContext,
         suffix: str,
         host: HostMemory | None = None,
+        unequal: bool = False,
     ) -> None:
-        self.host = host
+        self.host, self.unequal = host, unequal
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
         self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
@@ -80,6 +81,7 @@ class ParameterGroup:
         self.params: list[nn.Parameter]
         self._allocate(device, [(one.param, one.local) for one in owned])
         self._connect()
+        self._first_version = self._main_version
 
     @property
     def divisor(self) -> float:
@@ -104,6 +106,7 @@ class ParameterGroup:
             torch.utils.swap_tensors(param, allocated)
         self.params = planned
         self._connect()
+        self._first_version = self._main_version
         self._register(self.params)
 
     @property
@@ -164,6 +167,7 @@ class ParameterGroup:
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
         context, suffix, dtypes = self._context, self._suffix, self.dtypes
+        self._rows = [local_of(param) for param in self.params]
         spec = GradientSpec(
             self.names,
             self.params,
@@ -270,12 +274,17 @@ class ParameterGroup:
         """Put the sharded parameters in the place of the given ones."""
         self._register(self.params)
 
-    def _register(self, params: Sequence[nn.Parameter]) -> None:
-        for shown, param in zip(self._sites, params, strict=True):
+    def places(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Where parameters are registered: index, module, attribute; a tied parameter has several places."""
+        for index, shown in enumerate(self._sites):
             for module_ref, attr in shown:
                 module = module_ref()
                 if module is not None:
-                    _set_parameter(module, attr, param)
+                    yield index, module, attr
+
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        for index, module, attr in self.places():
+            _set_parameter(module, attr, params[index])
 
     def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
@@ -284,15 +293,27 @@ class ParameterGroup:
                 f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
                 "the model or load a state dict into it"
             )
-        for name, shown, sharded in zip(self.names, self._sites, self.params, strict=True):
-            for module_ref, attr in shown:
-                module = module_ref()
-                if module is not None and module._parameters.get(attr) is not sharded:
-                    raise RuntimeError(
-                        f"parameter {name!r} was replaced after fully_shard: expected the sharded parameter, got "
-                        f"{type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                        "load_state_dict without assign=True)"
-                    )
+        if self.unequal and self._main_version == self._first_version:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r} was sharded with values on some ranks and on the meta device on others, "
+                "and none were loaded since: load one state dict on all ranks, for example by set_model_state_dict "
+                "with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+            )
+        for name, param, rows in zip(self.names, self.params, self._rows, strict=True):
+            # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
+            if local_of(param) is not rows:
+                raise RuntimeError(
+                    f"parameter {name!r} was converted or moved after fully_shard: expected rows in its unit's buffer, "
+                    f"got {param.dtype} on {param.device} in other memory; convert a model before sharding, and call "
+                    "to_empty() on a sharded module"
+                )
+        for index, module, attr in self.places():
+            if module._parameters.get(attr) is not self.params[index]:
+                raise RuntimeError(
+                    f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
+                    f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
+                    "load_state_dict)"
+                )
 
     def _check_unfrozen(self) -> None:
         """RuntimeError for a parameter that was frozen when it was sharded, and would now train in its given dtype."""

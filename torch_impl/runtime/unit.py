@@ -99,6 +99,11 @@ class Unit:
                 param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
 
     @property
+    def device(self) -> torch.device:
+        """The mesh's, where compute weights lie."""
+        return self._context.device
+
+    @property
     def schedule(self) -> Schedule:
         """What this unit shares with the others below its root; its own until a root runs forward."""
         return self._context.schedule
@@ -205,6 +210,9 @@ class Unit:
         # A unit that has been a root until now may have left a reduction in its own schedule.
         if self.schedule is not schedule:
             self.schedule.reductions.finish()
+            # It may have been turned off in any unit, before a forward told which of them share one.
+            if not self.pool.enabled:
+                schedule.pool.enable(False)
         self._context.schedule, self._context.name = schedule, name or "root"
         schedule.add(self)
         self._is_root = is_root
