@@ -93,8 +93,9 @@ class Wire:
     ``in_rows``: shards travel as rows of ``LANES`` elements. ``float8``: the format in which the group is gathered
     instead (``bridge.sharding.float8``).
 
-    Gradients are summed, and divided when they are in the grad dtype. In float16, whose largest number is 65504, sums
-    over many devices overflow: where either dtype is that, each axis takes the mean (``averages``), as in PyTorch.
+    Gradients are summed, and divided when they are in the grad dtype. Two cases take each axis's mean (``averages``), as
+    in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow: there what is to be summed
+    is divided. A grad dtype narrower than the reduce dtype would round twice: there sums are divided.
     """
 
     axes: DataParallelMesh
@@ -108,6 +109,10 @@ class Wire:
     @property
     def averages(self) -> bool:
         """Whether reductions give means over the devices, not sums."""
+        return self._divides_first or self.grad.itemsize < self.reduce.itemsize
+
+    @property
+    def _divides_first(self) -> bool:
         return jnp.float16 in (self.reduce, self.grad)
 
     def cast(self, weights: jax.Array) -> jax.Array:
@@ -151,7 +156,7 @@ class Wire:
         reduced = self._ready(values, range(level, to))
         for axis in range(level, to):
             reduced = self._over(axis, self._scatter, reduced)
-        return round_to(reduced.reshape(-1), self.grad)
+        return self._as_grad(reduced.reshape(-1), range(level, to))
 
     def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
         """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype; see ``averages``."""
@@ -160,13 +165,22 @@ class Wire:
         reduced = self._ready(values, range(level, self.axes.ndim))
         for axis in range(level, self.axes.ndim):
             reduced = self._over(axis, lax.psum, reduced)
-        return round_to(reduced, self.grad)
+        return self._as_grad(reduced, range(level, self.axes.ndim))
 
     def _ready(self, values: jax.Array, axes: range) -> jax.Array:
         """In the dtype of the summation over ``axes``."""
-        if self.averages:
-            values = divide_exactly(values, math.prod(self.axes.sizes[axis] for axis in axes))
+        if self._divides_first:
+            values = divide_exactly(values, self._devices(axes))
         return round_to(values, self.reduce)
+
+    def _as_grad(self, sums: jax.Array, axes: range) -> jax.Array:
+        """Of the summation over ``axes``."""
+        if self.averages and not self._divides_first:
+            sums = divide_exactly(sums, self._devices(axes))
+        return round_to(sums, self.grad)
+
+    def _devices(self, axes: range) -> int:
+        return math.prod(self.axes.sizes[axis] for axis in axes)
 
     def _gather(self, shard: jax.Array, axis_name: str) -> jax.Array:
         if shard.ndim > 1:

@@ -82,6 +82,23 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
             )
 
 
+# Where gradients stay whole, each device's own are kept in the grad dtype, and so rounded, before they are summed.
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_narrow_gradients_are_means_rounded_once(strategy: str) -> None:
+    # Three devices: the sum of three, rounded to bfloat16, and a third of that, rounded again, would differ.
+    rows = jax.tree.map(lambda x: x[:9], batch())
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        plan, weights = fully_shard(
+            parameters(), data_parallel_mesh(3), units=["layers/*"], strategy=strategy, grad_dtype=dtype
+        )
+        step = make_train_step(plan, mean, optax.sgd(0.1))
+        found[dtype] = unshard(plan, step.gradients(weights, rows)[1])
+    for path, wide in found["float32"].items():
+        narrow = np.asarray(found["bfloat16"][path].astype(jnp.float32))
+        np.testing.assert_array_equal(narrow, np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)), path)
+
+
 @pytest.mark.parametrize(
     ("divisor", "loss", "message"),
     [
