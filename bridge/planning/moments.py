@@ -176,7 +176,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
-    dtypes = optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]
+    dtypes = _dtypes(optimizer, (), "jax")
     scaled = sum(dtype in SCALED for dtype in dtypes)
     if scaled and row_moment(group, 0) is not None:
         return _CONVERTED * scaled * group.main_bytes * size // 2
