@@ -23,6 +23,7 @@ from jax_impl import (
     init_state,
     load_checkpoint,
     main_weight_adamw,
+    main_weight_muon,
     make_train_step,
     memory_report,
     plan_sharding,
@@ -119,6 +120,12 @@ SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
             lambda: optax.adamw(0.01), Offload(0.4), {"strategy": "no_shard"}, marks=pytest.mark.slow
         ),
         pytest.param(lambda: optax.contrib.muon(0.01), Offload(1.0), {"units": []}, marks=pytest.mark.slow),
+        pytest.param(
+            lambda: main_weight_muon(0.01, momentum_dtype="float8_e4m3fn", **SCALED),
+            Offload(0.6),
+            {"units": []},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Offload, options: Any) -> None:
