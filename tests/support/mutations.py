@@ -543,7 +543,7 @@ JAX = [
     ),
     M(
         "the second part of an array is the first again",
-        "jax_impl/optimizer/streaming.py",
+        "jax_impl/runtime/fetching.py",
         "start + middle, x.shape[axis]",
         "start, x.shape[axis]",
         "jax_impl/optimizer/test_offload.py",
