@@ -93,9 +93,9 @@ class Wire:
     ``in_rows``: shards travel as rows of ``LANES`` elements. ``float8``: the format in which the group is gathered
     instead (``bridge.sharding.float8``).
 
-    Gradients are summed, and divided when they are in the grad dtype. Two cases take each axis's mean (``averages``), as
-    in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow: there what is to be summed
-    is divided. A grad dtype narrower than the reduce dtype would round twice: there sums are divided.
+    Gradients are summed, and divided when they are in the grad dtype. Two cases take each axis's mean (``averages``),
+    as in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow: there what is to be
+    summed is divided. A grad dtype narrower than the reduce dtype would round twice: there sums are divided.
     """
 
     axes: DataParallelMesh
