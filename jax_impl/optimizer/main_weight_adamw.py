@@ -144,8 +144,7 @@ def main_weight_adamw(
 ) -> MainWeightTransformation:
     """AdamW, or Adam; defaults are those of PyTorch's AdamW.
 
-    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
-    any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
         gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with

@@ -119,8 +119,7 @@ def main_weight_muon(
 ) -> MainWeightTransformation:
     """Muon; arguments and defaults are those of ``torch.optim.Muon``, ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
-    any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
 
     use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
         layers those of one layer. None: all of two dimensions. Of more dimensions, True makes matrices of the last
@@ -398,12 +397,11 @@ def _stepped(
     dtype = update_dtype(weight.dtype)
     kept = -negative(rate, dtype, given.weight_decay) if isinstance(rate, jax.Array) else None
     w, number = weight.astype(dtype), dtype.type
-    decay = number(1 - rate * given.weight_decay) if kept is None else number(1) - kept
-    scaled = w * decay
+    scaled = w * (number(1 - rate * given.weight_decay) if kept is None else number(1) - kept)
     # Rounded, as behind a choice for each element: see update.py.
     scaled = jnp.where(w == w, scaled, number(np.nan))
-    stepped = scaled + negative(rate, dtype, _adjustment(given, shape)) * direction.astype(dtype)
-    return as_stored(stepped, weight.dtype)
+    step_size = negative(rate, dtype, _adjustment(given, shape))
+    return as_stored(scaled + step_size * direction.astype(dtype), weight.dtype)
 
 
 def _adjustment(given: _Muon, shape: tuple[int, ...]) -> float:

@@ -81,8 +81,7 @@ def main_weight_sgd(
 ) -> MainWeightTransformation:
     """SGD; the arguments are those of PyTorch's, and ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of arrays in float32, float64, bfloat16 or float16. Gradients are arrays of the same shapes in
-    any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
 
     momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
