@@ -78,7 +78,9 @@ def fully_shard(
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
         but not in the root, the unit whose forward is called first.
-    shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
+    shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no influence, see ``torch_impl.fsdp2``; a
+        ``ShardPlacementResult`` says over which mesh a parameter is sharded in place of ``mesh``, such as that of the
+        ranks that hold the same experts.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
     offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
         the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
@@ -150,18 +152,18 @@ def _build_unit(
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         owned = owned_parameters(root, ignored, FSDPModule)
-        for one in owned:
-            if one.tensor_parallel is not None:
-                check_joint(one.name, one.tensor_parallel, mesh.mesh)
-        fsdp2.check_placements(shard_placement_fn, owned)
-        plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
-    except (ValueError, NotImplementedError) as error:
+        meshes = fsdp2.meshes_of(shard_placement_fn, owned, mesh)
+        for one, its in zip(owned, meshes, strict=True):
+            _check_mesh(one, its, options)
+        plans = _plan_groups(owned, meshes, options)
+    except (TypeError, ValueError, NotImplementedError) as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
         **options.description,
         "error": None if failure is None else str(failure),
         "layouts": [one.layout.fingerprint for one in plans],
+        "meshes": [list(one.mesh.sizes) for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     require_same_unit(kind, description, mesh, device)
@@ -171,15 +173,15 @@ def _build_unit(
     host = None
     if options.offload is not None:
         host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
-    for index, (members, quantized, layout) in enumerate(plans):
+    for index, (members, quantized, its, layout) in enumerate(plans):
         first = members[0].param
         dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
-        divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
+        divisor = its.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
             ParameterGroup(
-                members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix, host
+                members, layout, its, where, options.strategy, dtypes, divisor, context, suffix, host
             )
         )
     for one in owned:
@@ -190,26 +192,27 @@ def _build_unit(
 
 
 class _PlannedGroup(NamedTuple):
-    """Parameters of one dtype and one trainability, all ``quantized`` or none."""
+    """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none."""
 
     members: list[OwnedParameter]
     quantized: bool
+    mesh: DataParallelMesh
     layout: Layout
 
 
 def _plan_groups(
-    owned: Sequence[OwnedParameter], options: UnitOptions, num_shards: int
+    owned: Sequence[OwnedParameter], meshes: Sequence[DataParallelMesh], options: UnitOptions
 ) -> list[_PlannedGroup]:
-    """The groups of a unit, in the order of their first parameters."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
-    for one in owned:
+    """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
+    groups: dict[tuple[torch.dtype, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
+    for one, its in zip(owned, meshes, strict=True):
         given, trainable = one.param.dtype, one.param.requires_grad
         quantized = options.policy.is_quantized(given, one.local_shape)
         if quantized:
             check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized), []).append(one)
+        groups.setdefault((given, trainable, quantized, its), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -219,14 +222,26 @@ def _plan_groups(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
     plans = []
-    for (_, _, quantized), members in groups.items():
+    for (_, _, quantized, mesh), members in groups.items():
         shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
+        num_shards = mesh.shards(options.strategy.optimizer)
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
-        plans.append(_PlannedGroup(members, quantized, layout))
+        plans.append(_PlannedGroup(members, quantized, mesh, layout))
     return plans
+
+
+def _check_mesh(one: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
+    """ValueError unless the parameter can be sharded over ``mesh`` by the unit's strategy."""
+    if one.tensor_parallel is not None:
+        check_joint(one.name, one.tensor_parallel, mesh.mesh)
+    if options.strategy.optimizer > mesh.ndim:
+        raise ValueError(
+            f"{one.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, expected a "
+            f"mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
+        )
 
 
 def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:

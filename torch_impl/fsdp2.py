@@ -8,7 +8,7 @@ Refused with NotImplementedError, which says what to do instead:
 
 * ``CPUOffloadPolicy`` beside a float8 ``gather_dtype``
 * an integer ``reshard_after_forward``
-* a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
+* a ``shard_placement_fn`` whose ``ShardPlacementResult`` has a mesh that does not shard its last axis
 * ``dp_mesh_dims`` that join several axes into one
 * the methods of ``Unavailable``
 
@@ -36,6 +36,9 @@ Raise an error when they run:
 Behave otherwise than in FSDP2:
 
 * Main weights are float32 for bfloat16 and float16 parameters too.
+* ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
+  not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
+  mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
 * With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
   parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
@@ -78,6 +81,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.precision import MixedPrecisionPolicy
 
@@ -134,20 +138,58 @@ def reshard_of(reshard_after_forward: object) -> bool | None:
     raise TypeError(f"reshard_after_forward: expected a bool or None, got {reshard_after_forward!r}")
 
 
-def check_placements(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, owned: Iterable[OwnedParameter]
-) -> None:
-    """NotImplementedError if the function asks for anything but the default, ``Shard(0)``, of a parameter."""
-    if shard_placement_fn is None:
-        return
+def meshes_of(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    owned: Iterable[OwnedParameter],
+    mesh: DataParallelMesh,
+) -> list[DataParallelMesh]:
+    """Over which mesh each parameter is sharded: ``mesh``, unless the function returns a ``ShardPlacementResult``.
+
+    ``Shard(dim)``, alone or in the result, has no influence. Raises ValueError for a dimension that the parameter lacks
+    and TypeError for any other result; NotImplementedError for a mesh that does not shard its innermost axis.
+    """
+    meshes = {mesh.mesh: mesh}
+    chosen = []
     for one in owned:
-        wanted = shard_placement_fn(one.param)
-        if wanted is not None and wanted != Shard(0):
-            refuse(
-                f"shard_placement_fn: {wanted!r} for {one.name}",
-                "parameters are cut between any two rows, evenly or not; leave the function out, or say with "
-                "granularity= what must stay together",
-            )
+        wanted = None if shard_placement_fn is None else shard_placement_fn(one.param)
+        info = getattr(wanted, "mesh_info", None)
+        placement = wanted if info is None else getattr(wanted, "placement", None)
+        _check_placement(one, placement)
+        its = mesh.mesh if info is None else _mesh_of(one.name, info)
+        if its not in meshes:
+            meshes[its] = DataParallelMesh(its)
+        chosen.append(meshes[its])
+    return chosen
+
+
+def _check_placement(one: OwnedParameter, placement: object) -> None:
+    if placement is None:
+        return
+    if not isinstance(placement, Shard):
+        raise TypeError(
+            f"shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for {one.name}, got {placement!r}"
+        )
+    ndim = one.param.ndim
+    # A scalar has one row.
+    if not -max(ndim, 1) <= placement.dim < max(ndim, 1):
+        raise ValueError(
+            f"shard_placement_fn: expected a dimension of {one.name}, which has {ndim}, got {placement!r}"
+        )
+
+
+def _mesh_of(name: str, info: Any) -> DeviceMesh:
+    """The mesh of a ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which torch has no public names for."""
+    mesh, shard = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"shard_placement_fn: expected the mesh_info of {name} to have a DeviceMesh, got {info!r}"
+        )
+    if shard != mesh.ndim - 1 or mesh.ndim > 2:
+        refuse(
+            f"shard_placement_fn: {type(info).__name__} for {name} that shards axis {shard} of {mesh.ndim}",
+            "give a mesh whose last axis shards and whose other axis, if any, replicates",
+        )
+    return mesh
 
 
 def data_parallel_axes(

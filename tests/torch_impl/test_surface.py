@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
@@ -253,13 +253,8 @@ def refused_arguments() -> None:
             {"reshard_after_forward": "yes"},
         ),
         (
-            NotImplementedError,
-            r"shard_placement_fn: .* for stack is not available: parameters are cut between any two rows",
-            {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 3 else None},
-        ),
-        (
-            NotImplementedError,
-            r"shard_placement_fn: Replicate",
+            TypeError,
+            r"shard_placement_fn: expected Shard\(dim\), .*, got Replicate",
             {"shard_placement_fn": lambda _: Replicate()},
         ),
         (
