@@ -33,7 +33,7 @@ from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
-from torch_impl.runtime.tensor_parallel import check_joint
+from torch_impl.runtime.tensor_parallel import SpmdMesh, check_joint
 from torch_impl.runtime.unit import Unit
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -87,7 +87,8 @@ def fully_shard(
         GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or gradients,
         such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
-    dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
+    dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name. Parameters that are DTensors on all
+        axes of ``mesh``, replicated on these, stay so in forward and backward.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these, "row" for those left out.
     align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
@@ -102,8 +103,9 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
+    spmd = None
     if dp_mesh_dims is not None:
-        mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
+        mesh, spmd, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
     options = UnitOptions(
         chosen,
@@ -124,7 +126,7 @@ def fully_shard(
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
     classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
-    unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_full_state_dicts()
     if options.policy.store_param_remainders:
         refuse_other_optimizers()
@@ -142,6 +144,7 @@ def _build_unit(
     mesh: DataParallelMesh,
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    spmd: SpmdMesh | None,
 ) -> Unit:
     """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
     kind = " and ".join(type(module).__name__ for module in modules)
@@ -151,7 +154,7 @@ def _build_unit(
     try:
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        owned = owned_parameters(root, ignored, FSDPModule)
+        owned = owned_parameters(root, ignored, FSDPModule, spmd)
         meshes = fsdp2.meshes_of(shard_placement_fn, owned, mesh)
         for one, its in zip(owned, meshes, strict=True):
             _check_mesh(one, its, options)
@@ -205,14 +208,14 @@ def _plan_groups(
 ) -> list[_PlannedGroup]:
     """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
     groups: dict[tuple[torch.dtype, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
-    for one, its in zip(owned, meshes, strict=True):
+    for one, own_mesh in zip(owned, meshes, strict=True):
         given, trainable = one.param.dtype, one.param.requires_grad
         quantized = options.policy.is_quantized(given, one.local_shape)
         if quantized:
             check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized, its), []).append(one)
+        groups.setdefault((given, trainable, quantized, own_mesh), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})

@@ -9,7 +9,6 @@ Refused with NotImplementedError, which says what to do instead:
 * ``CPUOffloadPolicy`` beside a float8 ``gather_dtype``
 * an integer ``reshard_after_forward``
 * a ``shard_placement_fn`` whose ``ShardPlacementResult`` has a mesh that does not shard its last axis
-* ``dp_mesh_dims`` that join several axes into one
 * the methods of ``Unavailable``
 
 Refused with ValueError: a tie of parameters across units; float8 parameters; a unit with some parameters on the meta
@@ -39,6 +38,9 @@ Behave otherwise than in FSDP2:
 * ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
   not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
   mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
+* ``dp_mesh_dims`` takes plain parameters as well as DTensors on all axes of the mesh.
+* The tensor that a hook of ``set_all_reduce_hook`` gets has the order and the padding of the layout, and there is one
+  for each group of a unit.
 * With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
   parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
@@ -84,13 +86,14 @@ from torch.distributed.tensor import Shard
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.tensor_parallel import SpmdMesh, joined_axes
 
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Names of the mesh axes that are data-parallel: ``shard`` the inner one, ``replicate`` the outer one.
 
-    Raises ValueError if both are None.
+    Several names together are one axis. Raises ValueError if both are None.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -194,31 +197,37 @@ def _mesh_of(name: str, info: Any) -> DeviceMesh:
 
 def data_parallel_axes(
     mesh: DeviceMesh | None, dims: Any, strategy: str | None
-) -> tuple[DeviceMesh, str | None]:
-    """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first, and the strategy on them.
+) -> tuple[DeviceMesh, SpmdMesh, str | None]:
+    """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first; ``mesh``; the strategy on them.
 
-    Without an axis to shard over, the strategy is "no_shard". Raises ValueError for a missing mesh, for names that are
-    not those of axes, and for a strategy that contradicts ``dims``; NotImplementedError for several axes in one.
+    Several names for one kind become one axis, which torch flattens. Without an axis to shard over, the strategy is
+    "no_shard". Raises ValueError for a missing mesh, for names that are not those of axes in their order, and for a
+    strategy that contradicts ``dims``.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
-    names: list[str] = []
+    known = mesh.mesh_dim_names or ()
+    axes: list[tuple[str, ...]] = []
     for kind in ("replicate", "shard"):
         given = getattr(dims, kind)
         listed = (given,) if isinstance(given, str) else tuple(given or ())
-        if len(listed) > 1:
-            refuse(f"dp_mesh_dims.{kind}={listed}", "make a mesh in which they are one axis")
-        names += listed
-    for name in names:
-        if name not in (mesh.mesh_dim_names or ()):
+        for name in listed:
+            if name not in known:
+                raise ValueError(f"dp_mesh_dims: expected names of mesh axes, {known}, got {name!r}")
+        if list(listed) != sorted(set(listed), key=known.index):
             raise ValueError(
-                f"dp_mesh_dims: expected names of mesh axes, {mesh.mesh_dim_names}, got {name!r}"
+                f"dp_mesh_dims.{kind}: expected each axis once, in the order of the mesh, {known}, got {listed}"
             )
+        if listed:
+            axes.append(listed)
+    if len(axes) == 2 and set(axes[0]) & set(axes[1]):
+        raise ValueError(f"dp_mesh_dims: expected an axis to shard or to replicate, got {dims}")
     if dims.shard is None:
         if strategy not in (None, "no_shard"):
             raise ValueError(f"strategy: expected 'no_shard' without an axis to shard over, got {strategy!r}")
         strategy = "no_shard"
-    return mesh[tuple(names)], strategy
+    spmd = SpmdMesh(mesh, frozenset(known.index(name) for names in axes for name in names))
+    return joined_axes(mesh, axes), spmd, strategy
 
 
 def refuse(what: str, instead: str) -> NoReturn:
@@ -242,12 +251,6 @@ class Unavailable:
         refuse(
             "set_custom_reduce_scatter",
             "reductions are issued by torch_impl.comm.collectives, from the flat gradient buffers",
-        )
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        refuse(
-            "set_all_reduce_hook",
-            "use a mesh of two axes, whose outer one is reduced by the package, or change the gradients after backward",
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -56,7 +56,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 REFUSED = {
     "set_unshard_in_backward",
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
@@ -270,9 +269,14 @@ def refused_arguments() -> None:
             {"mesh": mesh, "dp_mesh_dims": dims("pp")},
         ),
         (
-            NotImplementedError,
-            r"dp_mesh_dims.shard=\('dp', 'tp'\) is not available: make a mesh",
-            {"mesh": mesh, "dp_mesh_dims": dims(("dp", "tp"))},
+            ValueError,
+            r"dp_mesh_dims.shard: expected each axis once, in the order of the mesh, .*, got \('tp', 'dp'\)",
+            {"mesh": mesh, "dp_mesh_dims": dims(("tp", "dp"))},
+        ),
+        (
+            ValueError,
+            "dp_mesh_dims: expected an axis to shard or to replicate, got Data",
+            {"mesh": mesh, "dp_mesh_dims": dims(("dp", "tp"), "dp")},
         ),
         (
             ValueError,

@@ -42,7 +42,7 @@ from torch_impl.runtime.host_memory import HOST, HostMemory
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
-from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
+from torch_impl.runtime.reduction import AllReduceHook, Divisor, GradientSpec, GroupReduction
 
 Version: TypeAlias = tuple[int, ...]
 
@@ -74,7 +74,7 @@ class ParameterGroup:
         self.tensor_parallel = [one.tensor_parallel for one in owned]
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
-        self._divisor = Divisor(divisor)
+        self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
         self._context, self._suffix = context, suffix
         self._shows_whole = False
         self.params: list[nn.Parameter]
@@ -172,6 +172,7 @@ class ParameterGroup:
             self.strategy,
             dtypes,
             self._divisor,
+            self.all_reduce_hook,
             self.host,
         )
         memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute.flat.device, context, suffix)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from bridge.callers import warn_caller
 from torch_impl.dtensor.tensor import RowDTensor
-from torch_impl.runtime.tensor_parallel import TensorParallel, tensor_parallel_of
+from torch_impl.runtime.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
 # Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
 _TAKEN = "_taken_by_unit"
@@ -49,16 +49,20 @@ def taken_by(param: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered."""
+    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered.
+
+    ``spmd``: the mesh of all axes, on which it may be a DTensor.
+    """
 
     name: str
     param: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
+    spmd: SpmdMesh | None = None
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
         """How the parameter lies on mesh axes that are not data-parallel."""
-        return tensor_parallel_of(self.name, self.param)
+        return tensor_parallel_of(self.name, self.param, self.spmd)
 
     @property
     def local(self) -> torch.Tensor:
@@ -92,7 +96,9 @@ class OwnedParameter:
         self.param.__class__ = _taken_class(type(self.param))
 
 
-def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[OwnedParameter]:
+def owned_parameters(
+    module: nn.Module, ignored: set[int], inner: type, spmd: SpmdMesh | None = None
+) -> list[OwnedParameter]:
     """In model order, each once with all its names. ``ignored``: ids of parameters; ``inner``: class of inner units.
 
     Raises ValueError for a parameter that cannot be sharded.
@@ -104,9 +110,9 @@ def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[
             if param is None or id(param) in ignored:
                 continue
             name = f"{prefix}{attr}"
-            _check(name, param)
+            _check(name, param, spmd)
             found.setdefault(id(param), (name, param, []))[2].append((holder, attr))
-    owned = [OwnedParameter(name, param, tuple(sites)) for name, param, sites in found.values()]
+    owned = [OwnedParameter(name, param, tuple(sites), spmd) for name, param, sites in found.values()]
     # A unit has one gather: its weights come into being together.
     if len({one.param.is_meta for one in owned}) > 1:
         meta = next(one.name for one in owned if one.param.is_meta)
@@ -132,13 +138,13 @@ def _modules_outside(
             yield from _modules_outside(child, inner, f"{prefix}{name}.", seen)
 
 
-def _check(name: str, param: nn.Parameter) -> None:
+def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
     if isinstance(param, RowDTensor):
         raise ValueError(
             f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
             "inner modules before outer ones"
         )
-    tensor_parallel_of(name, param)
+    tensor_parallel_of(name, param, spmd)
     given = param.detach()
     values = given.to_local() if isinstance(given, DTensor) else param
     if hasattr(values, "__tensor_flatten__") or hasattr(values, "fsdp_pre_all_gather"):
