@@ -28,6 +28,8 @@ from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.extended_group import ExtendedGroup
+from torch_impl.runtime.extension import check_extension, extended_layout, own_rows
 from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
@@ -176,16 +178,17 @@ def _build_unit(
     host = None
     if options.offload is not None:
         host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
-    for index, (members, quantized, its, layout) in enumerate(plans):
+    for index, (members, quantized, its, layout, shards) in enumerate(plans):
         first = members[0].param
         dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
         divisor = its.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
+        common = (layout, its, where, options.strategy, dtypes, divisor, context, suffix, host)
         groups.append(
-            ParameterGroup(
-                members, layout, its, where, options.strategy, dtypes, divisor, context, suffix, host
-            )
+            ParameterGroup(members, *common)
+            if shards is None
+            else ExtendedGroup(members, shards, *common, options.policy)
         )
     for one in owned:
         one.take(kind)
@@ -195,27 +198,32 @@ def _build_unit(
 
 
 class _PlannedGroup(NamedTuple):
-    """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none."""
+    """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none.
+
+    ``shards``: own rows of parameters with extensions; None: they have none.
+    """
 
     members: list[OwnedParameter]
     quantized: bool
     mesh: DataParallelMesh
     layout: Layout
+    shards: list[torch.Tensor] | None = None
 
 
 def _plan_groups(
     owned: Sequence[OwnedParameter], meshes: Sequence[DataParallelMesh], options: UnitOptions
 ) -> list[_PlannedGroup]:
     """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
-    groups: dict[tuple[torch.dtype, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
     for one, own_mesh in zip(owned, meshes, strict=True):
         given, trainable = one.param.dtype, one.param.requires_grad
-        quantized = options.policy.is_quantized(given, one.local_shape)
+        extended = one.extended
+        quantized = not extended and options.policy.is_quantized(given, one.local_shape)
         if quantized:
             check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized, own_mesh), []).append(one)
+        groups.setdefault((given, trainable, quantized, extended, own_mesh), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -225,7 +233,10 @@ def _plan_groups(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
     plans = []
-    for (_, _, quantized, mesh), members in groups.items():
+    for (_, _, quantized, extended, mesh), members in groups.items():
+        if extended:
+            plans.append(_plan_extended(members, options, mesh))
+            continue
         shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
@@ -234,6 +245,17 @@ def _plan_groups(
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
         plans.append(_PlannedGroup(members, quantized, mesh, layout))
     return plans
+
+
+def _plan_extended(
+    members: list[OwnedParameter], options: UnitOptions, mesh: DataParallelMesh
+) -> _PlannedGroup:
+    for one in members:
+        check_extension(one, mesh, options.strategy)
+    num_shards, first = mesh.shards(options.strategy.optimizer), members[0].param
+    main = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad).main
+    shards = [own_rows(one, main, mesh.index(options.strategy.optimizer), num_shards) for one in members]
+    return _PlannedGroup(members, False, mesh, extended_layout(members, num_shards), shards)
 
 
 def _check_mesh(one: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
@@ -254,6 +276,11 @@ def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
         raise ValueError(
             f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
             f"store_param_remainders=True, got {dtypes.main} and {dtypes.compute}"
+        )
+    if one.extended:
+        raise NotImplementedError(
+            f"{one.name}: store_param_remainders=True is not available for a {type(one.local).__name__}, which has "
+            "rows of its own"
         )
     if one.tensor_parallel is not None:
         raise NotImplementedError(

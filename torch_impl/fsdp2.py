@@ -16,8 +16,11 @@ device and some not; a module list as one argument (``list(modules)`` makes one 
 
 Refused with TypeError: copying or pickling a sharded module, converting one to another dtype or device.
 
-Refused with TypeError or ValueError by name: parameters that are wrapper subclasses (torchao's NF4) or have
-``fsdp_pre_all_gather``; data-parallel mesh axes named for model parallelism that ``dp_mesh_dims`` does not name.
+Refused with TypeError or ValueError by name: parameters that are wrapper subclasses without ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``; data-parallel mesh axes named for model parallelism that ``dp_mesh_dims`` does not name.
+
+Refused with NotImplementedError by name: parameters with these methods under ``no_shard``, ``hfsdp`` or
+``store_param_remainders=True``.
 
 Raise an error when they run:
 
@@ -38,6 +41,11 @@ Behave otherwise than in FSDP2:
 * ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
   not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
   mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
+* Parameters with ``fsdp_pre_all_gather`` (``torch_impl.runtime.extension``) are found by their class: methods that a
+  program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their values
+  in another form (torchao's NF4) have no ``full_tensor()`` and are in no checkpoint: ``save_checkpoint`` and
+  ``dcp.save`` name them. ``gather_dtype`` leaves them alone. torchao's ``precompute_float8_dynamic_scale_for_fsdp``
+  needs norms that are DTensors: leave the call out, and each gather computes its scales.
 * ``dp_mesh_dims`` takes plain parameters as well as DTensors on all axes of the mesh.
 * The tensor that a hook of ``set_all_reduce_hook`` gets has the order and the padding of the layout, and there is one
   for each group of a unit.

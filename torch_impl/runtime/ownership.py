@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.callers import warn_caller
 from torch_impl.dtensor.tensor import RowDTensor
@@ -73,6 +74,11 @@ class OwnedParameter:
         return given if placed is None else placed.part_of(given)
 
     @property
+    def extended(self) -> bool:
+        """Whether the parameter says itself what is gathered, see ``torch_impl.runtime.extension``."""
+        return is_extended(self.local)
+
+    @property
     def local_shape(self) -> torch.Size:
         """Of ``local``."""
         placed = self.tensor_parallel
@@ -82,6 +88,8 @@ class OwnedParameter:
     def description(self) -> list[object]:
         """What ranks compare: name, shape, dtype (and whether on the meta device) and trainability, as JSON values."""
         kind = f"{self.param.dtype}{' on meta' if self.param.is_meta else ''}"
+        if self.extended:
+            kind += f" {type(self.local).__name__}"
         return [self.name, list(self.local_shape), kind, self.param.requires_grad]
 
     def take(self, unit: str) -> None:
@@ -138,6 +146,11 @@ def _modules_outside(
             yield from _modules_outside(child, inner, f"{prefix}{name}.", seen)
 
 
+def is_extended(values: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that says itself what is gathered of it."""
+    return hasattr(type(values), "fsdp_pre_all_gather") and not isinstance(values, DTensor)
+
+
 def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
     if isinstance(param, RowDTensor):
         raise ValueError(
@@ -146,17 +159,21 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
         )
     tensor_parallel_of(name, param, spmd)
     given = param.detach()
-    values = given.to_local() if isinstance(given, DTensor) else param
-    if hasattr(values, "__tensor_flatten__") or hasattr(values, "fsdp_pre_all_gather"):
+    values = given.to_local() if isinstance(given, DTensor) else given
+    # Methods of a parameter that is a plain tensor are not there on its rows.
+    promised = any(hasattr(one, "fsdp_pre_all_gather") for one in (param, values))
+    wraps = is_traceable_wrapper_subclass(values)
+    kind = type(values if wraps else param).__name__
+    if not is_extended(values) and (promised or wraps):
         raise ValueError(
-            f"{name}: expected a plain parameter or a DTensor, got a {type(values).__name__}, whose inner tensors and "
-            "fsdp_pre_all_gather would be lost in a flat buffer; leave it unsharded (ignored_params), or make it a "
-            "plain tensor before fully_shard (torchao's have dequantize())"
+            f"{name}: expected a plain parameter, a DTensor, or a subclass of torch.Tensor with fsdp_pre_all_gather "
+            f"and fsdp_post_all_gather, got a {kind}, which a flat buffer would lose; leave it "
+            "unsharded (ignored_params), or make it a plain tensor before fully_shard"
         )
     if taken_by(param) is not None:
         raise ValueError(
             f"{name}: tied to a parameter that an inner {taken_by(param)} unit owns; shard a module that "
             "contains both uses instead of the inner one"
         )
-    if param.is_floating_point() and param.dtype.itemsize == 1:
+    if not is_extended(values) and param.is_floating_point() and param.dtype.itemsize == 1:
         raise ValueError(f"{name}: expected a dtype of two or more bytes, got {param.dtype}")

@@ -60,7 +60,7 @@ def trained(
             nn.Parameter(torch.distributed.tensor.distribute_tensor(param.detach(), mesh, placed)),
         )
     shard(model, mesh=mesh, dp_mesh_dims=dims)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cut = [Shard(0)] * mesh.ndim
     if tp:
         cut[-1] = Replicate()
@@ -81,7 +81,7 @@ def trained(
 
 def reference(steps: int = 2) -> Mlp:
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         model(inputs(step)).square().mean().backward()
@@ -142,7 +142,7 @@ def joined() -> None:
         plain = Toy()
         assert model.embed.weight.device_mesh.shape == shape
         tokens, targets = batch(0, 4, 1)
-        optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
         mse(plain, tokens, targets).backward()
         mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
         for optimizer in optimizers:
@@ -174,7 +174,7 @@ def replicas() -> None:
         for unit in (model.up, model.down, model):
             shard(unit, mesh=mesh["dp"])
         model.apply(hooked)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
         for step in range(2):
             model(inputs(step)[own]).square().mean().backward()
