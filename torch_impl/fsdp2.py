@@ -37,7 +37,9 @@ Raise an error when they run:
 
 Behave otherwise than in FSDP2:
 
-* Main weights are float32 for bfloat16 and float16 parameters too.
+* Main weights are float32 for trainable bfloat16 and float16 parameters too, unless
+  ``MixedPrecisionPolicy(main_dtype=None)`` of this package keeps the dtype in which they were given. So such a
+  parameter that is frozen when it is sharded, and stays as it is, raises at the next forward after it was unfrozen.
 * ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
   not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
   mesh are gathered and reduced over it, and their gradients divided by its number of ranks.

@@ -160,6 +160,24 @@ def test_bytes_and_collectives_of_every_strategy(
     assert_measured(ranks, mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {},
+        {"main": "bfloat16"},
+        {"main": "given"},
+        {"main": "given", "compute": "float32", "grad": "float32"},
+    ],
+)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_bytes_of_weights_that_are_given_in_two_dtypes(
+    ranks: RankGroup, strategy: str, precision: dict[str, str]
+) -> None:
+    narrow = [Spec((5, 7), narrow=True), Spec((6, 3), frozen=True, narrow=True)]
+    policy = policy_text((2,), strategy, strategy, precision)
+    assert_measured(ranks, (2,), policy, [[*PART, *narrow], narrow], PART, 2)
+
+
 def test_all_devices_together_hold_every_element_once() -> None:
     policy = parse_policy(policy_text((2, 3), "hfsdp", "hfsdp", {}), "test")
     model = model_of([PART, PART], [Spec((9, 4))])
@@ -172,7 +190,14 @@ def test_all_devices_together_hold_every_element_once() -> None:
     assert sum(held) == 4 * model.numel
 
 
-WIDE = [Spec((64, 64)), Spec((7, 33)), Spec((5,)), Spec((4, 64), frozen=True), Spec((6, 32), frozen=True)]
+WIDE = [
+    Spec((64, 64)),
+    Spec((7, 33)),
+    Spec((5,)),
+    Spec((4, 64), frozen=True),
+    Spec((6, 32), frozen=True),
+    Spec((3, 32), frozen=True, narrow=True),
+]
 
 
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
