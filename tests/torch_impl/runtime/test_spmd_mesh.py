@@ -128,19 +128,23 @@ def test_parameters_on_all_axes_stay_so_in_forward(ranks: RankGroup) -> None:
 def joined() -> None:
     """Plain parameters; on three axes the outer one replicates and the two others are one."""
     cases = [
-        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "cp")), Dims(("shard", "cp")), (4,)),
+        (
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "cp")),
+            Dims(("shard", "cp")),
+            ("shard_cp",),
+        ),
         (
             init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("copies", "shard", "cp")),
             Dims(("shard", "cp"), "copies"),
-            (2, 2),
+            ("copies", "shard_cp"),
         ),
     ]
-    for mesh, dims, shape in cases:
+    for mesh, dims, names in cases:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model = sharded_toy(mesh=mesh, dp_mesh_dims=dims)
         plain = Toy()
-        assert model.embed.weight.device_mesh.shape == shape
+        assert model.embed.weight.device_mesh.mesh_dim_names == names
         tokens, targets = batch(0, 4, 1)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
         mse(plain, tokens, targets).backward()
