@@ -80,7 +80,11 @@ sums kept between microbatches.
 **Tensor parallelism.** Parameters that are DTensors, placed by ``Shard`` and ``Replicate`` on further axes of the same
 named mesh, are sharded once more. At rest they are DTensors on all axes. Experts get a mesh of their own and
 ``grad_divisor``. A data-parallel mesh with axes named for model parallelism (``bridge.sharding.mesh_axes``) is refused,
-unless ``dp_mesh_dims`` names the axes. A policy cuts modules over such axes itself, see ``torch_impl.parallel``.
+unless ``dp_mesh_dims`` names the axes. A ``shard_placement_fn`` may give a parameter, such as experts, a mesh of its
+own. A policy cuts modules over such axes itself, see ``torch_impl.parallel``.
+
+**Parameters with fsdp_pre_all_gather**, FSDP2's extension for float8 and quantized weights, keep their class, are cut
+between slices of dimension 0 into equal parts, and gather what they say; see ``torch_impl.runtime.extension``.
 
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks

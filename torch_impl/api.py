@@ -30,12 +30,14 @@ from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.runtime.context import UnitContext
+from torch_impl.runtime.extended_group import ExtendedGroup
+from torch_impl.runtime.extension import check_extension, extended_layout, own_rows
 from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
-from torch_impl.runtime.tensor_parallel import check_joint
+from torch_impl.runtime.tensor_parallel import SpmdMesh, check_joint
 from torch_impl.runtime.unit import Unit
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -82,14 +84,17 @@ def fully_shard(
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
         but not in the root, the unit whose forward is called first.
-    shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
+    shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no influence, see ``torch_impl.fsdp2``; a
+        ``ShardPlacementResult`` says over which mesh a parameter is sharded in place of ``mesh``, such as that of the
+        ranks that hold the same experts.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
     offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
         the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
         GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or gradients,
         such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
-    dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name.
+    dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name. Parameters that are DTensors on all
+        axes of ``mesh``, replicated on these, stay so in forward and backward.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these, "row" for those left out.
     align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
@@ -104,8 +109,9 @@ def fully_shard(
     and ValueError on all ranks when they disagree on the model; the module is then as before.
     """
     modules = _checked_modules(module)
+    spmd = None
     if dp_mesh_dims is not None:
-        mesh, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
+        mesh, spmd, strategy = fsdp2.data_parallel_axes(mesh, dp_mesh_dims, strategy)
     chosen = chosen_strategy(strategy, placements)
     options = UnitOptions(
         chosen,
@@ -126,7 +132,7 @@ def fully_shard(
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
     classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
-    unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()
     if options.policy.store_param_remainders:
@@ -146,6 +152,7 @@ def _build_unit(
     mesh: DataParallelMesh,
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    spmd: SpmdMesh | None,
 ) -> Unit:
     """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
     kind = " and ".join(type(module).__name__ for module in modules)
@@ -155,19 +162,19 @@ def _build_unit(
     try:
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        owned = owned_parameters(root, ignored, FSDPModule)
-        for one in owned:
-            if one.tensor_parallel is not None:
-                check_joint(one.name, one.tensor_parallel, mesh.mesh)
-        fsdp2.check_placements(shard_placement_fn, owned)
-        plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
-    except (ValueError, NotImplementedError) as error:
+        owned = owned_parameters(root, ignored, FSDPModule, spmd)
+        meshes = fsdp2.meshes_of(shard_placement_fn, owned, mesh)
+        for one, its in zip(owned, meshes, strict=True):
+            _check_mesh(one, its, options)
+        plans = _plan_groups(owned, meshes, options)
+    except (TypeError, ValueError, NotImplementedError) as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
         **options.description,
         "error": None if failure is None else str(failure),
         "layouts": [one.layout.fingerprint for one in plans],
+        "meshes": [list(one.mesh.sizes) for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     on_meta = any(one.param.is_meta for one in owned)
@@ -179,26 +186,17 @@ def _build_unit(
     host = None
     if options.offload is not None:
         host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
-    for index, (members, quantized, layout) in enumerate(plans):
+    for index, (members, quantized, its, layout, shards) in enumerate(plans):
         first = members[0].param
         dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
-        divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
+        divisor = its.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
+        common = (layout, its, where, options.strategy, dtypes, divisor, context, suffix, host)
         groups.append(
-            ParameterGroup(
-                members,
-                layout,
-                mesh,
-                where,
-                options.strategy,
-                dtypes,
-                divisor,
-                context,
-                suffix,
-                host,
-                unequal,
-            )
+            ParameterGroup(members, *common, unequal)
+            if shards is None
+            else ExtendedGroup(members, shards, *common, options.policy)
         )
     for one in owned:
         one.take(kind)
@@ -208,26 +206,32 @@ def _build_unit(
 
 
 class _PlannedGroup(NamedTuple):
-    """Parameters of one dtype and one trainability, all ``quantized`` or none."""
+    """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none.
+
+    ``shards``: own rows of parameters with extensions; None: they have none.
+    """
 
     members: list[OwnedParameter]
     quantized: bool
+    mesh: DataParallelMesh
     layout: Layout
+    shards: list[torch.Tensor] | None = None
 
 
 def _plan_groups(
-    owned: Sequence[OwnedParameter], options: UnitOptions, num_shards: int
+    owned: Sequence[OwnedParameter], meshes: Sequence[DataParallelMesh], options: UnitOptions
 ) -> list[_PlannedGroup]:
-    """The groups of a unit, in the order of their first parameters."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
-    for one in owned:
+    """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
+    groups: dict[tuple[torch.dtype, bool, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
+    for one, own_mesh in zip(owned, meshes, strict=True):
         given, trainable = one.param.dtype, one.param.requires_grad
-        quantized = options.policy.is_quantized(given, one.local_shape)
+        extended = one.extended
+        quantized = not extended and options.policy.is_quantized(given, one.local_shape)
         if quantized:
             check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized), []).append(one)
+        groups.setdefault((given, trainable, quantized, extended, own_mesh), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -237,14 +241,40 @@ def _plan_groups(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
     plans = []
-    for (_, _, quantized), members in groups.items():
+    for (_, _, quantized, extended, mesh), members in groups.items():
+        if extended:
+            plans.append(_plan_extended(members, options, mesh))
+            continue
         shapes = {one.name: tuple(one.local_shape) for one in members}
         its = chosen
         if isinstance(chosen, Mapping):
             its = {name: chosen[name] for name in shapes if name in chosen}
+        num_shards = mesh.shards(options.strategy.optimizer)
         layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
-        plans.append(_PlannedGroup(members, quantized, layout))
+        plans.append(_PlannedGroup(members, quantized, mesh, layout))
     return plans
+
+
+def _plan_extended(
+    members: list[OwnedParameter], options: UnitOptions, mesh: DataParallelMesh
+) -> _PlannedGroup:
+    for one in members:
+        check_extension(one, mesh, options.strategy)
+    num_shards, first = mesh.shards(options.strategy.optimizer), members[0].param
+    main = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad).main
+    shards = [own_rows(one, main, mesh.index(options.strategy.optimizer), num_shards) for one in members]
+    return _PlannedGroup(members, False, mesh, extended_layout(members, num_shards), shards)
+
+
+def _check_mesh(one: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
+    """ValueError unless the parameter can be sharded over ``mesh`` by the unit's strategy."""
+    if one.tensor_parallel is not None:
+        check_joint(one.name, one.tensor_parallel, mesh.mesh)
+    if options.strategy.optimizer > mesh.ndim:
+        raise ValueError(
+            f"{one.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, expected a "
+            f"mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
+        )
 
 
 def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
@@ -254,6 +284,11 @@ def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
         raise ValueError(
             f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
             f"store_param_remainders=True, got {dtypes.main} and {dtypes.compute}"
+        )
+    if one.extended:
+        raise NotImplementedError(
+            f"{one.name}: store_param_remainders=True is not available for a {type(one.local).__name__}, which has "
+            "rows of its own"
         )
     if one.tensor_parallel is not None:
         raise NotImplementedError(

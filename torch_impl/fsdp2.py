@@ -7,8 +7,7 @@ a name that a new torch adds turns that test red.
 Refused with NotImplementedError, which says what to do instead:
 
 * an integer ``reshard_after_forward``
-* a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
-* ``dp_mesh_dims`` that join several axes into one
+* a ``shard_placement_fn`` whose ``ShardPlacementResult`` has a mesh that does not shard its last axis
 * the methods of ``Unavailable``
 
 Refused with ValueError: a tie of parameters across units; float8 parameters; a unit with some parameters on the meta
@@ -16,8 +15,11 @@ device and some not; a module list as one argument (``list(modules)`` makes one 
 
 Refused with TypeError: copying or pickling a sharded module, converting one to another dtype or device.
 
-Refused with TypeError or ValueError by name: parameters that are wrapper subclasses (torchao's NF4) or have
-``fsdp_pre_all_gather``; data-parallel mesh axes named for model parallelism that ``dp_mesh_dims`` does not name.
+Refused with TypeError or ValueError by name: parameters that are wrapper subclasses without ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``; data-parallel mesh axes named for model parallelism that ``dp_mesh_dims`` does not name.
+
+Refused with NotImplementedError by name: parameters with these methods under ``no_shard``, ``hfsdp`` or
+``store_param_remainders=True``.
 
 Raise an error when they run:
 
@@ -36,6 +38,17 @@ Behave otherwise than in FSDP2:
 * Main weights are float32 for trainable bfloat16 and float16 parameters too, unless
   ``MixedPrecisionPolicy(main_dtype=None)`` of this package keeps the dtype in which they were given. So such a
   parameter that is frozen when it is sharded, and stays as it is, raises at the next forward after it was unfrozen.
+* ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
+  not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
+  mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
+* Parameters with ``fsdp_pre_all_gather`` (``torch_impl.runtime.extension``) are found by their class: methods that a
+  program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their values
+  in another form (torchao's NF4) have no ``full_tensor()`` and are in no checkpoint: ``save_checkpoint`` and
+  ``dcp.save`` name them. ``gather_dtype`` leaves them alone. torchao's ``precompute_float8_dynamic_scale_for_fsdp``
+  needs norms that are DTensors: leave the call out, and each gather computes its scales.
+* ``dp_mesh_dims`` takes plain parameters as well as DTensors on all axes of the mesh.
+* The tensor that a hook of ``set_all_reduce_hook`` gets has the order and the padding of the layout, and there is one
+  for each group of a unit.
 * With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
   parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard, or load a state dict: ``set_model_state_dict`` with
@@ -83,15 +96,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.tensor_parallel import SpmdMesh, joined_axes
 
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Names of the mesh axes that are data-parallel: ``shard`` the inner one, ``replicate`` the outer one.
 
-    Raises ValueError if both are None.
+    Several names together are one axis. Raises ValueError if both are None.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -139,49 +154,93 @@ def reshard_of(reshard_after_forward: object) -> bool | None:
     raise TypeError(f"reshard_after_forward: expected a bool or None, got {reshard_after_forward!r}")
 
 
-def check_placements(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, owned: Iterable[OwnedParameter]
-) -> None:
-    """NotImplementedError if the function asks for anything but the default, ``Shard(0)``, of a parameter."""
-    if shard_placement_fn is None:
-        return
+def meshes_of(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    owned: Iterable[OwnedParameter],
+    mesh: DataParallelMesh,
+) -> list[DataParallelMesh]:
+    """Over which mesh each parameter is sharded: ``mesh``, unless the function returns a ``ShardPlacementResult``.
+
+    ``Shard(dim)``, alone or in the result, has no influence. Raises ValueError for a dimension that the parameter lacks
+    and TypeError for any other result; NotImplementedError for a mesh that does not shard its innermost axis.
+    """
+    meshes = {mesh.mesh: mesh}
+    chosen = []
     for one in owned:
-        wanted = shard_placement_fn(one.param)
-        if wanted is not None and wanted != Shard(0):
-            refuse(
-                f"shard_placement_fn: {wanted!r} for {one.name}",
-                "parameters are cut between any two rows, evenly or not; leave the function out, or say with "
-                "granularity= what must stay together",
-            )
+        wanted = None if shard_placement_fn is None else shard_placement_fn(one.param)
+        info = getattr(wanted, "mesh_info", None)
+        placement = wanted if info is None else getattr(wanted, "placement", None)
+        _check_placement(one, placement)
+        its = mesh.mesh if info is None else _mesh_of(one.name, info)
+        if its not in meshes:
+            meshes[its] = DataParallelMesh(its)
+        chosen.append(meshes[its])
+    return chosen
+
+
+def _check_placement(one: OwnedParameter, placement: object) -> None:
+    if placement is None:
+        return
+    if not isinstance(placement, Shard):
+        raise TypeError(
+            f"shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for {one.name}, got {placement!r}"
+        )
+    ndim = one.param.ndim
+    # A scalar has one row.
+    if not -max(ndim, 1) <= placement.dim < max(ndim, 1):
+        raise ValueError(
+            f"shard_placement_fn: expected a dimension of {one.name}, which has {ndim}, got {placement!r}"
+        )
+
+
+def _mesh_of(name: str, info: Any) -> DeviceMesh:
+    """The mesh of a ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which torch has no public names for."""
+    mesh, shard = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"shard_placement_fn: expected the mesh_info of {name} to have a DeviceMesh, got {info!r}"
+        )
+    if shard != mesh.ndim - 1 or mesh.ndim > 2:
+        refuse(
+            f"shard_placement_fn: {type(info).__name__} for {name} that shards axis {shard} of {mesh.ndim}",
+            "give a mesh whose last axis shards and whose other axis, if any, replicates",
+        )
+    return mesh
 
 
 def data_parallel_axes(
     mesh: DeviceMesh | None, dims: Any, strategy: str | None
-) -> tuple[DeviceMesh, str | None]:
-    """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first, and the strategy on them.
+) -> tuple[DeviceMesh, SpmdMesh, str | None]:
+    """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first; ``mesh``; the strategy on them.
 
-    Without an axis to shard over, the strategy is "no_shard". Raises ValueError for a missing mesh, for names that are
-    not those of axes, and for a strategy that contradicts ``dims``; NotImplementedError for several axes in one.
+    Several names for one kind become one axis, which torch flattens. Without an axis to shard over, the strategy is
+    "no_shard". Raises ValueError for a missing mesh, for names that are not those of axes in their order, and for a
+    strategy that contradicts ``dims``.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
-    names: list[str] = []
+    known = mesh.mesh_dim_names or ()
+    axes: list[tuple[str, ...]] = []
     for kind in ("replicate", "shard"):
         given = getattr(dims, kind)
         listed = (given,) if isinstance(given, str) else tuple(given or ())
-        if len(listed) > 1:
-            refuse(f"dp_mesh_dims.{kind}={listed}", "make a mesh in which they are one axis")
-        names += listed
-    for name in names:
-        if name not in (mesh.mesh_dim_names or ()):
+        for name in listed:
+            if name not in known:
+                raise ValueError(f"dp_mesh_dims: expected names of mesh axes, {known}, got {name!r}")
+        if list(listed) != sorted(set(listed), key=known.index):
             raise ValueError(
-                f"dp_mesh_dims: expected names of mesh axes, {mesh.mesh_dim_names}, got {name!r}"
+                f"dp_mesh_dims.{kind}: expected each axis once, in the order of the mesh, {known}, got {listed}"
             )
+        if listed:
+            axes.append(listed)
+    if len(axes) == 2 and set(axes[0]) & set(axes[1]):
+        raise ValueError(f"dp_mesh_dims: expected an axis to shard or to replicate, got {dims}")
     if dims.shard is None:
         if strategy not in (None, "no_shard"):
             raise ValueError(f"strategy: expected 'no_shard' without an axis to shard over, got {strategy!r}")
         strategy = "no_shard"
-    return mesh[tuple(names)], strategy
+    spmd = SpmdMesh(mesh, frozenset(known.index(name) for names in axes for name in names))
+    return joined_axes(mesh, axes), spmd, strategy
 
 
 def refuse(what: str, instead: str) -> NoReturn:
@@ -205,12 +264,6 @@ class Unavailable:
         refuse(
             "set_custom_reduce_scatter",
             "reductions are issued by torch_impl.comm.collectives, from the flat gradient buffers",
-        )
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        refuse(
-            "set_all_reduce_hook",
-            "use a mesh of two axes, whose outer one is reduced by the package, or change the gradients after backward",
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

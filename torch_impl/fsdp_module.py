@@ -189,6 +189,31 @@ class FSDPModule(Unavailable):
         """Changes nothing: reductions are sums always, and divided before or after."""
         _check_bool("set_force_sum_reduction_for_comms", enable)
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Have ``hook(sums)`` change this unit's reduced gradients in place: replicas of another mesh, as of torchft.
+
+        ``sums``, one flat tensor for each group in the dtype of the reduction, padding included, are reduced over all
+        axes of the mesh, and divided after the hook (float16 ones before). The hook is not called for sums that wait
+        for the last microbatch. ``stream``: on which it runs on a mesh of one axis.
+
+        Raises ValueError for a stream on a mesh of two axes, and for a unit whose parameters have several meshes.
+        """
+        meshes = {group.mesh.mesh for group in self._unit.groups}
+        if len(meshes) > 1:
+            raise ValueError(
+                "set_all_reduce_hook: expected a unit with one mesh, got several from shard_placement_fn, which one "
+                "hook cannot tell apart; make the modules whose parameters have their own mesh a unit"
+            )
+        if stream is not None and any(mesh.ndim > 1 for mesh in meshes):
+            raise ValueError(
+                "set_all_reduce_hook: expected no stream on a mesh of two axes, whose hook runs on the stream of the "
+                "outer axis; leave stream out"
+            )
+        for group in self._unit.groups:
+            group.all_reduce_hook.function, group.all_reduce_hook.stream = hook, stream
+
     def set_main_gradients(self, enable: bool, *, recurse: bool = True) -> None:
         """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.gradient``."""
         _check_bool("set_main_gradients", enable)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
@@ -56,7 +56,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 REFUSED = {
     "set_unshard_in_backward",
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
@@ -245,13 +244,8 @@ def refused_arguments() -> None:
             {"reshard_after_forward": "yes"},
         ),
         (
-            NotImplementedError,
-            r"shard_placement_fn: .* for stack is not available: parameters are cut between any two rows",
-            {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 3 else None},
-        ),
-        (
-            NotImplementedError,
-            r"shard_placement_fn: Replicate",
+            TypeError,
+            r"shard_placement_fn: expected Shard\(dim\), .*, got Replicate",
             {"shard_placement_fn": lambda _: Replicate()},
         ),
         (
@@ -267,9 +261,14 @@ def refused_arguments() -> None:
             {"mesh": mesh, "dp_mesh_dims": dims("pp")},
         ),
         (
-            NotImplementedError,
-            r"dp_mesh_dims.shard=\('dp', 'tp'\) is not available: make a mesh",
-            {"mesh": mesh, "dp_mesh_dims": dims(("dp", "tp"))},
+            ValueError,
+            r"dp_mesh_dims.shard: expected each axis once, in the order of the mesh, .*, got \('tp', 'dp'\)",
+            {"mesh": mesh, "dp_mesh_dims": dims(("tp", "dp"))},
+        ),
+        (
+            ValueError,
+            "dp_mesh_dims: expected an axis to shard or to replicate, got Data",
+            {"mesh": mesh, "dp_mesh_dims": dims(("dp", "tp"), "dp")},
         ),
         (
             ValueError,
@@ -295,7 +294,7 @@ def test_refused_arguments_say_what_to_do_and_change_nothing(ranks: RankGroup) -
 
 def wrapped_parameters() -> None:
     class Extended(nn.Parameter):
-        """As FSDP2's extensions: plain values, and a say in their all-gather."""
+        """Plain values, whose rows have no such method."""
 
         def fsdp_pre_all_gather(self, *_: Any) -> None: ...
 
@@ -303,26 +302,23 @@ def wrapped_parameters() -> None:
         return nn.Parameter(TwoTensor(torch.ones(4, 3), torch.zeros(4, 3)))
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    for weight, kind in (
-        (wrapped(), "TwoTensor"),
-        (Extended(torch.ones(4, 3)), "Extended"),
+    for weight, message in (
+        (wrapped(), r"^weight: expected a plain parameter.*, got a TwoTensor.*ignored_params"),
+        (Extended(torch.ones(4, 3)), "^weight: .*fsdp_post_all_gather, got a Extended"),
         (
             nn.Parameter(DTensor.from_local(wrapped(), mesh["tp"], [Replicate()], run_check=False)),
-            "TwoTensor",
+            r"^weight: expected a plain parameter.*, got a TwoTensor.*ignored_params",
         ),
     ):
         module = nn.Linear(3, 4, bias=False)
         module.weight = weight
-        with pytest.raises(
-            ValueError,
-            match=rf"^weight: expected a plain parameter or a DTensor, got a {kind}.*ignored_params",
-        ):
+        with pytest.raises(ValueError, match=message):
             torch_impl.fully_shard(module, mesh=mesh["dp"])
         assert type(module) is nn.Linear
         assert module.weight is weight
 
 
-def test_wrapper_subclasses_and_extensions_of_the_all_gather_are_refused(ranks: RankGroup) -> None:
+def test_wrapper_subclasses_without_extensions_are_refused(ranks: RankGroup) -> None:
     ranks.run(2, wrapped_parameters)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.runtime.group import ParameterGroup
 
 
@@ -81,13 +81,13 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         if group.on_meta:
             continue
         own = device if group.host is None else host
-        own["main_weights"] += group.main.flat.untyped_storage().nbytes()
-        real = sum(local_of(param).numel() for param in group.params)
-        own["padding"] += (group.main.flat.numel() - real) * group.main.flat.element_size()
-        if group.compute is not group.main:
-            weights.append(group.compute.flat)
-        if group.gather.resident is not None:
-            weights.append(group.gather.resident)
+        main = _storage_bytes(group.main_tensors)
+        own["main_weights"] += main
+        own["padding"] += main - group.real_bytes
+        if group.has_own_weights:
+            weights += group.weight_tensors
+        if group.resident is not None:
+            weights.append(group.resident)
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
         if group.host is None:
             device["gradients"] += _storage_bytes(held + group.gradient.collecting)
@@ -115,7 +115,7 @@ def _moments(
     for param in params:
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and name != "step":
-                yield local_of(value)
+                yield from plain_parts(local_of(value))
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -17,7 +17,14 @@ from torch.utils import _pytree as pytree
 from bridge.sharding.rows import Box
 from torch_impl.comm.agreement import rank
 from torch_impl.diagnostics.tensors import named_main_parameters, process_groups
-from torch_impl.dtensor.local import is_partial, local_boxes, local_of, local_pieces
+from torch_impl.dtensor.local import (
+    has_plain_values,
+    is_partial,
+    local_boxes,
+    local_of,
+    local_pieces,
+    plain_parts,
+)
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,22 @@ def _findings(tensors: Iterable[tuple[str, str, torch.Tensor]], max_rows: int) -
     if not listed:
         return []
     # One copy to the host for all: asking tensor by tensor would wait for the device each time.
-    finite = torch.stack([local_of(tensor).isfinite().all() for _, _, tensor in listed]).tolist()
+    finite = torch.stack([_is_finite(tensor) for _, _, tensor in listed]).tolist()
     return [_finding(*one, max_rows) for one, fine in zip(listed, finite, strict=True) if not fine]
 
 
+def _floating_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = plain_parts(local_of(tensor).detach())
+    return [part for part in parts if part.is_floating_point() or part.is_complex()]
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    found = [part.isfinite().all() for part in _floating_parts(tensor)]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=tensor.device)
+
+
 def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Finding:
-    local = local_of(tensor).detach()
+    parts = _floating_parts(tensor)
     rows: list[tuple[int, ...]] = []
     for offsets, piece in _pieces(tensor):
         bad = ~piece.isfinite()
@@ -134,7 +151,7 @@ def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Find
     if isinstance(tensor, DTensor):
         places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
         replica = tuple(at for at, placed in places if placed.is_replicate() or placed.is_partial())
-    nan, inf = int(local.isnan().sum()), int(local.isinf().sum())
+    nan, inf = (sum(int(test(part).sum()) for part in parts) for test in (torch.isnan, torch.isinf))
     return _Finding(kind, name, replica, nan, inf, tuple(sorted(rows)[:max_rows]), rank())
 
 
@@ -142,6 +159,9 @@ def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """The local values with where they begin in the whole tensor."""
     if not isinstance(tensor, DTensor) or is_partial(tensor):
         return [((0,) * tensor.ndim, local_of(tensor).detach())]
+    # What a class holds in another form has no rows that could be named.
+    if not has_plain_values(tensor):
+        return []
     boxes: tuple[Box, ...] = local_boxes(tensor)
     return [(box.offsets, piece.detach()) for box, piece in zip(boxes, local_pieces(tensor), strict=True)]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor.local import is_partial, local_of
+from torch_impl.dtensor.local import is_partial, local_of, plain_parts
 from torch_impl.dtensor.reductions import norms
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.runtime.unit import Unit
@@ -124,11 +124,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
         for group in unit.groups:
             for name, whole in zip(group.names, group.unsharded, strict=True):
                 # Under no_shard in the main dtype, and with remainders, main weights lie in the compute weights.
-                if (
-                    group.compute is not group.main
-                    and not group.dtypes.remainders
-                    and group.compute.allocated
-                ):
+                if group.has_own_weights and not group.dtypes.remainders and group.allocated:
                     yield f"compute weight {unit_name}.{name}", whole
             kept = {local_of(p.grad).untyped_storage().data_ptr() for p in group.params if p.grad is not None}
             for flat in group.gradient.collecting:
@@ -138,9 +134,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 
 
 def _range(label: str, tensor: torch.Tensor) -> Iterator[_Range]:
-    local = local_of(tensor)
-    if local.numel() == 0 or local.layout != torch.strided or local.is_meta:
-        return
-    span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    start = local.data_ptr()
-    yield _Range(start, start + span * local.element_size(), label)
+    for local in plain_parts(local_of(tensor)):
+        if local.numel() == 0 or local.layout != torch.strided or local.is_meta:
+            continue
+        span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        start = local.data_ptr()
+        yield _Range(start, start + span * local.element_size(), label)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.sharding.rows import Box, row_boxes, rows_of
 from torch_impl.comm.mesh import shard_index
@@ -45,6 +46,42 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     Anything else is its own local value.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory that a tensor wraps, at any depth; a tensor that wraps none itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for one in inner if isinstance(one, torch.Tensor) for part in plain_parts(one)]
+
+
+def has_plain_values(tensor: torch.Tensor) -> bool:
+    """Whether ``plain_values`` has them."""
+    local = local_of(tensor)
+    return not is_traceable_wrapper_subclass(local) or len(_alike(local)) == 1
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The local values of a tensor as a plain tensor that shares them.
+
+    Raises RuntimeError for a local tensor that wraps its values in another form, quantized or in several parts.
+    """
+    local = local_of(tensor)
+    if not is_traceable_wrapper_subclass(local):
+        return local
+    alike = _alike(local)
+    if len(alike) != 1:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(tensor.shape)} is a {type(local).__name__}, which holds its values in "
+            "another form, so that they have no plain local tensor: use state_dict() and load_state_dict() on equally "
+            "many ranks, torch.optim, and to_local()"
+        )
+    return alike[0]
+
+
+def _alike(local: torch.Tensor) -> list[torch.Tensor]:
+    return [one for one in plain_parts(local) if (one.shape, one.dtype) == (local.shape, local.dtype)]
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
@@ -94,7 +131,7 @@ def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ..
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views of the local tensor, one for each of ``local_boxes(tensor)``, shaped like the box."""
     origin = checked_dtensor(tensor)
-    flat = local_of(origin).detach().view(-1)
+    flat = plain_values(origin).detach().view(-1)
     if not origin.numel():
         return (flat.view(origin.shape),)
     pieces = []

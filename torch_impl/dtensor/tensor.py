@@ -35,6 +35,7 @@ from torch_impl.dtensor.local import (
     local_of,
     local_pieces,
     own_part,
+    plain_values,
     refuse_partial,
 )
 from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
@@ -79,7 +80,7 @@ class RowDTensor(DTensor):
         """
         refuse_partial(self)
         with torch.no_grad():
-            return gather(local_of(self), self.shape, self.device_mesh, self.placements)
+            return gather(plain_values(self), self.shape, self.device_mesh, self.placements)
 
     def redistribute(
         self,
@@ -156,7 +157,10 @@ class RowDTensor(DTensor):
             TensorProperties,
         )
 
-        like = local_of(self)
+        try:
+            like = plain_values(self)
+        except RuntimeError as error:
+            raise RuntimeError(f"{fqn}: {error}") from error
         if remainder_of(self) is not None:
             like = torch.empty(0, dtype=torch.float32, device=like.device)
         return [

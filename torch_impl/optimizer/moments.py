@@ -33,7 +33,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from bridge.sharding.rows import rows_of
-from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
+from torch_impl.dtensor.local import local_of, plain_values, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import FusedShard, RowShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like
 
@@ -79,7 +79,7 @@ class MomentFormat:
 
     def zeros(self, param: torch.Tensor, on_host: bool) -> dict[str, torch.Tensor]:
         """Stored zeros: ``{key: ..., scale_key: ...}``, placed like the parameter; ``on_host``: in CPU memory."""
-        local = local_of(param).detach()
+        local = plain_values(param).detach()
         device = torch.device("cpu") if on_host else local.device
         pinned = on_host and local.is_cuda
         values = torch.zeros_like(local, dtype=self.dtype_of(param), device=device, pin_memory=pinned)

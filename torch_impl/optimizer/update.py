@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.local import local_of, plain_values
 from torch_impl.dtensor.remainders import join, remainder_of, split
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
@@ -88,7 +88,7 @@ class ParameterUpdate:
         self.made_by_unit = isinstance(self.param, RowDTensor)
         self.placements = self.param.placements if isinstance(self.param, DTensor) else None
         self.shape = self.param.shape
-        self.weight = local_of(self.param)
+        self.weight = plain_values(self.param)
         found = remainder_of(self.weight)
         self.remainder = None if found is None else found.values
         self.moments = [
@@ -111,7 +111,7 @@ class ParameterUpdate:
         """Whether parameter and state are still made of these tensors."""
         return (
             state is self.state
-            and local_of(self.param) is self.weight
+            and plain_values(self.param) is self.weight
             and self.weight.dtype == self._weight_dtype
             and all(state[one.key] is held for one, held in zip(self.formats, self._held, strict=True))
             and (not self.formats or state["step"] is self.step)

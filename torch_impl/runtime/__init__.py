@@ -19,6 +19,9 @@ which the parameters and gradients that a program sees are views:
    summed, divided and cut as the main weights are. Between microbatches ``.grad`` may hold sums that still wait for a
    reduction, and then are marked as partial.
 
+Parameters whose class says itself what is gathered have neither flat main weights nor flat compute weights, and a group
+of their own; see ``extension``. Their gradients are as those of any other.
+
 Note: the way of a gradient, from backward to the optimizer. It goes down file by file, and comes back up twice: when
 the unit's backward is done, and when its reduction is.
 

@@ -1,6 +1,7 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
 
-With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one.
+With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one. Those that say themselves
+what is gathered of them are one too, see ``extension``.
 
 The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
@@ -18,7 +19,7 @@ used the older weights raises autograd's error instead of yielding wrong gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -36,13 +37,13 @@ from torch_impl.runtime import autograd, tensor_parallel
 from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.float8 import QuantizedGather
-from torch_impl.runtime.gather import CastGather, SplitGather, WeightGather
+from torch_impl.runtime.gather import CastGather, ComputeWeights, SplitGather, WeightGather
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.host_memory import HOST, HostMemory
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient, PooledWeights
 from torch_impl.runtime.precision import GroupDtypes
-from torch_impl.runtime.reduction import Divisor, GradientSpec, GroupReduction
+from torch_impl.runtime.reduction import AllReduceHook, Divisor, GradientSpec, GroupReduction
 
 Version: TypeAlias = tuple[int, ...]
 
@@ -75,7 +76,7 @@ class ParameterGroup:
         self.tensor_parallel = [one.tensor_parallel for one in owned]
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
-        self._divisor = Divisor(divisor)
+        self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
         self._context, self._suffix = context, suffix
         self._shows_whole = False
         self.params: list[nn.Parameter]
@@ -113,6 +114,44 @@ class ParameterGroup:
     def on_meta(self) -> bool:
         """Whether the weights have shapes, but no memory yet."""
         return self.main.flat.is_meta
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the compute weights have memory; under no_shard always."""
+        return self.compute.allocated
+
+    @property
+    def main_tensors(self) -> list[torch.Tensor]:
+        """The memory of the main weights."""
+        return [self.main.flat]
+
+    @property
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """The memory of the compute weights, which is that of the main weights under no_shard."""
+        return [self.compute.flat]
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the compute weights are others than the main weights."""
+        return self.compute is not self.main
+
+    @property
+    def real_bytes(self) -> int:
+        """Bytes of the main weights without padding."""
+        return sum(local_of(param).numel() for param in self.params) * self.main.flat.element_size()
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """See the note of the package."""
+        return self.gather.resident
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the compute weights lie."""
+        return self.compute.flat.device
+
+    def when_made(self, callback: Callable[[], None]) -> None:
+        """Call back when ``unsharded`` are others than now: of a subclass, whose weights are not known before."""
 
     def _allocate(
         self,
@@ -176,17 +215,24 @@ class ParameterGroup:
             self.strategy,
             dtypes,
             self._divisor,
+            self.all_reduce_hook,
             self.host,
         )
-        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute.flat.device, context, suffix)
+        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute_device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
-        finish = autograd.weakly(self._finish_transfer)
-        self.weights = PooledWeights(self.names, self.compute, self.unsharded, finish, context, suffix)
+        self._connect_weights()
         self._transfer: Transfer | None = None
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
         self._started_version: Version | None = None
+
+    def _connect_weights(self) -> None:
+        finish = autograd.weakly(self._finish_transfer)
+        self._pooled = PooledWeights(
+            self.names, self.compute, self.unsharded, finish, self._context, self._suffix
+        )
+        self.weights: ComputeWeights = self._pooled
 
     @property
     def gathers(self) -> bool:
@@ -209,15 +255,14 @@ class ParameterGroup:
             return False
         version, gathered = self._main_version, self._gathered_version
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
-        if self.compute.allocated and gathered is not None and not (refresh and version != gathered):
+        if self.allocated and gathered is not None and not (refresh and version != gathered):
             return False
         self._gathered_version = None  # until it has succeeded
-        # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
-        with written_with_remainders(map(local_of, self.params)):
-            target = self.weights.prepare(changed=version != gathered)
-        version = self._main_version
         with torch.no_grad():
-            self._transfer = self._context.streams.start(self._gather_steps(version, target))
+            steps = self._steps(changed=version != gathered)
+            # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
+            version = self._main_version
+            self._transfer = self._context.streams.start(steps)
         self._started_version = version
         return True
 
@@ -235,7 +280,7 @@ class ParameterGroup:
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
-        if self.compute is not self.main:
+        if self.has_own_weights:
             # Else the gather would write to memory that others have by then.
             self._finish_transfer()
             self.weights.release()
@@ -252,8 +297,11 @@ class ParameterGroup:
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
 
-    def _gather_steps(self, version: Version, target: torch.Tensor) -> list[Step]:
-        current = self._kept_version == version
+    def _steps(self, changed: bool) -> list[Step]:
+        """What gathers the main weights; ``changed``: they are others than at the last gather."""
+        with written_with_remainders(map(local_of, self.params)):
+            target = self._pooled.prepare(changed)
+        current = self._kept_version == self._main_version
         if not current:
             self._kept_version = None  # until it has succeeded
         return self.gather.steps(self.main.flat, target, current)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.callers import warn_caller
 from torch_impl.dtensor.tensor import RowDTensor
-from torch_impl.runtime.tensor_parallel import TensorParallel, tensor_parallel_of
+from torch_impl.runtime.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
 # Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
 _TAKEN = "_taken_by_unit"
@@ -49,16 +50,20 @@ def taken_by(param: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered."""
+    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered.
+
+    ``spmd``: the mesh of all axes, on which it may be a DTensor.
+    """
 
     name: str
     param: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
+    spmd: SpmdMesh | None = None
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
         """How the parameter lies on mesh axes that are not data-parallel."""
-        return tensor_parallel_of(self.name, self.param)
+        return tensor_parallel_of(self.name, self.param, self.spmd)
 
     @property
     def local(self) -> torch.Tensor:
@@ -69,6 +74,11 @@ class OwnedParameter:
         return given if placed is None else placed.part_of(given)
 
     @property
+    def extended(self) -> bool:
+        """Whether the parameter says itself what is gathered, see ``torch_impl.runtime.extension``."""
+        return is_extended(self.local)
+
+    @property
     def local_shape(self) -> torch.Size:
         """Of ``local``."""
         placed = self.tensor_parallel
@@ -77,7 +87,11 @@ class OwnedParameter:
     @property
     def description(self) -> list[object]:
         """What ranks compare: name, shape, dtype and trainability, as JSON values."""
-        return [self.name, list(self.local_shape), str(self.param.dtype), self.param.requires_grad]
+        kind = str(self.param.dtype)
+        if self.extended:
+            # Their inner tensors have no memory of the engine's, which a load could fill on some ranks alone.
+            kind += f" {type(self.local).__name__}{' on meta' if self.param.is_meta else ''}"
+        return [self.name, list(self.local_shape), kind, self.param.requires_grad]
 
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""
@@ -91,7 +105,9 @@ class OwnedParameter:
         self.param.__class__ = _taken_class(type(self.param))
 
 
-def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[OwnedParameter]:
+def owned_parameters(
+    module: nn.Module, ignored: set[int], inner: type, spmd: SpmdMesh | None = None
+) -> list[OwnedParameter]:
     """In model order, each once with all its names. ``ignored``: ids of parameters; ``inner``: class of inner units.
 
     Raises ValueError for a parameter that cannot be sharded.
@@ -103,9 +119,9 @@ def owned_parameters(module: nn.Module, ignored: set[int], inner: type) -> list[
             if param is None or id(param) in ignored:
                 continue
             name = f"{prefix}{attr}"
-            _check(name, param)
+            _check(name, param, spmd)
             found.setdefault(id(param), (name, param, []))[2].append((holder, attr))
-    owned = [OwnedParameter(name, param, tuple(sites)) for name, param, sites in found.values()]
+    owned = [OwnedParameter(name, param, tuple(sites), spmd) for name, param, sites in found.values()]
     # A unit has one gather: its weights come into being together.
     if len({one.param.is_meta for one in owned}) > 1:
         meta = next(one.name for one in owned if one.param.is_meta)
@@ -131,25 +147,34 @@ def _modules_outside(
             yield from _modules_outside(child, inner, f"{prefix}{name}.", seen)
 
 
-def _check(name: str, param: nn.Parameter) -> None:
+def is_extended(values: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that says itself what is gathered of it."""
+    return hasattr(type(values), "fsdp_pre_all_gather") and not isinstance(values, DTensor)
+
+
+def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
     if isinstance(param, RowDTensor):
         raise ValueError(
             f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
             "inner modules before outer ones"
         )
-    tensor_parallel_of(name, param)
+    tensor_parallel_of(name, param, spmd)
     given = param.detach()
-    values = given.to_local() if isinstance(given, DTensor) else param
-    if hasattr(values, "__tensor_flatten__") or hasattr(values, "fsdp_pre_all_gather"):
+    values = given.to_local() if isinstance(given, DTensor) else given
+    # Methods of a parameter that is a plain tensor are not there on its rows.
+    promised = any(hasattr(one, "fsdp_pre_all_gather") for one in (param, values))
+    wraps = is_traceable_wrapper_subclass(values)
+    kind = type(values if wraps else param).__name__
+    if not is_extended(values) and (promised or wraps):
         raise ValueError(
-            f"{name}: expected a plain parameter or a DTensor, got a {type(values).__name__}, whose inner tensors and "
-            "fsdp_pre_all_gather would be lost in a flat buffer; leave it unsharded (ignored_params), or make it a "
-            "plain tensor before fully_shard (torchao's have dequantize())"
+            f"{name}: expected a plain parameter, a DTensor, or a subclass of torch.Tensor with fsdp_pre_all_gather "
+            f"and fsdp_post_all_gather, got a {kind}, which a flat buffer would lose; leave it "
+            "unsharded (ignored_params), or make it a plain tensor before fully_shard"
         )
     if taken_by(param) is not None:
         raise ValueError(
             f"{name}: tied to a parameter that an inner {taken_by(param)} unit owns; shard a module that "
             "contains both uses instead of the inner one"
         )
-    if param.is_floating_point() and param.dtype.itemsize == 1:
+    if not is_extended(values) and param.is_floating_point() and param.dtype.itemsize == 1:
         raise ValueError(f"{name}: expected a dtype of two or more bytes, got {param.dtype}")

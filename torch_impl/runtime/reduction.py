@@ -14,10 +14,10 @@ Sums are divided when they are reduced over the last axis.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -41,6 +41,29 @@ class Divisor:
     value: float
 
 
+@dataclass
+class AllReduceHook:
+    """A function of the program that changes reduced sums in place, before they are divided; None: nothing.
+
+    ``stream``: of CUDA, on which the function runs in place of the stream of the reduction.
+    """
+
+    function: Callable[[torch.Tensor], object] | None = None
+    stream: Any = None
+
+    def run(self, sums: torch.Tensor, async_op: bool) -> None:
+        """A step of a transfer."""
+        assert self.function is not None
+        if self.stream is None:
+            self.function(sums)
+            return
+        lane = torch.cuda.current_stream()
+        self.stream.wait_stream(lane)
+        with torch.cuda.stream(self.stream):
+            self.function(sums)
+        lane.wait_stream(self.stream)
+
+
 @dataclass(frozen=True)
 class GradientSpec:
     """What is known of a group's gradients from the start; lists are in the order of the layout's slots.
@@ -55,6 +78,7 @@ class GradientSpec:
     strategy: Strategy
     dtypes: GroupDtypes
     divisor: Divisor
+    hook: AllReduceHook
     host: HostMemory | None
 
     @property
@@ -262,6 +286,8 @@ class GroupReduction:
             else:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
+        if last and self._group_spec.hook.function is not None:
+            steps.append(("outer", partial(self._group_spec.hook.run, values)))
         if self._group_spec.host is not None:
             step, values = self._group_spec.host.send(values)
             steps.append(step)

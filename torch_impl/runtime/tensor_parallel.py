@@ -9,11 +9,18 @@ A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by 
 
 At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and backward it is again
 the DTensor on tp that was given. A plain parameter that was marked by ``mark`` is treated as if it had been given so; a
-policy does that. All use of torch's private access to a mesh's root is in this module.
+policy does that.
+
+A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel ones, on which they are
+replicated (``dp_mesh_dims``). In forward and backward such a parameter is again a DTensor on all axes. Its gradient is
+whatever the ranks' terms are on the data-parallel axes, which the group sums.
+
+All use of torch's private access to a mesh's root, and to meshes made of others, is in this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,16 +35,34 @@ MARK = "_placed_by_policy"
 
 
 @dataclass(frozen=True)
+class SpmdMesh:
+    """A mesh of all axes, of which those numbered ``data_axes`` are data-parallel."""
+
+    mesh: DeviceMesh
+    data_axes: frozenset[int]
+
+
+@dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter lies on the mesh axes that are not data-parallel; ``shape`` and ``stride`` are global."""
+    """How a parameter lies on the mesh axes that are not data-parallel; ``shape`` and ``stride`` are global.
+
+    ``spmd``: it was given on the mesh of all axes, replicated on the data-parallel ones. If there are no others,
+    ``placements`` is empty.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    spmd: SpmdMesh | None = None
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor over this rank's part."""
+        if self.spmd is not None:
+            placed = self._on_all_axes([Replicate()] * self.spmd.mesh.ndim)
+            return DTensor.from_local(
+                local, self.spmd.mesh, placed, run_check=False, shape=self.shape, stride=self.stride
+            )
         if is_fused(self.placements):
             return make_placed(local, self.mesh, self.shape, self.placements)
         return DTensor.from_local(
@@ -49,9 +74,21 @@ class TensorParallel:
         # A kernel that works on local tensors delivers this rank's part as it is.
         if not isinstance(grad, DTensor):
             return grad
+        if self.spmd is not None:
+            # Terms of a sum over the data-parallel axes stay as they are.
+            return grad.redistribute(placements=self._on_all_axes(grad.placements)).to_local()
         if tuple(grad.placements) == self.placements:
             return grad.to_local()
         return grad.redistribute(self.mesh, self.placements).to_local()
+
+    def _on_all_axes(self, on_data_axes: Sequence[Placement]) -> list[Placement]:
+        """These placements on the data-parallel axes, and those of the parameter on the others."""
+        assert self.spmd is not None
+        others = iter(self.placements)
+        return [
+            placement if axis in self.spmd.data_axes else next(others)
+            for axis, placement in enumerate(on_data_axes)
+        ]
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that has the global shape."""
@@ -64,8 +101,13 @@ class TensorParallel:
 
     def joint_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
         """The mesh of the data-parallel axes and these."""
+        if not self.placements:
+            return data_parallel
         names = (*(data_parallel.mesh_dim_names or ()), *(self.mesh.mesh_dim_names or ()))
         root = data_parallel._get_root_mesh()
+        # torch warns of slices by the name of an axis that was flattened from others.
+        if set(names) - set(root.mesh_dim_names or ()):
+            return DeviceMesh._concatenate([data_parallel, self.mesh])
         return root[names]
 
 
@@ -74,7 +116,15 @@ def mark(param: torch.Tensor, placed: TensorParallel) -> None:
     setattr(param, MARK, placed)
 
 
-def tensor_parallel_of(name: str, param: torch.Tensor) -> TensorParallel | None:
+def joined_axes(mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]) -> DeviceMesh:
+    """The mesh of these axes, outer one first; several names, in the order of ``mesh``, are one axis."""
+    if all(len(names) == 1 for names in axes):
+        return mesh[tuple(name for (name,) in axes)]
+    parts = [mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = None) -> TensorParallel | None:
     """None for a plain parameter without a mark. ValueError for a DTensor that cannot be sharded further."""
     if not isinstance(param, DTensor):
         return getattr(param, MARK, None)
@@ -85,18 +135,35 @@ def tensor_parallel_of(name: str, param: torch.Tensor) -> TensorParallel | None:
                 f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its tensor-parallel mesh, got "
                 f"{param.placements}"
             )
-    return TensorParallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    if spmd is None or mesh != spmd.mesh:
+        return TensorParallel(mesh, placements, param.shape, param.stride())
+    names = mesh.mesh_dim_names or ()
+    for axis in sorted(spmd.data_axes):
+        if not isinstance(placements[axis], Replicate):
+            raise ValueError(
+                f"{name}: expected Replicate() on axis {names[axis]!r}, which dp_mesh_dims names, got {placements}"
+            )
+    others = [axis for axis in range(mesh.ndim) if axis not in spmd.data_axes]
+    part = mesh[tuple(names[axis] for axis in others)] if others else mesh
+    return TensorParallel(part, tuple(placements[axis] for axis in others), param.shape, param.stride(), spmd)
 
 
 def check_joint(name: str, given: TensorParallel, data_parallel: DeviceMesh) -> None:
-    """ValueError unless the axes of both meshes are named axes of one mesh, the data-parallel ones outside."""
+    """ValueError unless the axes of both meshes are named axes of one mesh, the data-parallel ones outside.
+
+    Axes that were flattened from others may lie anywhere.
+    """
+    if not given.placements:
+        return
     names = (data_parallel.mesh_dim_names, given.mesh.mesh_dim_names)
     root = data_parallel._get_root_mesh()
     known = root.mesh_dim_names or ()
     # Not by identity: DTensor hands out equal meshes that it has cached.
     if root == given.mesh._get_root_mesh() and all(names):
-        order = [known.index(axis) for axis in (*(names[0] or ()), *(names[1] or ())) if axis in known]
-        if len(order) == data_parallel.ndim + given.mesh.ndim and order == sorted(set(order)):
+        axes = (*(names[0] or ()), *(names[1] or ()))
+        order = [known.index(axis) for axis in axes if axis in known]
+        if order == sorted(set(order)) or len(order) < len(axes):
             return
     raise ValueError(
         f"{name}: expected a tensor-parallel DTensor whose mesh and the data-parallel mesh are parts of one named "

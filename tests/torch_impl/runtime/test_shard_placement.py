@@ -1,0 +1,215 @@
+"""``shard_placement_fn``: dimensions are hints, and a mesh of its own is the mesh of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import torch_impl
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+from torch_impl.comm.mesh import DataParallelMesh
+
+EXPERTS, WIDTH = 4, 6
+
+
+class Experts(nn.Module):
+    """A dense layer, then experts of which a rank computes those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.dense = nn.Linear(5, WIDTH)
+            self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts = self.experts
+        own = experts.to_local() if isinstance(experts, DTensor) else experts
+        return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), own).tanh()
+
+
+def inputs(step: int) -> list[torch.Tensor]:
+    """One for each of four ranks."""
+    random = torch.Generator().manual_seed(step)
+    return [torch.randn(3, 5, generator=random) for _ in range(4)]
+
+
+def mesh_info(mesh: DeviceMesh) -> Any:
+    """What torch's ``FSDPMeshInfo`` says, which this package reads."""
+    return SimpleNamespace(mesh=mesh, shard_mesh_dim=mesh.ndim - 1)
+
+
+def expert_parallel(shard: Callable[..., Any], result: Callable[..., Any], root: DeviceMesh) -> Experts:
+    """As torchtitan: experts are cut over "ep" and sharded over "efsdp", everything else over all ranks."""
+    model = Experts()
+    part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
+    model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
+
+    def place(param: nn.Parameter) -> Any:
+        return result(root["efsdp"]) if param is model.experts else Shard(param.ndim - 1)
+
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    shard(model, mesh=everyone, shard_placement_fn=place)
+    return model
+
+
+def trained(model: Experts, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(inputs(step)[dist.get_rank()]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def reference(steps: int) -> tuple[Experts, list[list[float]]]:
+    """One process: dense gradients are the mean over four ranks, those of half the experts over two."""
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        outputs = [model(x) for x in inputs(step)]
+        of_ranks = [out[:, 2 * (k % 2) : 2 * (k % 2) + 2].square().mean() for k, out in enumerate(outputs)]
+        (sum(of_ranks) / 4).backward()
+        model.experts.grad.mul_(2)
+        optimizer.step()
+        losses.append([loss.item() for loss in of_ranks])
+    return model, losses
+
+
+def over_their_own_mesh(path: str) -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+
+    def result(mesh: DeviceMesh) -> Any:
+        return SimpleNamespace(placement=Shard(1), mesh_info=mesh_info(mesh))
+
+    model = expert_parallel(torch_impl.fully_shard, result, root)
+    assert [group.mesh.size for group in model._unit.groups] == [2, 4]
+    expected, losses = reference(3)
+    found = trained(model, 3)
+    torch.testing.assert_close(found, [one[dist.get_rank()] for one in losses])
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(whole(param), dict(expected.named_parameters())[name].detach())
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    want = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1e9)
+    torch.testing.assert_close(total, want)
+
+    torch_impl.save_checkpoint(path, model)
+    again = expert_parallel(torch_impl.fully_shard, result, root)
+    torch_impl.load_checkpoint(path, again)
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(whole(ours), whole(theirs))
+    assert trained(again, 1) != [losses[0][dist.get_rank()]]
+
+    # Torch has had these classes, which are private, since 2.12.
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return
+
+    def stock(mesh: DeviceMesh) -> Any:
+        return common.ShardPlacementResult(Shard(1), common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+    def evenly(module: nn.Module, *, shard_placement_fn: Callable[..., Any], **options: Any) -> None:
+        # FSDP2 cuts other dimensions than the first one evenly only.
+        def place(param: nn.Parameter) -> Any:
+            wanted = shard_placement_fn(param)
+            return None if isinstance(wanted, Shard) else wanted
+
+        fsdp.fully_shard(module, shard_placement_fn=place, **options)
+
+    torch.testing.assert_close(trained(expert_parallel(evenly, stock, root), 3), found)
+    ours = expert_parallel(torch_impl.fully_shard, stock, root)
+    assert trained(ours, 3) == found
+
+
+def test_parameters_are_sharded_over_the_mesh_of_their_placement(ranks: RankGroup, tmp_path: Path) -> None:
+    ranks.run(4, over_their_own_mesh, str(tmp_path / "checkpoint"))
+
+
+def hybrid() -> None:
+    """Two ranks shard a parameter and two replicate it, beside others that all four shard."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+
+    def place(param: nn.Parameter) -> Any:
+        placement = SimpleNamespace(placement=None, mesh_info=mesh_info(root))
+        return placement if param.ndim == 3 else None
+
+    model, plain = sharded_toy(mesh=everyone, shard_placement_fn=place), Toy()
+    stack = model.blocks[0].stack
+    assert stack.placements[0] == Replicate()
+    assert len(stack.placements) == 2
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for step in range(2):
+        tokens, targets = batch(step, 4, 1)
+        mse(plain, tokens, targets).backward()
+        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(whole(param), plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_is_sharded_and_replicated_beside_others(ranks: RankGroup) -> None:
+    ranks.run(4, hybrid)
+
+
+def hints() -> None:
+    plain = torch_impl.fully_shard(Block())
+    for dim in (0, 1, -1):
+
+        def place(param: nn.Parameter, dim: int = dim) -> Shard | None:
+            return Shard(dim) if param.ndim > 1 else None
+
+        model = torch_impl.fully_shard(Block(), shard_placement_fn=place)
+        assert model._unit.groups[0].layout == plain._unit.groups[0].layout
+    unit = plain._unit.groups[0].mesh
+    assert isinstance(unit, DataParallelMesh)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ValueError, r"expected a dimension of gain, which has 0, got Shard\(dim=1\)", Shard(1), {}),
+        (TypeError, r"expected Shard\(dim\), .* or None for stack, got Replicate", Replicate(), {}),
+        (
+            TypeError,
+            "expected the mesh_info of stack to have a DeviceMesh",
+            SimpleNamespace(mesh_info=3, placement=None),
+            {},
+        ),
+        (
+            NotImplementedError,
+            "SimpleNamespace for stack that shards axis 0 of 2 is not available: give a mesh whose last axis",
+            SimpleNamespace(mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=0), placement=None),
+            {},
+        ),
+        (
+            ValueError,
+            r"stack: strategy 'hfsdp' shards over 2 axes, expected a mesh of as many .* got one of shape \(2,\)",
+            SimpleNamespace(mesh_info=mesh_info(mesh["b"]), placement=None),
+            {"mesh": mesh, "strategy": "hfsdp"},
+        ),
+    ]
+    for error, message, placement, options in cases:
+        module = Block()
+        with pytest.raises(error, match=message):
+            torch_impl.fully_shard(module, shard_placement_fn=lambda _, given=placement: given, **options)
+        assert type(module) is Block
+
+
+def test_dimensions_are_hints_and_what_is_no_placement_is_refused(ranks: RankGroup) -> None:
+    ranks.run(2, hints)

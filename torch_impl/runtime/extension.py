@@ -1,0 +1,217 @@
+"""Parameters that say themselves what is gathered: FSDP2's extensions, such as torchao's float8 and NF4 weights.
+
+The class of such a parameter has two methods, which are called on this rank's rows of the parameter::
+
+    fsdp_pre_all_gather(mesh)                           -> (tensors to gather, anything for post)
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)      the same
+    fsdp_post_all_gather(gathered, anything, dtype)     -> (whole parameter, tensors of its memory)
+    fsdp_post_all_gather(..., out=whole parameter)      -> None, after the gathered tensors were filled again
+
+``mesh`` is the axis that is gathered over. ``outer_size`` and ``outer_stride`` are the whole parameter's (of a
+tensor-parallel one, this rank's part). Methods of the first form may only be told the mesh.
+
+What the class must do besides: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``, ``copy_`` and, beyond two
+dimensions, ``view`` keep the class; a wrapper shows its inner tensors by ``__tensor_flatten__``; and ``as_strided``
+gives a whole parameter its shape. Rows are cut as FSDP2 cuts them, into equal parts rounded up, so that the last ranks
+may hold fewer or none. A gathered tensor with as many rows as the rank's part is padded to those of the first rank;
+ranks must agree on all sizes.
+
+    at rest     RowDTensor over the class, each parameter in memory of its own
+    gather      what pre returns, as bytes, in one call for a group; then post
+    forward     the parameter that post returned, always the same object
+    gradient    as of any parameter: what autograd leaves, a plain tensor, in the group's flat buffers
+
+``extended_group`` has the life of a group of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from bridge.sharding.layout import Layout
+from bridge.sharding.rows import local_shape, rows_of
+from bridge.sharding.slot import Slot
+from bridge.sharding.strategy import Strategy
+from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.dtensor.local import plain_parts
+from torch_impl.runtime.ownership import OwnedParameter
+from torch_impl.runtime.precision import MixedPrecisionPolicy
+
+WAY_OUT = "leave it unsharded (ignored_params), or make it a plain tensor before fully_shard"
+
+
+def extended_layout(owned: Sequence[OwnedParameter], num_shards: int) -> Layout:
+    """Each parameter in a buffer of its own, cut along dimension 0 into equal parts rounded up."""
+    sizes, slots = [], []
+    for buffer, one in enumerate(owned):
+        shape = tuple(one.local_shape)
+        together = rows_of(shape)[1] // shape[0] if len(shape) > 2 else 1
+        sizes.append(-(-shape[0] // num_shards) * math.prod(shape[1:]))
+        slots.append(Slot(one.name, shape, together, buffer, 0))
+    return Layout(num_shards, tuple(sizes), tuple(slots))
+
+
+def check_extension(one: OwnedParameter, mesh: DataParallelMesh, strategy: Strategy) -> None:
+    """ValueError or NotImplementedError for a parameter with an extension that cannot be sharded so."""
+    values: Any = one.local
+    kind = type(values).__name__
+    if not hasattr(values, "fsdp_post_all_gather"):
+        raise ValueError(
+            f"{one.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a {kind}, got only one; {WAY_OUT}"
+        )
+    if not values.ndim or not values.numel():
+        raise ValueError(
+            f"{one.name}: expected a {kind} with rows, which its fsdp_pre_all_gather gathers, got shape "
+            f"{tuple(values.shape)}; {WAY_OUT}"
+        )
+    if _arguments_of(values) not in (1, 5):
+        raise ValueError(
+            f"{one.name}: expected fsdp_pre_all_gather(mesh) or fsdp_pre_all_gather(mesh, outer_size, outer_stride, "
+            f"module, mp_policy) of a {kind}, got {inspect.signature(values.fsdp_pre_all_gather)}; {WAY_OUT}"
+        )
+    if strategy.optimizer != 1:
+        raise NotImplementedError(
+            f"{one.name}: strategy {strategy.name!r} is not available for a {kind}, whose fsdp_pre_all_gather "
+            f"knows one axis: use 'optim_grads_params', 'optim_grads', 'optim' or 'hsdp', or {WAY_OUT}"
+        )
+    if mesh.ndim > 1 and mesh.mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{one.name}: expected a mesh with names of its axes, one of which is given to fsdp_pre_all_gather of a "
+            f"{kind}, got {mesh.mesh}; pass mesh_dim_names to init_device_mesh"
+        )
+
+
+def own_rows(one: OwnedParameter, dtype: torch.dtype, index: int, num_shards: int) -> torch.Tensor:
+    """A copy of part ``index`` of the parameter, of its class and in ``dtype``. ValueError where that is no more it."""
+    given, kind = one.local, type(one.local)
+    try:
+        with torch.no_grad():
+            shard = _part(given if given.dtype == dtype else given.to(dtype), index, num_shards)
+            as_matrix(shard)
+            # A wrapper that does not show what it wraps has no memory of its own.
+            for part in plain_parts(shard):
+                part.untyped_storage()
+    except Exception as error:
+        raise ValueError(
+            f"{one.name}: a {kind.__name__} of shape {tuple(given.shape)} cannot be cut into {num_shards} parts of "
+            f"rows ({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
+    if type(shard) is not kind or shard.dtype != dtype:
+        raise ValueError(
+            f"{one.name}: expected rows of a {kind.__name__} to be a {kind.__name__} of {dtype}, got a "
+            f"{type(shard).__name__} of {shard.dtype} from chunk, new_zeros and copy_; {WAY_OUT}"
+        )
+    return shard
+
+
+def _part(given: torch.Tensor, index: int, num_shards: int) -> torch.Tensor:
+    chunks = torch.chunk(given, num_shards, dim=0)
+    # As FSDP2 does, and so with the operators that such classes have.
+    shard = given.new_zeros(chunks[0].shape)
+    rows = len(chunks[index]) if index < len(chunks) else 0
+    if rows == len(shard):
+        shard.copy_(chunks[index])
+        return shard
+    if rows:
+        shard.narrow(0, 0, rows).copy_(chunks[index])
+    return shard.narrow(0, 0, rows)
+
+
+def as_matrix(shard: torch.Tensor) -> torch.Tensor:
+    """The shard as a sharded tensor holds it."""
+    if shard.ndim <= 2:
+        return shard
+    return shard.view(local_shape(shard.shape, math.prod(shard.shape[:-1])))
+
+
+def _arguments_of(values: Any) -> int:
+    return len(inspect.signature(values.fsdp_pre_all_gather).parameters)
+
+
+class ExtendedWeight:
+    """One parameter of a group: its rows at rest, and what is gathered of them."""
+
+    def __init__(self, one: OwnedParameter, shard: torch.Tensor, mesh: DeviceMesh, ranks: int) -> None:
+        self.name, self.shard = one.name, shard
+        # Weakly: see ``ParameterGroup``.
+        self._module = weakref.ref(one.sites[0][0])
+        self.size = torch.Size(one.local_shape)
+        self._mesh, self._rows, self._ranks = mesh, -(-self.size[0] // ranks), ranks
+        self._stride = torch.empty(self.size, device="meta").stride()
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self._metadata: Any = None
+        # What post gave as the memory of the whole parameter.
+        self.inner: tuple[torch.Tensor, ...] = ()
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+
+    def pre(self, policy: MixedPrecisionPolicy, device: torch.device) -> list[tuple[tuple[int, ...], str]]:
+        """Ask the rows what to gather; returns shapes and dtypes, which ranks must agree on."""
+        shard: Any = self.shard if self.shard.device == device else self.shard.to(device)
+        if _arguments_of(shard) == 1:
+            inputs, self._metadata = shard.fsdp_pre_all_gather(self._mesh)
+        else:
+            inputs, self._metadata = shard.fsdp_pre_all_gather(
+                self._mesh, self.size, self._stride, self._module(), policy
+            )
+        self.inputs = [
+            self._padded(one) for one in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)
+        ]
+        return [(tuple(one.shape), str(one.dtype)) for one in self.inputs]
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        rows = len(self.shard)
+        if rows == self._rows or not values.ndim or len(values) != rows:
+            return values.contiguous()
+        padded = values.new_zeros(self._rows, *values.shape[1:])
+        padded[:rows] = values
+        return padded
+
+    def allocate(self) -> None:
+        """Give what is gathered its memory."""
+        if not self.outputs:
+            self.outputs = [one.new_empty(self._ranks * one.numel()) for one in self.inputs]
+            self._hold(self.outputs)
+        for storage, nbytes in self._storages:
+            # resize_ takes new memory and copies, also to the same size.
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        """Release all memory of the whole parameter; tensors over it stay."""
+        self.inputs, self._metadata = [], None
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        plain = [part for tensor in tensors for part in plain_parts(tensor)]
+        self._storages += [(one.untyped_storage(), one.untyped_storage().nbytes()) for one in plain]
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Plain tensors over the memory."""
+        return [part for tensor in (*self.outputs, *self.inner) for part in plain_parts(tensor)]
+
+    def post(self, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+        """The whole parameter of what was gathered; ``out``: the one that the first call returned."""
+        rows: Any = self.shard
+        gathered = tuple(
+            output.view(-1, *one.shape[1:]) for output, one in zip(self.outputs, self.inputs, strict=True)
+        )
+        metadata, self._metadata = self._metadata, None
+        self.inputs = []
+        if out is not None:
+            rows.fsdp_post_all_gather(gathered, metadata, dtype, out=out)
+            return out
+        whole, inner = rows.fsdp_post_all_gather(gathered, metadata, dtype)
+        self.inner = tuple(inner)
+        self._hold(self.inner)
+        # Rows that were padded lie at the end.
+        return torch.as_strided(whole, self.size, self._stride, 0)
