@@ -174,7 +174,8 @@ class ParameterGroup:
             self._divisor,
             self.host,
         )
-        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute.flat.device, context, suffix)
+        size, device = self.levels.gradient_size(0), self.compute.flat.device
+        memory = PooledGradient(size, dtypes.reduce, device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         finish = autograd.weakly(self._finish_transfer)
