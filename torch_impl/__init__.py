@@ -37,10 +37,11 @@ modes, also half-way through a step. Fused kernels may write gradients themselve
 ``FSDPModule.set_main_gradients``.
 
 **Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
-and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's
-weight decay. If none did, all stay None. Ranks may use different inputs and parameters of a unit, but must agree on
-which groups take part. A unit that the last microbatch does not use reduces what earlier ones left at the end of that
-backward, as in FSDP2.
+and its vectors are two. Ranks may use different inputs and parameters of a unit, but must agree on which groups take
+part. A parameter that some rank used in a step has a gradient on every rank, one that no rank used has none: ``.grad``
+stays None, and optimizers leave the weight alone. Where a rank has not used a parameter that it trains, it reads a
+flag of the reduction, for which the program waits. A unit that the last microbatch does not use reduces what earlier
+ones left at the end of that backward, as in FSDP2.
 
 **Float8 weights.** With ``MixedPrecisionPolicy(gather_dtype=...)`` forward and backward compute with main weights that
 were quantized to float8, under every strategy, and the gradients are applied to the main weights as they are.
