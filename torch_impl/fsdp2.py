@@ -240,8 +240,8 @@ class Unavailable:
         if reduce_scatter_unused_params:
             refuse(
                 "set_reduce_scatter_unused_params(True)",
-                "a parameter without gradient counts as zero when any other of its unit has one, so ranks may use "
-                "different parameters of a unit; units that only some ranks use must be merged into one",
+                "ranks may use different parameters of a unit always: one that any rank used has a gradient on all; "
+                "units that only some ranks use must be merged into one",
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

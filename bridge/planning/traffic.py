@@ -103,7 +103,9 @@ def _gathers(group: GroupBuffers, runtime: str, microbatches: int, reruns: int) 
     for axis in range(strategy.optimizer):
         if group.mesh.size(axis) > 1:
             times = (2 + reruns) * microbatches if axis < strategy.parameters else once
-            calls[_collective(group, "all_gather", axis, group.gather_dtype, group.gather_bytes(axis))] += times
+            calls[_collective(group, "all_gather", axis, group.gather_dtype, group.gather_bytes(axis))] += (
+                times
+            )
     return +calls
 
 

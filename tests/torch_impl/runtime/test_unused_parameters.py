@@ -156,7 +156,9 @@ def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")])
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
+)
 def test_flags_survive_low_precision_and_divisors(
     ranks: RankGroup, reduce: torch.dtype, shape: tuple[int, ...], strategy: str
 ) -> None:
@@ -184,7 +186,9 @@ def beside_fsdp2(set_to_none: bool) -> None:
             still = [name for name in after if torch.equal(before[name], after[name])]
             steps.append((missing, still, hooked, after))
         found.append(steps)
-    for (missing, still, hooked, after), (our_missing, our_still, our_hooked, ours) in zip(*found, strict=True):
+    for (missing, still, hooked, after), (our_missing, our_still, our_hooked, ours) in zip(
+        *found, strict=True
+    ):
         assert (our_missing, our_still, our_hooked) == (missing, still, hooked)
         for name, value in after.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7)
@@ -205,7 +209,9 @@ def collectives_and_bytes(strategy: str, shape: tuple[int, ...]) -> list[dict[st
     return found
 
 
-@pytest.mark.parametrize(("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")])
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
+)
 def test_no_collective_is_added(ranks: RankGroup, shape: tuple[int, ...], strategy: str) -> None:
     for all_used, *others in ranks.run(WORLD, collectives_and_bytes, strategy, shape):
         assert others == [all_used] * 2
