@@ -53,7 +53,7 @@ def _same_rows(tensor: Any, size: tuple[int, ...]) -> Any:
     bounds, local = row_bounds_of(tensor), local_of(tensor)
     # Cut rows lie in a matrix or a vector, which no view of the same rows changes.
     own = size if bounds is None else tuple(local.shape)
-    return wrap_rows(tensor, _counted_view(local, lambda t: t.view(own)), size, bounds)
+    return wrap_rows(tensor, counted_view(local, lambda t: t.view(own)), size, bounds)
 
 
 def _select(tensor: Any, index: int) -> Any:
@@ -65,7 +65,7 @@ def _select(tensor: Any, index: int) -> Any:
     index, shape = index % length, tensor.shape[1:]
     bounds, local = row_bounds_of(tensor), local_of(tensor)
     if bounds is None:
-        return wrap_rows(tensor, _counted_view(local, lambda t: t[index]), shape, None)
+        return wrap_rows(tensor, counted_view(local, lambda t: t[index]), shape, None)
     row_size, num_rows = rows_of(tensor.shape)
     per_slice = num_rows // length
     # A row of a matrix becomes a vector, whose rows are its elements.
@@ -79,11 +79,11 @@ def _select(tensor: Any, index: int) -> Any:
     # Beside the slice the start may lie outside of the local rows, where even an empty view raises.
     start = max(start, 0) if rows else 0
     size = local_shape(shape, rows * scale)
-    view = _counted_view(local, lambda t: t[start : start + rows].view(size))
+    view = counted_view(local, lambda t: t[start : start + rows].view(size))
     return wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])
 
 
-def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A view that shares its version counter, which below autograd views do not, and the remainder."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         rows = view(local)

@@ -145,5 +145,5 @@ class Lifecycle:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether compute weights may be read without another call of the runtime: in or after forward, after ``unshard``."""
+        """Whether a program may read compute weights without a call of the runtime, in and after a forward."""
         return self.phase in (UNSHARDED, KEPT, *_RUNNING)

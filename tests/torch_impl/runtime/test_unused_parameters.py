@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -165,15 +166,20 @@ def test_flags_survive_low_precision_and_divisors(
     ranks.run(WORLD, low, reduce, shape, strategy)
 
 
+def noted(calls: list[str], name: str, _: torch.Tensor) -> None:
+    calls.append(name)
+
+
 def beside_fsdp2(set_to_none: bool) -> None:
     """The same program with FSDP2, in which ranks use the same parameters."""
     found = []
     for api in (fsdp, torch_impl):
         model = sharded(api)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
-        steps, calls = [], []
+        steps: list[Any] = []
+        calls: list[str] = []
         for name, param in model.named_parameters():
-            param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+            param.register_post_accumulate_grad_hook(functools.partial(noted, calls, name))
         for step, route in enumerate(["abc", "a", "ab", "a"]):
             calls.clear()
             model(inputs(step, 1)[0, dist.get_rank()], route).square().mean().backward()
