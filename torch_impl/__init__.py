@@ -5,10 +5,14 @@ What a program may rely on:
 **Parameters.** At rest ``parameters()`` shows DTensors over the main weights: float32, built from the values as given
 (float64 stays), or in ``MixedPrecisionPolicy(main_dtype=...)``. Frozen ones stay in the dtype in which they were given:
 one in half precision that is unfrozen after ``fully_shard`` raises at the next forward, unless ``main_dtype`` asks for
-that dtype. During forward and backward the modules hold plain parameters in the compute dtype.
+that dtype. During forward and backward the modules hold plain parameters in the compute dtype, as they do between both
+where a unit does not reshard after its forward (``reshard_after_forward=False``; with gradients also the root by
+default): a loss may use ``model.output.weight``. Optimizers, state dicts, and clipping after the backward see sharded
+ones. What is written into plain weights is lost.
 
 **A DTensor never lies.** These are right on uneven and empty shards: element-wise operators, whole-tensor reductions,
-``full_tensor()``, the optimizers of ``torch.optim`` but LBFGS and Muon (for-loop, foreach, fused),
+``full_tensor()``, the optimizers of ``torch.optim`` but LBFGS (for-loop, foreach, fused; Muon, transposes and products
+of matrices where each lies whole on one rank, as with ``granularity="tensor"``),
 ``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and ``reset_parameters()`` (with the values one process would
 draw), ``tensor[i]``, ``state_dict()`` with plain ``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors,
 torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
