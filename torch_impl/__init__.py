@@ -5,18 +5,22 @@ What a program may rely on:
 **Parameters.** At rest ``parameters()`` shows DTensors over the main weights: float32, built from the values as given
 (float64 stays), or in ``MixedPrecisionPolicy(main_dtype=...)``. Frozen ones stay in the dtype in which they were given:
 one in half precision that is unfrozen after ``fully_shard`` raises at the next forward, unless ``main_dtype`` asks for
-that dtype. During forward and backward the modules hold plain parameters in the compute dtype.
+that dtype. During forward and backward the modules hold plain parameters in the compute dtype, as they do between both
+where a unit does not reshard after its forward (``reshard_after_forward=False``; with gradients also the root by
+default): a loss may use ``model.output.weight``. Optimizers, state dicts, and clipping after the backward see sharded
+ones. What is written into plain weights is lost.
 
 **A DTensor never lies.** These are right on uneven and empty shards: element-wise operators, whole-tensor reductions,
 sums, means and norms along one of the last two dimensions, ``full_tensor()``, the optimizers of ``torch.optim`` but
-LBFGS and Muon (for-loop, foreach, fused), ``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and
-``reset_parameters()`` (with the values one process would draw), items, slices, ``chunk`` and ``split`` of the first
-dimension, views that keep rows or make a vector, ``new_zeros`` and its kind, ``state_dict()`` with plain
-``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors, ``distribute_tensor`` and ``DTensor.from_local``
-with a parameter's mesh and placements, ``load_state_dict`` of such tensors with ``assign=True``, ``torch.save`` of
-state dicts on each rank, torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with
-``full_state_dict=True`` and ``broadcast_from_rank0=True``. All else that depends on the cut raises and names
-``full_tensor()``: other views, matrix products. ``.data =`` raises, too.
+LBFGS (for-loop, foreach, fused; Muon, transposes and products of matrices where each lies whole on one rank, as with
+``granularity="tensor"``), ``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and ``reset_parameters()`` (with the
+values one process would draw), items, slices, ``chunk`` and ``split`` of the first dimension, views that keep rows or
+make a vector, ``new_zeros`` and its kind, ``state_dict()`` with plain ``dcp.save/load``, ``load_state_dict`` of sharded
+or whole tensors, ``distribute_tensor`` and ``DTensor.from_local`` with a parameter's mesh and placements,
+``load_state_dict`` of such tensors with ``assign=True``, ``torch.save`` of state dicts on each rank, torch's ``get_``
+and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
+``broadcast_from_rank0=True``. All else that depends on the cut raises and names ``full_tensor()``: other views, matrix
+products. ``.data =`` raises, too.
 
 **Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps ``distribute_tensor``,
 ``DTensor.from_local`` and private functions of ``torch.distributed.checkpoint.state_dict``, which offer no hook, so
@@ -41,10 +45,11 @@ modes, also half-way through a step. Fused kernels may write gradients themselve
 ``FSDPModule.set_main_gradients``.
 
 **Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
-and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's
-weight decay. If none did, all stay None. Ranks may use different inputs and parameters of a unit, but must agree on
-which groups take part. A unit that the last microbatch does not use reduces what earlier ones left at the end of that
-backward, as in FSDP2.
+and its vectors are two. Ranks may use different inputs and parameters of a unit, but must agree on which groups take
+part. A parameter that some rank used in a step has a gradient on every rank, one that no rank used has none: ``.grad``
+stays None, and optimizers leave the weight alone. Where a rank has not used a parameter that it trains, it reads a
+flag of the reduction, for which the program waits. A unit that the last microbatch does not use reduces what earlier
+ones left at the end of that backward, as in FSDP2.
 
 **Float8 weights.** With ``MixedPrecisionPolicy(gather_dtype=...)`` forward and backward compute with main weights that
 were quantized to float8, under every strategy, and the gradients are applied to the main weights as they are.

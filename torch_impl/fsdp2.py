@@ -23,7 +23,7 @@ Refused with NotImplementedError by name: parameters with these methods under ``
 
 Raise an error when they run:
 
-* LBFGS; ``torch.optim.Muon`` (use ``MainWeightMuon``);
+* LBFGS; ``torch.optim.Muon`` where a matrix is cut: shard with ``granularity="tensor"``, or use ``MainWeightMuon``;
   Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
 * ``dcp.async_save`` of weights with remainders, and of all sharded tensors with a torch that copies a DTensor as one
   without dimensions (2.11): use ``save_checkpoint_async``
@@ -63,7 +63,16 @@ Behave otherwise than in FSDP2:
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.
 * ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
 * ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
-* ``clip_grad_norm_`` returns a plain tensor, not a DTensor.
+* ``clip_grad_norm_`` returns a plain tensor that answers ``full_tensor()``, not a DTensor, so that norms over several
+  meshes can be combined.
+* Ranks may always use different parameters of a unit, as in FSDP2 with ``set_reduce_scatter_unused_params(True)``. A
+  parameter that no rank used has no gradient all the same.
+* After a forward without gradients the root reshards as other units do, unless it was given
+  ``reshard_after_forward=False``.
+* A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
+  end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.
+* What a program freezes or thaws while whole weights are shown stays so, and ``zero_grad`` of a sharded module clears
+  the gradients of sharded parameters then, too.
 * torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
   ``MainWeightAdamW.init_state()`` before it avoids the step, as ``save_checkpoint`` does.
 * A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
@@ -296,8 +305,8 @@ class Unavailable:
         if reduce_scatter_unused_params:
             refuse(
                 "set_reduce_scatter_unused_params(True)",
-                "a parameter without gradient counts as zero when any other of its unit has one, so ranks may use "
-                "different parameters of a unit; units that only some ranks use must be merged into one",
+                "ranks may use different parameters of a unit always: one that any rank used has a gradient on all; "
+                "units that only some ranks use must be merged into one",
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

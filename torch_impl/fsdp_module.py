@@ -107,9 +107,12 @@ class FSDPModule(Unavailable):
                     param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module. After a backward that raised, first shows the sharded parameters, which have gradients."""
+        """As of any module, also of sharded parameters in whose place whole weights are shown."""
         self._unit.schedule.recover()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
+        for unit in self._units(True):
+            for group in unit.groups:
+                group.zero_grad(set_to_none)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, the next backwards keep gradients unreduced on each rank, whatever the strategy.
@@ -255,6 +258,8 @@ class FSDPModule(Unavailable):
         """
         assert isinstance(self, nn.Module)
         for unit in self._units(True):
+            if not unit.open_calls:
+                unit.show_sharded()
             for group in unit.groups:
                 for name, param in zip(group.names, group.params, strict=True):
                     _check_conversion(name, param, fn, group.host is not None)

@@ -6,7 +6,7 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
     kind              PyTorch                                 JAX
     main weights      m S_o                                   m S_o
     moments (AdamW)   2 m R_o: tensors by parameter           2 m S_o: buffers like the weights'
-    gradients         g S_o, until zero_grad                  0: they live in the step only
+    gradients         g G_o, until zero_grad                  0: they live in the step only
     compute weights   p = 0: c S_0, but 0 where the main      0
                       weights are whole and of the dtype;
                       0 < p < o: c S_p, or float8
@@ -15,8 +15,9 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
 Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o beside the compute weights.
 
 Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
-the device's total. Bytes of these that belong to no parameter are padding. Frozen groups have no gradients and no
-moments. The optimizer's step counters (4 bytes per parameter in PyTorch, on the host; 4 bytes in JAX) are not counted.
+the device's total. G_o is S_o and one element a parameter, see ``traffic``. Bytes of these that belong to no parameter
+are padding. Frozen groups have no gradients and no moments. The optimizer's step counters (4 bytes per parameter in
+PyTorch, on the host; 4 bytes in JAX) are not counted.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def _of_group(
         return AtRest(main, moments, host=own.host)
     gradients = compute = Stored()
     if group.shape.trainable:
-        gradients = stored(strategy.optimizer, group.grad_bytes)
+        allocated = group.gradient_size(strategy.optimizer, runtime) * group.grad_bytes
+        gradients = Stored(allocated, group.real(strategy.optimizer, device) * group.grad_bytes)
     if keeps_weights(group):
         compute = stored(strategy.parameters, group.compute_bytes)
         if strategy.parameters and group.shape.dtypes.gather is not None:

@@ -51,6 +51,12 @@ class GroupBuffers:
         """Elements that a device holds at ``level``, padding included; ``level`` at most that of the state."""
         return self.padded // self.mesh.shards(level)
 
+    def gradient_size(self, level: int, runtime: str) -> int:
+        """Elements of a gradient buffer of ``level``: in PyTorch with a flag for each parameter and finest shard."""
+        finest = self.layout.num_shards // self.mesh.shards(level)
+        flags = finest * len(self.layout.slots) if runtime == "torch" else 0
+        return self.size(level) + flags
+
     @cached_property
     def _real_by_shard(self) -> np.ndarray:
         """``int64 [num_shards]``: elements of parameters in each of the finest shards."""

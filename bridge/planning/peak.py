@@ -4,7 +4,7 @@ The walk goes through a step's last microbatch segment by segment (see ``activat
 segment it adds up the terms below; the moment of the largest sum is the peak. A unit is gathered while one of its
 segments runs, and so are the units around it. With prefetch 1, so are the units of the segment that comes next, and the
 gradients of the last unit are being reduced; with 0 nothing is there ahead of its use or after it. S_a, R_a, m, c, r, g
-are those of ``at_rest`` and ``traffic``::
+are those of ``at_rest`` and ``traffic`` (in PyTorch gradients have G_a elements)::
 
     term                 while segment i runs
     main weights         m S_o                                          always

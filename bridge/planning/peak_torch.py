@@ -37,7 +37,7 @@ class _Sizes:
             g.gather_bytes(0) for g in unit.groups if g.shape.dtypes.gather and g.strategy.parameters
         )
         gathered = payload + sum(g.size(0) * g.compute_bytes for g in unit.groups if g.strategy.parameters)
-        buffer = sum(g.size(0) * g.reduce_bytes for g in trained)
+        buffer = sum(g.gradient_size(0, "torch") * g.reduce_bytes for g in trained)
         return _Sizes(
             gathered=gathered,
             ahead=gathered if prefetch else 0,
@@ -45,7 +45,7 @@ class _Sizes:
             half=sum(g.size(0) * g.compute_bytes for g in trained) // 2,
             buffer=buffer,
             beside=buffer if prefetch else 0,
-            done=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
+            done=sum(g.gradient_size(g.strategy.optimizer, "torch") * g.grad_bytes for g in trained),
             before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
         )
 
@@ -54,7 +54,7 @@ def _left_before(group: GroupBuffers) -> int:
     strategy = group.strategy
     # Without a reduction at the end of the step, each microbatch's sums are final.
     level = strategy.optimizer if strategy.gradients == group.mesh.ndim else strategy.gradients
-    return group.size(level) * group.grad_bytes
+    return group.gradient_size(level, "torch") * group.grad_bytes
 
 
 def moments(

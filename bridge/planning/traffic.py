@@ -6,9 +6,12 @@ For a group with strategy (p, g, o) on a mesh of d axes (axis 0 innermost; level
     once a step          gather levels o .. p              o-1 ... p            c S_(axis)        (c: compute dtype, or
     forward, backward    gather levels p .. 0              p-1 ... 0            c S_(axis)        payload and scales)
     once a step          all-reduce of magnitudes          0 ... o-1            4 a parameter     float8_e4m3fn only
-    each microbatch      reduce-scatter levels 0 .. g      0 ... g-1            r S_(axis)        (r: reduce dtype)
-    once a step          reduce-scatter levels g .. o      g ... o-1            r S_(axis)
-    once a step          all-reduce the shard of level o   o ... d-1            r S_o
+    each microbatch      reduce-scatter levels 0 .. g      0 ... g-1            r G_(axis)        (r: reduce dtype)
+    once a step          reduce-scatter levels g .. o      g ... o-1            r G_(axis)
+    once a step          all-reduce the shard of level o   o ... d-1            r G_o
+
+S_a are the elements of the buffers at level a. G_a are those of a gradient buffer: in JAX as many, in PyTorch one more
+for each parameter and each of the finest shards in it, by which ranks learn which parameters others used.
 
 * An axis of one device takes no collective.
 * A frozen group has gathers only. PyTorch leaves out what is once a step, since the weights are unchanged. JAX, a
@@ -93,7 +96,7 @@ def step_calls(
             calls += amax_calls(group)
         calls += _gathers(group, runtime, microbatches, gathers)
         if group.shape.trainable:
-            calls += _reductions(group, microbatches)
+            calls += _reductions(group, runtime, microbatches)
     return calls
 
 
@@ -103,7 +106,9 @@ def _gathers(group: GroupBuffers, runtime: str, microbatches: int, gathers: int)
     for axis in range(strategy.optimizer):
         if group.mesh.size(axis) > 1:
             times = gathers * microbatches if axis < strategy.parameters else once
-            calls[_collective(group, "all_gather", axis, axis, group.gather_dtype)] += times
+            calls[_collective(group, "all_gather", axis, group.gather_dtype, group.gather_bytes(axis))] += (
+                times
+            )
     return +calls
 
 
@@ -120,7 +125,7 @@ def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
     return calls
 
 
-def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
+def _reductions(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
     strategy, calls = group.strategy, Counter[Collective]()
     for axis in range(group.mesh.ndim):
         if group.mesh.size(axis) == 1:
@@ -128,11 +133,10 @@ def _reductions(group: GroupBuffers, microbatches: int) -> Calls:
         scatters = axis < strategy.optimizer
         kind, level = ("reduce_scatter", axis) if scatters else ("all_reduce", strategy.optimizer)
         times = microbatches if axis < strategy.gradients else 1
-        calls[_collective(group, kind, axis, level, group.shape.dtypes.reduce)] += times
+        nbytes = group.gradient_size(level, runtime) * group.reduce_bytes
+        calls[_collective(group, kind, axis, group.shape.dtypes.reduce, nbytes)] += times
     return calls
 
 
-def _collective(group: GroupBuffers, kind: str, axis: int, level: int, dtype: str) -> Collective:
-    mesh = group.mesh
-    nbytes = group.gather_bytes(level) if kind == "all_gather" else group.size(level) * group.reduce_bytes
-    return Collective(kind, mesh.name(axis), mesh.size(axis), dtype, nbytes)
+def _collective(group: GroupBuffers, kind: str, axis: int, dtype: str, nbytes: int) -> Collective:
+    return Collective(kind, group.mesh.name(axis), group.mesh.size(axis), dtype, nbytes)

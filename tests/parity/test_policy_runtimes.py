@@ -242,7 +242,7 @@ def in_jax(policy: str, frozen: list[str], microbatches: int) -> list[Sharded]:
                 held.main_weights + sum(padding.values()),
                 held.moments,
                 sum(padding.values()),
-                [Traffic(by_unit(plan, step), dict(step)) for step in (calls, calls - kept(plan))],
+                [Traffic(by_unit(plan, step), flagged(plan, step)) for step in (calls, calls - kept(plan))],
             )
         )
     return found
@@ -297,6 +297,22 @@ def kept(plan: jax_impl.ShardingPlan) -> Counter[Call]:
                     dtype = group.wire.compute
                     found["all_gather", ranks, dtype.name, size * dtype.itemsize] += 1
     return found
+
+
+def flagged(plan: jax_impl.ShardingPlan, calls: Counter[Call]) -> dict[Call, int]:
+    """The calls with PyTorch's bytes: its reductions carry a flag for each parameter and finest shard, JAX's none."""
+    flags: dict[int, int] = {}
+    for unit in plan.units.values():
+        for group, level in itertools.product(unit.groups, range(unit.strategy.optimizer + 1)):
+            layout, shards = group.layout, plan.axes.shards(level)
+            if group.trainable:
+                flags[layout.padded_size // shards] = layout.num_shards // shards * len(layout.slots)
+    found: Counter[Call] = Counter()
+    for (kind, ranks, dtype, nbytes), times in calls.items():
+        width = jnp.dtype(dtype).itemsize
+        more = 0 if kind == "all_gather" else flags[nbytes // width] * width
+        found[kind, ranks, dtype, nbytes + more] += times
+    return dict(found)
 
 
 def group_of_rank_0(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:

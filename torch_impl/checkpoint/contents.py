@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bridge.formats import CheckpointError, CheckpointReader
+from torch_impl.diagnostics.tensors import named_main_parameters
 from torch_impl.dtensor.remainders import main_values, remainder_of
 from torch_impl.dtensor.tensor import wrap_like
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
@@ -52,7 +53,7 @@ def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The fqns of each parameter group's parameters; ValueError for a parameter that the model has not."""
     # By identity: tensors compare by their elements.
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter): name for name, parameter in named_main_parameters(model)}
     names = []
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

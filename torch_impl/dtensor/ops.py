@@ -2,7 +2,8 @@
 
 Element-wise operators act on the local rows when all their DTensors are cut alike; the other operands must be scalars.
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
-Reductions are in ``reductions``, random values in ``random``, views in ``views``.
+Reductions are in ``reductions``, random values in ``random``, views in ``views``, what one rank alone computes in
+``matrices``.
 
 Tensors with remainders (``remainders``) are bfloat16 to operators that read them; those that change one work on its
 float32 values, and take such operands in float32, too.
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_of
+from torch_impl.dtensor.matrices import MATRIX_OPERATORS, on_whole_matrices
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
@@ -101,6 +103,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _copy_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args, kwargs)) is not None:
         return view
+    if func in MATRIX_OPERATORS and (matrix := on_whole_matrices(func, args, kwargs)) is not None:
+        return matrix
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     # DTensor itself is right where no rows are cut.
@@ -109,8 +113,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(
         f"{func} is not supported on a tensor placed as {first.placements}, of shape {tuple(first.shape)}: only "
         "element-wise operators, reductions and views that leave its rows whole are; use full_tensor() for the whole "
-        "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; in "
-        "place of torch.optim.Muon use MainWeightMuon"
+        "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; for "
+        "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
     )
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
+from torch_impl.dtensor.norms import WholeNorm
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import cut_axes, is_tensor_parallel, row_axes
 from torch_impl.dtensor.tensor import wrap_rows
@@ -201,7 +202,7 @@ def _vector_norm(
             f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions"
             f"{_KEPT}, got dim={dim}, keepdim={keepdim}; use full_tensor()"
         )
-    return norms(func, [tensor], ord, dtype)[0]
+    return norms(func, [tensor], ord, dtype)[0].as_subclass(WholeNorm)
 
 
 def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
@@ -209,7 +210,7 @@ def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = No
     if without_elements:
         # For torch's own error, which names the operator: some orders of tensors without elements are refused.
         torch._foreach_norm(without_elements, ord)
-    return norms(func, tensors, ord, dtype)
+    return [norm.as_subclass(WholeNorm) for norm in norms(func, tensors, ord, dtype)]
 
 
 def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:

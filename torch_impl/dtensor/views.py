@@ -84,13 +84,13 @@ def in_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
     """A view of all elements in another shape; None where a shard would end inside a row."""
     bounds, local = row_bounds_of(tensor), local_of(tensor)
     if bounds is None:
-        return wrap_rows(tensor, _counted_view(local, lambda t: t.view(shape)), shape, None)
+        return wrap_rows(tensor, counted_view(local, lambda t: t.view(shape)), shape, None)
     before, after = rows_of(tensor.shape)[0], rows_of(shape)[0]
     if after and any(bound * before % after for bound in bounds):
         return None
     rows = [bound * before // after if after else 0 for bound in bounds]
     size = local_shape(shape, local.numel() // after if after else 0)
-    return wrap_rows(tensor, _counted_view(local, lambda t: t.view(size)), shape, rows)
+    return wrap_rows(tensor, counted_view(local, lambda t: t.view(size)), shape, rows)
 
 
 def _part(tensor: Any, start: int, stop: int) -> Any:
@@ -98,7 +98,7 @@ def _part(tensor: Any, start: int, stop: int) -> Any:
     shape = (stop - start, *tensor.shape[1:])
     bounds, local = row_bounds_of(tensor), local_of(tensor)
     if bounds is None:
-        return wrap_rows(tensor, _counted_view(local, lambda t: t[start:stop]), shape, None)
+        return wrap_rows(tensor, counted_view(local, lambda t: t[start:stop]), shape, None)
     per_item = rows_of(tensor.shape)[1] // tensor.shape[0] if tensor.numel() else 0
     first, rows = start * per_item, (stop - start) * per_item
 
@@ -108,7 +108,7 @@ def _part(tensor: Any, start: int, stop: int) -> Any:
     r0, r1 = row_range_of(tensor)
     # Of a part that lies beside the local rows, the place of its beginning does not matter.
     begin = max(first - r0, 0)
-    view = _counted_view(local, lambda t: t[begin : begin + within(r1) - within(r0)])
+    view = counted_view(local, lambda t: t[begin : begin + within(r1) - within(r0)])
     return wrap_rows(tensor, view, shape, [within(bound) for bound in bounds])
 
 
@@ -123,7 +123,7 @@ def _item(tensor: Any, index: int) -> Any:
     return in_shape(_part(tensor, index % length, index % length + 1), tuple(tensor.shape[1:]))
 
 
-def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A view that shares its version counter, which below autograd views do not, and the remainder."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         rows = view(local)

@@ -16,6 +16,12 @@ use; coarser ones merge its shards::
 
 An axis of one rank takes no collective.
 
+A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which parameters were
+used: every rank is to know that, whichever rows it holds, without a further collective::
+
+    level 0   |. . . . . .|f0 f1|f0 f1|f0 f1|    3 shards of rows, 2 parameters
+    level 1   |. .|f0 f1|                        rows and flags, summed over the ranks
+
 Views of a buffer are taken once and stay valid while the storage behind them is freed and allocated again: tensors
 saved by autograd survive a reshard.
 """
@@ -93,6 +99,7 @@ class ShardLevels:
         self._sizes = [one.shard_size for one in self.layouts]
         self._slices = [one.shard_slices for one in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
+        self._num_parameters = len(layout.slots)
 
     def buffer(
         self, level: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
@@ -105,6 +112,15 @@ class ShardLevels:
     def size(self, level: int) -> int:
         """Elements that a rank holds of a level."""
         return self._sizes[level]
+
+    def gradient_size(self, level: int) -> int:
+        """Elements of a rank's gradient buffer of a level: ``size(level)``, and flags."""
+        finest = self.layouts[-1].num_shards // self.layouts[level].num_shards
+        return self._sizes[level] + finest * self._num_parameters
+
+    def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Of a gradient buffer of a level, a view ``[finest shards, parameters]``: not 0 where one was used."""
+        return gradient[self._sizes[level] :].view(-1, self._num_parameters)
 
     def row_bounds(self, level: int, name: str) -> tuple[int, ...]:
         """Row bounds of the level's shards, see ``Layout.row_bounds``."""
@@ -126,11 +142,11 @@ class ShardLevels:
         return collectives.all_gather(outputs, shards, self.mesh.groups[level], async_op)
 
     def reduce(self, level: int, shard: torch.Tensor, values: torch.Tensor, async_op: bool) -> Work | None:
-        """Sum ``values`` of ``level`` over an axis into ``shard`` of the level after it."""
+        """Sum ``values``, a gradient buffer of ``level``, over an axis into ``shard``, one of the level after it."""
         if self.mesh.sizes[level] == 1:
             shard.copy_(values)
             return None
-        values_of, shards = self._parts(level, values), self._parts(level + 1, shard)
+        values_of, shards = self._gradient_parts(level, values), self._gradient_parts(level + 1, shard)
         return collectives.reduce_scatter(shards, values_of, self.mesh.groups[level], async_op)
 
     def sum(self, axis: int, values: torch.Tensor, async_op: bool) -> Work | None:
@@ -151,6 +167,9 @@ class ShardLevels:
         buffer = self.buffer(level, torch.uint8, torch.device("meta"))
         views = [buffer.view(slot.name) for slot in buffer.layout.slots]
         return [(tuple(view.shape), view.stride(), int(view.storage_offset())) for view in views]
+
+    def _gradient_parts(self, level: int, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [*(flat[part] for part in self._slices[level]), flat[self._sizes[level] :]]
 
     def _parts(self, level: int, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         slices = self._slices[level]

@@ -128,7 +128,7 @@ class ExtendedGroup(ParameterGroup):
     ) -> None:
         axis = mesh.mesh if mesh.ndim == 1 else mesh.mesh[(mesh.mesh.mesh_dim_names or ())[-1]]
         ranks = mesh.sizes[0]
-        self._rows = [
+        self._extended = [
             ExtendedWeight(one, shard, axis, ranks) for one, shard in zip(owned, shards, strict=True)
         ]
         # Inner tensors of a wrapper are attributes too, which a copy of the wrapper has.
@@ -142,7 +142,7 @@ class ExtendedGroup(ParameterGroup):
 
     @property
     def on_meta(self) -> bool:
-        return self._rows[0].shard.is_meta
+        return self._extended[0].shard.is_meta
 
     @property
     def allocated(self) -> bool:
@@ -162,7 +162,7 @@ class ExtendedGroup(ParameterGroup):
 
     @property
     def main_tensors(self) -> list[torch.Tensor]:
-        return [part for one in self._rows for part in plain_parts(one.shard)]
+        return [part for one in self._extended for part in plain_parts(one.shard)]
 
     @property
     def real_bytes(self) -> int:
@@ -179,13 +179,13 @@ class ExtendedGroup(ParameterGroup):
     @property
     def _main_version(self) -> Version:
         # A program may write to the inner tensors, whose wrapper counts nothing of that.
-        shards = [*map(local_of, self.params), *(one.shard for one in self._rows), *self.main_tensors]
+        shards = [*map(local_of, self.params), *(one.shard for one in self._extended), *self.main_tensors]
         return tuple(one._version for one in shards)
 
     def _allocate(self, device: torch.device, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         place = HOST if self.host is not None and device.type != "meta" else device
         self._device = device
-        for one in self._rows:
+        for one in self._extended:
             if one.shard.is_meta and place.type != "meta":
                 one.shard = torch.empty_like(one.shard, device=place)
                 for part in plain_parts(one.shard):
@@ -205,7 +205,7 @@ class ExtendedGroup(ParameterGroup):
             mesh, others = given.joint_mesh(mesh), given.placements
         with torch.no_grad():
             tensor = make_dtensor(
-                as_matrix(self._rows[index].shard),
+                as_matrix(self._extended[index].shard),
                 mesh,
                 param.shape,
                 self.levels.row_bounds(1, name),
@@ -225,7 +225,7 @@ class ExtendedGroup(ParameterGroup):
 
     def _connect_weights(self) -> None:
         before = getattr(self, "_whole_weights", None)
-        self._whole_weights = _ComputeWeights(self._rows, self.unsharded, self._whole, self.dtypes.compute)
+        self._whole_weights = _ComputeWeights(self._extended, self.unsharded, self._whole, self.dtypes.compute)
         self._whole_weights.on_made = None if before is None else before.on_made
         self.weights = self._whole_weights
 
@@ -237,14 +237,14 @@ class ExtendedGroup(ParameterGroup):
         with torch.inference_mode(False), torch.no_grad():
             self._ask()
             self._whole_weights.prepare(changed)
-        sources = [tensor for one in self._rows for tensor in one.inputs]
-        outputs = [tensor for one in self._rows for tensor in one.outputs]
+        sources = [tensor for one in self._extended for tensor in one.inputs]
+        outputs = [tensor for one in self._extended for tensor in one.outputs]
         return [("gather", partial(self._gather, _as_bytes(outputs), _as_bytes(sources)))]
 
     def _ask(self) -> None:
         cause: Exception | None = None
         wanted: list[Any] = []
-        for one in self._rows:
+        for one in self._extended:
             try:
                 wanted.append(one.pre(self._policy, self._context.device))
             except Exception as error:
@@ -255,7 +255,7 @@ class ExtendedGroup(ParameterGroup):
         if self._agreed is None:
             self._agree(wanted, cause)
             self._agreed = wanted
-        for one, sizes, agreed in zip(self._rows, wanted, self._agreed, strict=True):
+        for one, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
             if sizes != agreed:
                 raise RuntimeError(
                     f"{one.name}: expected fsdp_pre_all_gather to return tensors of the sizes of its first call, "
@@ -266,7 +266,7 @@ class ExtendedGroup(ParameterGroup):
         """Once: other sizes on another rank would hang its gather, or fill it with what belongs elsewhere."""
         everyone: list[Any] = [None] * self.mesh.sizes[0]
         dist.all_gather_object(everyone, wanted, group=self.mesh.groups[0])
-        for index, one in enumerate(self._rows):
+        for index, one in enumerate(self._extended):
             for rank, theirs in enumerate(everyone):
                 if isinstance(theirs[index], str) or theirs[index] != everyone[0][index]:
                     raise RuntimeError(

@@ -146,20 +146,22 @@ class GroupGradient:
             self._drop()
             return
         whole = self._complete(keep=True)
+        used = self._used
         host = self._group_spec.host
         # Others use the pool's memory before these sums are reduced.
         if host is not None:
             whole = host.copy_of(whole)
         elif self._memory.pooled:
             whole = whole.clone()
-        self.reduction.leave_partial(whole, level=0)
+        self.reduction.leave_partial(whole, level=0, used=used)
         self._drop()
 
     def reduce(self, last: bool, idle: bool = False) -> None:
         """Begin to reduce what was collected; nothing if nothing came, else a collective.
 
-        Parameters of the group that got no gradient count as zero. ``last``: over all axes, not only those that
-        gradients are sharded over. ``idle``: nothing came, but sums wait, see ``GroupReduction.waits``.
+        Parameters of the group that got no gradient on this rank count as zero; they get one if they did on another.
+        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: nothing came, but sums wait,
+        see ``GroupReduction.waits``.
 
         ``.grad`` has the result when the reduction is finished: before the next one of any unit, or at the end of the
         backward.
@@ -175,8 +177,9 @@ class GroupGradient:
         # Else the buffer is in use until the reduction is finished.
         if values is not self._whole:
             self._memory.release()
+        used = self._used
         self._forget()
-        self.reduction.start(values, last)
+        self.reduction.start(values, last, used)
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.
@@ -205,6 +208,11 @@ class GroupGradient:
             self._whole is not None and len(self._untouched) < len(self._group_spec.names)
         )
 
+    @property
+    def _used(self) -> frozenset[int]:
+        """Whose gradients came, or are sums of earlier microbatches; once the buffer is made."""
+        return frozenset(range(len(self._group_spec.names))).difference(self._untouched)
+
     def _complete(self, keep: bool) -> torch.Tensor:
         """The buffer that was collected, with zeros where no gradient came."""
         if self._whole is None:
@@ -226,7 +234,7 @@ class GroupGradient:
         if flat is None and not keep and not kept and spec.strategy.optimizer:
             flat = self._memory.take()
         elif flat is None:
-            flat = torch.empty(spec.levels.size(0), dtype=dtype, device=self._memory.device)
+            flat = torch.empty(spec.levels.gradient_size(0), dtype=dtype, device=self._memory.device)
         self._whole = flat
         self._views = spec.levels.views(0, flat)
         self._untouched = set(range(len(spec.names))).difference(kept)

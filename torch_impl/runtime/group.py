@@ -79,6 +79,7 @@ class ParameterGroup:
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
         self._context, self._suffix = context, suffix
         self._shows_whole = False
+        self._shown_trainable: list[bool] = []
         self.params: list[nn.Parameter]
         self._allocate(device, [(one.param, one.local) for one in owned])
         self._connect()
@@ -218,7 +219,8 @@ class ParameterGroup:
             self.all_reduce_hook,
             self.host,
         )
-        memory = PooledGradient(self.levels.size(0), dtypes.reduce, self.compute_device, context, suffix)
+        size = self.levels.gradient_size(0)
+        memory = PooledGradient(size, dtypes.reduce, self.compute_device, context, suffix)
         self.reduction = GroupReduction(spec, memory, context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
         self._connect_weights()
@@ -310,13 +312,28 @@ class ParameterGroup:
         """Show the compute weights or the main weights as the modules' parameters."""
         if unsharded == self._shows_whole:
             return
-        # A program may freeze and unfreeze the parameters that it sees, which are the sharded ones.
+        # A program may freeze and unfreeze the parameters that it sees, be they sharded or whole.
         if unsharded:
             for sharded, whole in zip(self.params, self.unsharded, strict=True):
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
+            self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
+        else:
+            for sharded, whole, before in zip(
+                self.params, self.unsharded, self._shown_trainable, strict=True
+            ):
+                if whole.requires_grad != before:
+                    sharded.requires_grad_(whole.requires_grad)
         self._register(self.unsharded if unsharded else self.params)
         self._shows_whole = unsharded
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As ``nn.Module.zero_grad``, of sharded parameters that no module shows."""
+        for param in self.params if self._shows_whole else ():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def attach(self) -> None:
         """Put the sharded parameters in the place of the given ones."""

@@ -3,6 +3,7 @@
     phase        modules show      the compute weights are there for
     REST         main weights      nobody; some options and strategies keep them all the same
     UNSHARDED    compute weights   the program, which called ``unshard``
+    KEPT         compute weights   the program after a forward without resharding, and the backward of that forward
     FORWARD      compute weights   a forward that runs
     RECOMPUTE    compute weights   a forward that runs again inside a backward, with gradients
     RECOMPUTED   compute weights   the backward of that forward, which comes next
@@ -13,32 +14,35 @@ forward inside its own backward, or be left behind by an exception. The table sa
 refuses what would free weights under a reader or leave weights to nobody. "same" is the phase that was there.
 
     event              from                                        to         when
-    UNSHARD            REST, UNSHARDED                             UNSHARDED  called by the program
+    UNSHARD            REST, UNSHARDED, KEPT                       UNSHARDED  called by the program
     UNSHARD            REST                                        BACKWARD   a backward of the unit has not ended
     UNSHARD            FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD    same       the weights are there
-    RESHARD            REST, UNSHARDED, RECOMPUTED, BACKWARD       REST       called by the program
+    RESHARD            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD REST       called by the program
     RESHARD            FORWARD, RECOMPUTE                          same       the forward goes on, on its own risk
-    STATE_DICT         REST, UNSHARDED, BACKWARD                   REST       state dicts show main weights
+    STATE_DICT         REST, UNSHARDED, KEPT, BACKWARD             REST       state dicts show main weights
     STATE_DICT         FORWARD, RECOMPUTE, RECOMPUTED              same       the compute weights are still awaited
     FORWARD_BEGINS     any                                         FORWARD    also in a backward, without gradients
     RECOMPUTE_BEGINS   any                                         RECOMPUTE  in a backward, with gradients
     FORWARD_ENDS       FORWARD, RECOMPUTE                          same       an outer call of the module goes on
     FORWARD_ENDS       FORWARD                                     REST       the last open call
+    FORWARD_ENDS       FORWARD                                     KEPT       the last open call, without resharding
     FORWARD_ENDS       RECOMPUTE                                   RECOMPUTED the last open call
     FORWARD_ENDS       FORWARD, RECOMPUTE                          BACKWARD   a backward of the unit has not ended
     FORWARD_RAISES     FORWARD, RECOMPUTE                          FORWARD    an outer call of the module goes on
     FORWARD_RAISES     any but REST                                REST       the last open call
     FORWARD_RAISES     FORWARD, RECOMPUTE, BACKWARD                BACKWARD   a backward of the unit has not ended
     JOINS_BACKWARD     UNSHARDED, RECOMPUTED, BACKWARD             BACKWARD   the first sign of a backward
-    JOINS_BACKWARD     REST, FORWARD, RECOMPUTE                    same       gradients alone need no weights
-    BACKWARD_BEGINS    REST, UNSHARDED, RECOMPUTED, BACKWARD       BACKWARD   gradients reach an output
+    JOINS_BACKWARD     REST, KEPT, FORWARD, RECOMPUTE              same       gradients alone need no weights
+    BACKWARD_BEGINS    REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD BACKWARD   gradients reach an output
     BACKWARD_BEGINS    FORWARD, RECOMPUTE                          same       a forward runs a backward inside
     INPUTS_DONE        REST, BACKWARD                              REST       the inputs have their gradients
     INPUTS_DONE        FORWARD, RECOMPUTE                          same       a forward reads the weights
     BACKWARD_ENDS      REST, UNSHARDED, RECOMPUTED, BACKWARD       REST       the last backward of the unit
+    BACKWARD_ENDS      KEPT                                        same       gradients came, but to no output
     BACKWARD_ENDS      FORWARD, RECOMPUTE                          same       a forward reads the weights
     NOT_FOLLOWED       RECOMPUTED                                  REST       all backwards ended without this unit
-    ABANDON            REST, UNSHARDED, RECOMPUTED, BACKWARD       REST       a backward raised
+    PASS_ENDS          KEPT                                        REST       all backwards ended, without this unit
+    ABANDON            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD REST       a backward raised
     ABANDON            FORWARD, RECOMPUTE                          same       a forward reads the weights
 """
 
@@ -53,6 +57,7 @@ class Phase(Enum):
 
     REST = auto()
     UNSHARDED = auto()
+    KEPT = auto()
     FORWARD = auto()
     RECOMPUTE = auto()
     RECOMPUTED = auto()
@@ -74,16 +79,17 @@ class Event(Enum):
     INPUTS_DONE = auto()
     BACKWARD_ENDS = auto()
     NOT_FOLLOWED = auto()
+    PASS_ENDS = auto()
     ABANDON = auto()
 
 
 # Pairs of the phases before and after.
 Transitions = frozenset[tuple[Phase, Phase]]
 
-REST, UNSHARDED, FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD = Phase
+REST, UNSHARDED, KEPT, FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD = Phase
 # While a forward of the module runs, whatever happens besides must leave it its weights.
 _RUNNING = (FORWARD, RECOMPUTE)
-_IDLE = (REST, UNSHARDED, RECOMPUTED, BACKWARD)
+_IDLE = (REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD)
 
 
 def _to(phase: Phase, *sources: Phase) -> Transitions:
@@ -96,25 +102,27 @@ def _same(phases: Iterable[Phase]) -> Transitions:
 
 # Begins are legal anywhere, since no order is asserted; ends only where something has begun.
 LEGAL: dict[Event, Transitions] = {
-    Event.UNSHARD: _to(UNSHARDED, REST, UNSHARDED)
+    Event.UNSHARD: _to(UNSHARDED, REST, UNSHARDED, KEPT)
     | _to(BACKWARD, REST)
     | _same((*_RUNNING, RECOMPUTED, BACKWARD)),
     Event.RESHARD: _to(REST, *_IDLE) | _same(_RUNNING),
-    Event.STATE_DICT: _to(REST, REST, UNSHARDED, BACKWARD) | _same((*_RUNNING, RECOMPUTED)),
+    Event.STATE_DICT: _to(REST, REST, UNSHARDED, KEPT, BACKWARD) | _same((*_RUNNING, RECOMPUTED)),
     Event.FORWARD_BEGINS: _to(FORWARD, *Phase),
     Event.RECOMPUTE_BEGINS: _to(RECOMPUTE, *Phase),
     Event.FORWARD_ENDS: _same(_RUNNING)
     | _to(REST, FORWARD)
+    | _to(KEPT, FORWARD)
     | _to(RECOMPUTED, RECOMPUTE)
     | _to(BACKWARD, *_RUNNING),
     Event.FORWARD_RAISES: _to(FORWARD, *_RUNNING)
     | _to(REST, *(phase for phase in Phase if phase is not REST))
     | _to(BACKWARD, BACKWARD, *_RUNNING),
-    Event.JOINS_BACKWARD: _to(BACKWARD, UNSHARDED, RECOMPUTED, BACKWARD) | _same((REST, *_RUNNING)),
+    Event.JOINS_BACKWARD: _to(BACKWARD, UNSHARDED, RECOMPUTED, BACKWARD) | _same((REST, KEPT, *_RUNNING)),
     Event.BACKWARD_BEGINS: _to(BACKWARD, *_IDLE) | _same(_RUNNING),
     Event.INPUTS_DONE: _to(REST, REST, BACKWARD) | _same(_RUNNING),
-    Event.BACKWARD_ENDS: _to(REST, *_IDLE) | _same(_RUNNING),
+    Event.BACKWARD_ENDS: _to(REST, REST, UNSHARDED, RECOMPUTED, BACKWARD) | _same((KEPT, *_RUNNING)),
     Event.NOT_FOLLOWED: _to(REST, RECOMPUTED),
+    Event.PASS_ENDS: _to(REST, KEPT),
     Event.ABANDON: _to(REST, *_IDLE) | _same(_RUNNING),
 }
 
@@ -137,5 +145,5 @@ class Lifecycle:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether compute weights may be read without another call of the runtime: in forward, after ``unshard``."""
-        return self.phase in (UNSHARDED, *_RUNNING)
+        """Whether a program may read compute weights without a call of the runtime, in and after a forward."""
+        return self.phase in (UNSHARDED, KEPT, *_RUNNING)

@@ -3,18 +3,23 @@
 The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that ``zero_grad`` in both
 modes, or setting a gradient by hand, means what it says:
 
-* None: no gradient yet
+* None: no gradient yet, since no rank has used the parameter
 * a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
 * a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of microbatches before the last.
   Reading it raises.
 
 Sums are divided when they are reduced over the last axis.
+
+Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on every rank, and one
+that none used on no rank, whether it has rows there or not: gradients are clipped by collectives, for which ranks must
+hold the same ones. The buffer that is reduced has a flag for each parameter (``buffer``), 1 on ranks that used it in
+this microbatch or in one whose sums wait. Any sum of flags but 0 means used, however it is rounded.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -133,11 +138,12 @@ class Host(Protocol):
 
 
 class _UnderWay(NamedTuple):
-    """Where the sums will be, and whether they are reduced over all axes then."""
+    """Where the sums will be, whether they are reduced over all axes then, and which parameters this rank used."""
 
     transfer: Transfer
     sums: torch.Tensor
     last: bool
+    used: frozenset[int]
 
 
 class GroupReduction:
@@ -162,14 +168,18 @@ class GroupReduction:
         """Whether to finish the reduction under way only means to wait for it, see ``streams.Transfer``."""
         return self._under_way is not None and self._under_way.transfer.only_waits
 
-    def start(self, values: torch.Tensor, last: bool) -> None:
+    def start(self, values: torch.Tensor, last: bool, used: frozenset[int]) -> None:
         """Begin to sum ``values`` (level 0, in the dtype of the reduction) over the ranks. Collective.
 
-        ``last``: over all axes, not only those that gradients are sharded over.
+        ``last``: over all axes, not only those that gradients are sharded over. ``used``: the parameters that this rank
+        used, in this microbatch or in earlier ones whose sums are in ``values``.
         """
-        last = last or self._group_spec.strategy.gradients == self._group_spec.levels.axes
+        levels = self._group_spec.levels
+        last = last or self._group_spec.strategy.gradients == levels.axes
+        flags = levels.flags(0, values)
+        flags.copy_(_flags(used, like=flags))
         steps, sums = self._steps(values, last)
-        self._under_way = _UnderWay(self._host.streams.start(steps), sums, last)
+        self._under_way = _UnderWay(self._host.streams.start(steps), sums, last, used)
         self._host.reductions.begun(self)
 
     def finish(self) -> None:
@@ -178,10 +188,22 @@ class GroupReduction:
             done, self._under_way = self._under_way, None
             done.transfer.finish()
             self._memory.release()
+            used = self._used_anywhere(done)
             if done.last:
-                self._publish_reduced(done.sums)
+                self._publish_reduced(done.sums, used)
             else:
-                self._publish_partial(done.sums)
+                self._publish_partial(done.sums, used)
+
+    def _used_anywhere(self, done: _UnderWay) -> frozenset[int]:
+        """The parameters that were used on any of the ranks that ``done`` has reduced over."""
+        spec = self._group_spec
+        trained = {index for index, param in enumerate(spec.params) if param.requires_grad}
+        # To read flags makes the program wait for the device. Of what this rank used it need not ask.
+        if done.used >= trained:
+            return done.used
+        level = spec.strategy.optimizer if done.last else spec.strategy.gradients
+        counts = spec.levels.flags(level, done.sums).ne(0).any(0).tolist()
+        return frozenset(index for index, used in enumerate(counts) if used)
 
     def abandon(self) -> None:
         """Forget what is being reduced."""
@@ -216,7 +238,7 @@ class GroupReduction:
         if not filled:
             return None
         spec, storage = self._group_spec, filled[0][1].untyped_storage()
-        size, dtype = spec.levels.size(0), spec.dtypes.grad
+        size, dtype = spec.levels.gradient_size(0), spec.dtypes.grad
         whole = spec.levels.layouts[0]
         for index, local in filled:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
@@ -227,16 +249,19 @@ class GroupReduction:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
 
-    def leave_partial(self, sums: torch.Tensor, level: int) -> None:
-        """Make ``sums``, a buffer of a level that is not reduced over the other axes, the gradients."""
+    def leave_partial(self, sums: torch.Tensor, level: int, used: frozenset[int]) -> None:
+        """Make ``sums``, a buffer of a level that is not reduced over the other axes, the gradients.
+
+        Those of parameters that are not ``used`` stay None if they are.
+        """
         spec = self._group_spec
         mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
         self._left_partial = True
-        for name, param, given, view in zip(
-            spec.names, spec.params, spec.tensor_parallel, views, strict=True
+        for index, (name, param, given, view) in enumerate(
+            zip(spec.names, spec.params, spec.tensor_parallel, views, strict=True)
         ):
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
-            if not param.requires_grad:
+            if not param.requires_grad or (param.grad is None and index not in used):
                 continue
             # Sums that are not reduced at all were collected together with the new ones.
             if param.grad is not None and _cut_of(param.grad) != (0, True):
@@ -280,7 +305,7 @@ class GroupReduction:
             if axis == strategy.gradients and axis > 0:
                 steps.append((lane, partial(self._add_waiting, values)))
             if axis < strategy.optimizer:
-                shard = values.new_empty(levels.size(axis + 1))
+                shard = values.new_empty(levels.gradient_size(axis + 1))
                 steps.append((lane, partial(levels.reduce, axis, shard, values)))
                 values = shard
             else:
@@ -296,20 +321,26 @@ class GroupReduction:
     def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
         """Add to ``values`` the sums of earlier microbatches that were not reduced over the outer axes."""
         spec = self._group_spec
-        level = spec.strategy.gradients
-        for param, view in zip(spec.params, spec.levels.views(level, values), strict=True):
+        level, waited = spec.strategy.gradients, set[int]()
+        for index, (param, view) in enumerate(
+            zip(spec.params, spec.levels.views(level, values), strict=True)
+        ):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
                 waiting = local_of(param.grad).to(view.device)
                 view.add_(waiting, alpha=1 / spec.divisor.value if spec.divides_first else 1)
+                waited.add(index)
+        if waited:
+            flags = spec.levels.flags(level, values)
+            flags.add_(_flags(waited, like=flags))
 
-    def _publish_partial(self, sums: torch.Tensor) -> None:
+    def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
         # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced ones can be added.
         if self._group_spec.divides_first:
             sums *= self._group_spec.divisor.value
-        self.leave_partial(sums, self._group_spec.strategy.gradients)
+        self.leave_partial(sums, self._group_spec.strategy.gradients, used)
 
-    def _publish_reduced(self, sums: torch.Tensor) -> None:
+    def _publish_reduced(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         spec = self._group_spec
         if not spec.divides_first and spec.divisor.value != 1:
             # In the wider of both dtypes, so that a narrow gradient is rounded once.
@@ -317,12 +348,16 @@ class GroupReduction:
             sums /= spec.divisor.value
         reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
-        fresh = [(p, view) for p, view in zip(spec.params, views, strict=True) if p.requires_grad]
+        fresh = [
+            (p, view)
+            for index, (p, view) in enumerate(zip(spec.params, views, strict=True))
+            if p.requires_grad and index in used
+        ]
         # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.
         present = [
             (local_of(p.grad), view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
         ]
-        if len(present) == len(fresh):
+        if fresh and len(present) == len(fresh):
             # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the buffer goes.
             torch._foreach_add_([grad for grad, _ in present], [view for _, view in present])
         else:
@@ -332,6 +367,11 @@ class GroupReduction:
                 param.grad = wrap_like(param, view)
         for param, _ in fresh:
             _run_hooks(param)
+
+
+def _flags(used: Collection[int], like: torch.Tensor) -> torch.Tensor:
+    """1 for each parameter that was used, else 0: ``[parameters]``, for the columns of ``like``."""
+    return torch.tensor([float(index in used) for index in range(like.shape[1])]).to(like)
 
 
 def _run_hooks(param: nn.Parameter) -> None:

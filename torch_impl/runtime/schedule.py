@@ -58,6 +58,10 @@ class ScheduledUnit(Protocol):
         """Reduce what earlier backwards left, in case this unit took no part in the last one."""
         ...
 
+    def pass_ended(self) -> None:
+        """All backwards have ended, of which one went through units: show the main weights if this took no part."""
+        ...
+
     def rest_after_recompute(self) -> None:
         """All backwards have ended: free what was gathered for one that did not come."""
         ...
@@ -189,6 +193,9 @@ class Schedule:
             for unit in _alive(self._units):
                 unit.reduce_waiting()
             self.reductions.finish()
+            # Not after the backward of a part of a loss, which reads weights but reaches no unit.
+            for unit in _alive(self._units) if self._backward.reached else ():
+                unit.pass_ended()
             self._drop_prefetched()
             self._rest_recomputed()
             self.pool.backward_ended()

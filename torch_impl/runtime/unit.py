@@ -3,6 +3,8 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
+After a forward that does not reshard, compute weights are shown until the end of the next backward, as in FSDP2.
+
 ``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
 an exception leaves open is dropped at the next forward.
 
@@ -83,8 +85,8 @@ class Unit:
         # First of all: other hooks may read parameters.
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward)
-        module.register_state_dict_pre_hook(self._show_sharded)
-        module.register_load_state_dict_pre_hook(self._show_sharded)
+        module.register_state_dict_pre_hook(self.show_sharded)
+        module.register_load_state_dict_pre_hook(self.show_sharded)
 
     def materialize(self, device: torch.device) -> None:
         """Give weights that are on the meta device memory on ``device``."""
@@ -130,9 +132,11 @@ class Unit:
     def unshard(self) -> None:
         """Gather the compute weights and show them as the modules' parameters. Collective."""
         self._gather(refresh=True)
-        if self.phase is Phase.REST:
+        if self.phase is Phase.REST and self._backwards:
             # The end of the backward frees them then.
-            self._enter(Event.UNSHARD, Phase.BACKWARD if self._backwards else Phase.UNSHARDED)
+            self._enter(Event.UNSHARD, Phase.BACKWARD)
+        elif self.phase in (Phase.REST, Phase.KEPT):
+            self._enter(Event.UNSHARD, Phase.UNSHARDED)
         else:
             self._enter(Event.UNSHARD, self.phase)
 
@@ -167,8 +171,9 @@ class Unit:
                 group.free()
             group.show(unsharded=False)
 
-    def _show_sharded(self, *_: Any) -> None:
-        rests = self.phase in (Phase.UNSHARDED, Phase.BACKWARD)
+    def show_sharded(self, *_: Any) -> None:
+        """Show the main weights, unless a forward reads the compute weights; these stay in memory."""
+        rests = self.phase in (Phase.UNSHARDED, Phase.KEPT, Phase.BACKWARD)
         self._enter(Event.STATE_DICT, Phase.REST if rests else self.phase)
         self._hide(free=False)
 
@@ -228,8 +233,11 @@ class Unit:
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
-        # Weights that are shown are gathered, and their unit has its place in the order.
-        if self.phase is Phase.REST:
+        # Those of an earlier forward: begin as from rest, with what the program made of the sharded parameters since.
+        if self.phase is Phase.KEPT:
+            self._hide(free=False)
+        # Other weights that are shown are gathered, and their unit has its place in the order.
+        if self.phase in (Phase.REST, Phase.KEPT):
             self.start_unshard(refresh)
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
             expected = begins(self)
@@ -251,8 +259,11 @@ class Unit:
             started = autograd.weakly(self._backward_started, call)
             seen = autograd.watch_outputs(output, call.inputs, started)
             output = call.inputs.release(output)
+        frees = self._frees_after_forward
+        # In a backward, no program goes on with what a forward has left.
+        keeps = not frees and autograd.current_backward() is None
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
-        self._leave_forward(Event.FORWARD_ENDS, free=seen and self._frees_after_forward)
+        self._leave_forward(Event.FORWARD_ENDS, frees and seen, Phase.KEPT if keeps else Phase.REST)
         return output
 
     def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
@@ -279,9 +290,9 @@ class Unit:
         del self._calls[open_calls:]
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self.phase is not Phase.REST:
-            self._leave_forward(Event.FORWARD_RAISES, free=True)
+            self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
 
-    def _leave_forward(self, event: Event, free: bool) -> None:
+    def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
         raised = event is Event.FORWARD_RAISES
         if self._calls:
             # What raised is not recomputed for a backward; an outer call of the module goes on.
@@ -291,8 +302,9 @@ class Unit:
         elif self.phase is Phase.RECOMPUTE and not raised:
             self._enter(event, Phase.RECOMPUTED)
         else:
-            self._enter(event, Phase.REST)
-            self._hide(free)
+            self._enter(event, then)
+            if then is Phase.REST:
+                self._hide(free)
         self.schedule.forward_ended(self)
 
     @property
@@ -317,7 +329,7 @@ class Unit:
         if self._raised:
             self._drop_backward()
         self._backwards[task] = self.schedule.join_backward(self, task)
-        stays = self._calls or self.phase is Phase.REST
+        stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         if self.exposes_main_grad:
             for group in self.groups:
@@ -348,8 +360,12 @@ class Unit:
     def backward_ended(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         self._backwards.pop(task, None)
+        # A loss that is computed in parts reads the same weights again after the backward of each part.
+        if not self._backwards and self.phase is Phase.KEPT:
+            self._enter(Event.BACKWARD_ENDS, Phase.KEPT)
+            self._finish_gradients()
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
-        if not self._backwards:
+        elif not self._backwards:
             self._rest(Event.BACKWARD_ENDS)
             self._finish_gradients()
             self._open_calls.clear()
@@ -359,6 +375,11 @@ class Unit:
         """All backwards have ended: if none followed what was recomputed, its weights are still there."""
         if self.phase is Phase.RECOMPUTED:
             self._rest(Event.NOT_FOLLOWED)
+
+    def pass_ended(self) -> None:
+        """All backwards have ended, of which one went through units: show the main weights if this took no part."""
+        if self.phase is Phase.KEPT:
+            self._rest(Event.PASS_ENDS)
 
     def _finish_gradients(self) -> None:
         """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""

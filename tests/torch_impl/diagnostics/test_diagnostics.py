@@ -238,7 +238,8 @@ def test_shared_memory_is_found_and_a_healthy_step_has_none(ranks: RankGroup, st
     ranks.run(2, overlaps, strategy)
 
 
-def counts(strategy: str) -> dict[tuple[str, str], tuple[int, int]]:
+def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """Calls by unit and kind, and their bytes in buffers of the unit; elsewhere, bytes."""
     model = sharded_toy(strategy=strategy)
     tokens, targets = batch(0, dist.get_world_size(), 1)
     rank = dist.get_rank()
@@ -257,8 +258,14 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, int]]:
     assert "(root)" in str(count)
     assert collectives.all_gather.__module__ == "torch_impl.comm.collectives"
     report = torch_impl.layout_report(model)
-    sizes = {unit.name: 4 * unit.groups[0].padded_numel for unit in report.units}
-    return {key: (calls, nbytes / sizes.get(key[0], 1)) for key, (calls, nbytes) in found.items()}
+    sizes: dict[tuple[str, str], int] = {}
+    for unit in report.units:
+        (group,) = unit.groups
+        # Gradients have a flag for each parameter and shard.
+        gradients = 4 * (group.padded_numel + group.num_shards * len(group.parameters))
+        sizes |= {(unit.name, "all_gather"): 4 * group.padded_numel}
+        sizes |= {(unit.name, kind): gradients for kind in ("reduce_scatter", "all_reduce")}
+    return {key: (calls, nbytes / sizes.get(key, 1)) for key, (calls, nbytes) in found.items()}
 
 
 UNITS = ("", "blocks.0", "blocks.1")

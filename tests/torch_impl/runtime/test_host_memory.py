@@ -185,12 +185,14 @@ def measured() -> None:
     groups = [unit.groups[0] for unit in {module._unit for module in (*model.blocks, model)}]
     shards = sum(group.main.flat.numel() for group in groups)
     own = sum(local_of(param).numel() for param in model.parameters())
+    # With a flag for each parameter.
+    gradients = 4 * (shards + len(list(model.parameters())))
     assert (mine.main_weights, mine.gradients, mine.moments, mine.padding) == (0, 0, 0, 0)
-    assert mine.on_host == HostMemory(4 * shards, 4 * shards, 8 * own, 4 * (shards - own))
+    assert mine.on_host == HostMemory(4 * shards, gradients, 8 * own, 4 * (shards - own))
     assert (mine.compute_weights, mine.total) == (other.compute_weights, other.compute_weights)
-    assert (other.main_weights, other.gradients, other.moments) == (4 * shards, 4 * shards, 0)
+    assert (other.main_weights, other.gradients, other.moments) == (4 * shards, gradients, 0)
     assert other.on_host == HostMemory(moments=8 * own)
-    assert mine.host == 8 * shards + 8 * own
+    assert mine.host == 4 * shards + gradients + 8 * own
     assert f"in host memory      {mine.host:>16,} B" in str(mine)
     assert "in host memory" not in str(plain.memory_report())
 

@@ -347,7 +347,7 @@ def unused_parameters(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_unused_on_some_or_all_ranks_count_as_zero(ranks: RankGroup, strategy: str) -> None:
+def test_parameters_may_be_unused_on_some_or_all_ranks(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, unused_parameters, strategy)
 
 

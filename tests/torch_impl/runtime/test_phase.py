@@ -211,6 +211,24 @@ def by_hand(inner: Inner) -> None:
     inner(ones())
 
 
+def kept_after_forward(model: Outer) -> None:
+    inner = model.inner
+    inner.set_reshard_after_forward(False)
+    inner(ones())
+    # A backward that reaches a weight, and no output.
+    inner.linear.weight.square().sum().backward()
+    inner.state_dict()
+    inner(ones())
+    inner.unshard()
+    inner.reshard()
+    for _ in range(2):
+        inner(ones())
+    model(torch.randn(2, 4), lambda _, x: x).backward()
+    inner.set_reshard_after_forward(True)
+    model.zero_grad()
+    assert_at_rest(model)
+
+
 def walked() -> list[str]:
     """The rows that the inner unit of these programs walks."""
     model = seeded(Outer)
@@ -245,6 +263,7 @@ def walked() -> list[str]:
             model.zero_grad()
             assert_at_rest(model)
             assert model.inner._unit.phase is Phase.REST
+        kept_after_forward(model)
         for program in (in_backward(raises, True), in_backward(raises, False)):
             with pytest.raises(ValueError, match="planned"):
                 model(torch.randn(2, 4), program).backward()

@@ -207,8 +207,8 @@ def test_the_outer_axis_is_reduced_once_per_step(
     }
 
 
-def bytes_at_rest(strategy: str) -> tuple[dict[str, int], int, int]:
-    """What is held on this rank by kind, the padded elements of all units, and the elements of the rows held."""
+def bytes_at_rest(strategy: str) -> tuple[dict[str, int], int, int, int]:
+    """What is held on this rank by kind; padded elements of all units, elements of the rows held, parameters."""
     model = sharded_toy(
         mesh=mesh_of(2, 2),
         strategy=strategy,
@@ -224,7 +224,8 @@ def bytes_at_rest(strategy: str) -> tuple[dict[str, int], int, int]:
     held = {"main": report.main_weights, "compute": report.compute_weights}
     held |= {"gradients": report.gradients, "moments": report.moments}
     rows = sum(local_of(p).numel() for group in groups for p in group.params)
-    return held, sum(group.layout.padded_size for group in groups), rows
+    padded = sum(group.layout.padded_size for group in groups)
+    return held, padded, rows, sum(len(group.params) for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +236,11 @@ def test_bytes_at_rest_are_those_of_the_placements(
     ranks: RankGroup, strategy: str, parameters: int, gradients: int, optimizer: int
 ) -> None:
     """The numbers say in how many parts compute weights, gradients and main weights are kept; 0: not at all."""
-    for held, padded, rows in ranks.run(WORLD, bytes_at_rest, strategy):
+    for held, padded, rows, flags in ranks.run(WORLD, bytes_at_rest, strategy):
         assert held == {
             "main": 4 * padded // optimizer,
             "compute": 2 * padded // parameters if parameters else 0,
-            "gradients": 4 * padded // gradients,
+            "gradients": 4 * padded // gradients + 4 * flags,
             "moments": 8 * rows,
         }
 

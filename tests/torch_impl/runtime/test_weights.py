@@ -296,7 +296,9 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
         mse(model, tokens[rank], targets[rank]).backward()
 
     kept = {"no_shard": c * padded if low else 0, "optim_grads_params": 0}.get(strategy, c * padded)
-    whole_gradients, reduced = 4 * padded, 4 * padded // shards
+    # With a flag for each parameter, and of whole gradients for each shard.
+    flags = sum(len(layout.slots) for layout in layouts)
+    whole_gradients, reduced = 4 * (padded + shards * flags), 4 * (padded // shards + flags)
     check(gradients=0, compute=0, moments=0)
     with model.no_sync():
         backward(0)

@@ -1,0 +1,246 @@
+"""After a forward that does not reshard, modules show plain weights, as with FSDP2: what programs do with them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import torch_impl
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.toy import (
+    assert_at_rest,
+    assert_same_weights,
+    counted,
+    rank_inputs,
+    seeded,
+    whole,
+)
+from torch_impl.runtime.phase import Phase
+
+
+class Model(nn.Module):
+    """Returns what its output layer would be applied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.output = nn.Linear(5, 7, bias=False)
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = x if k == skip else torch.tanh(layer(x))
+        return x
+
+
+def sharded(api: ModuleType | Any = torch_impl, inner: bool | None = None, **options: Any) -> Model:
+    """``inner``: whether layers reshard."""
+    model = seeded(Model)
+    for layer in model.layers:
+        api.fully_shard(layer, reshard_after_forward=inner)
+    return api.fully_shard(model, **options)
+
+
+def fused(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(model(x), model.output.weight).square().mean()
+
+
+def in_parts(model: Model, x: torch.Tensor, sync: bool) -> torch.Tensor:
+    """A loss whose parts run backward one by one, so that logits are there for one part at a time."""
+    hidden = model(x)
+    given = hidden.detach().requires_grad_()
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(sync)
+    for part in given.chunk(2):
+        (functional.linear(part, model.output.weight).square().mean() / 2).backward()
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(True)
+    # So that the sum of what each backward computes is the gradient of the loss.
+    return (hidden * given.grad.detach()).sum()
+
+
+def shown(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+
+
+def program(api: ModuleType | Any, parts: bool, options: dict[str, Any]) -> list[Any]:
+    model = sharded(api, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    names, seen = [name for name, _ in model.named_parameters()], []
+    for step in range(3):
+        x = rank_inputs()[dist.get_rank()] * (step + 1)
+        loss = in_parts(model, x, sync=step != 1) if parts else fused(model, x)
+        seen.append(shown(model))
+        assert [name for name, _ in model.named_parameters()] == names
+        loss.backward()
+        seen.append(shown(model))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        seen.append(norm.full_tensor().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        state = model.state_dict()
+        seen.append([name for name, value in state.items() if not isinstance(value, DTensor)])
+    values = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    return [*seen, values]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"inner": False},
+    {"inner": False, "reshard_after_forward": True},
+    {"inner": True, "reshard_after_forward": False},
+]
+
+
+def beside_fsdp2(parts: bool, options: dict[str, Any]) -> None:
+    (*theirs, weights), (*ours, our_weights) = (program(api, parts, options) for api in (fsdp, torch_impl))
+    for their, our in zip(theirs, ours, strict=True):
+        assert our == (pytest.approx(their, rel=1e-5) if isinstance(their, float) else their)
+    for name, value in weights.items():
+        torch.testing.assert_close(our_weights[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_loss_may_use_the_output_layers_weights_as_with_fsdp2(ranks: RankGroup, parts: bool) -> None:
+    for options in OPTIONS:
+        # Where the root reshards, its weights are not to be had after its forward, with either.
+        if not options.get("reshard_after_forward"):
+            ranks.run(2, beside_fsdp2, parts, options)
+
+
+def registered(api: ModuleType | Any, options: dict[str, Any]) -> list[list[str]]:
+    model, x, found = sharded(api, **options), rank_inputs()[dist.get_rank()], []
+    for forwards in (1, 2):
+        for _ in range(forwards):
+            hidden = model(x, skip=1)
+        found.append(shown(model))
+        # The layer that backward does not reach shows its sharded weights, too.
+        hidden.sum().backward()
+        found.append(shown(model))
+    model(x)
+    model.reshard()
+    found.append(shown(model))
+    return found
+
+
+def registered_by_both(options: dict[str, Any]) -> list[list[list[str]]]:
+    return [registered(api, options) for api in (fsdp, torch_impl)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_is_registered_when_is_as_with_fsdp2(ranks: RankGroup, options: dict[str, Any]) -> None:
+    for theirs, ours in ranks.run(2, registered_by_both, options):
+        assert ours == theirs
+
+
+def fused_training(strategy: str) -> None:
+    model, reference = sharded(strategy=strategy), seeded(Model)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(3):
+        everyone = [x * (step + 1) for x in rank_inputs()]
+        with counted() as counts:
+            fused(model, everyone[dist.get_rank()]).backward()
+        for x in everyone:
+            (fused(reference, x) / len(everyone)).backward()
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+        assert_at_rest(model)
+        if strategy == "optim_grads_params":
+            # The root is gathered once, and layers twice.
+            assert counts == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 0}
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_fused_losses_train_as_on_one_process(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(3, fused_training, strategy)
+
+
+def between(path: str) -> None:
+    """What programs do between a forward and its backward, or after a forward without one."""
+    x = rank_inputs()[dist.get_rank()]
+    model = sharded(inner=False)
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
+    fused(model, x).backward()
+    optimizer.step()
+    for set_to_none in (True, False):
+        loss = fused(model, x)
+        assert shown(model)
+        # The sharded parameters hold the gradients of the step before.
+        model.zero_grad(set_to_none)
+        loss.backward()
+        once = {name: whole(param.grad) for name, param in model.named_parameters()}
+        model.zero_grad()
+        fused(model, x).backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(whole(param.grad), once[name])
+    model.zero_grad()
+    # Weights that change while whole ones are shown are seen by the next forward.
+    before = model(x)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.mul_(2)
+    after = model(x)
+    assert not torch.allclose(before, after)
+    twice = seeded(Model)
+    twice.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    torch.testing.assert_close(after, twice(x))
+    # Checkpoints, reports and conversions speak of the sharded parameters.
+    for action in (
+        lambda: torch_impl.save_checkpoint(path, model, optimizer, {"step": 1}),
+        lambda: torch_impl.parameter_norms(model),
+        lambda: torch_impl.layout_report(model),
+        lambda: model.to("cpu"),
+        lambda: torch_impl.find_nonfinite(model),
+    ):
+        model(x)
+        assert shown(model) == [name for name, _ in model.named_parameters()]
+        action()
+    assert torch_impl.layout_report(model).ignored == ()
+    model(x)
+    with pytest.raises(TypeError, match="a sharded parameter stays"):
+        model.half()
+    # Frozen as the sharded parameters are, whatever was shown when they were frozen.
+    model(x)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.requires_grad_(False)
+    assert not model(x).requires_grad
+    model.reshard()
+    model.requires_grad_(True)
+    model.unshard()
+    model.layers[0].reshard()
+    model(x).sum().backward()
+    assert_at_rest(model)
+
+
+def test_what_programs_do_before_the_backward(ranks: RankGroup, tmp_path: Any) -> None:
+    ranks.run(2, between, str(tmp_path / "saved"))
+
+
+def evaluated() -> None:
+    """Without gradients the root reshards by default, and keeps plain weights if it is told not to reshard."""
+    x = rank_inputs()[dist.get_rank()]
+    for option, kept in ((None, False), (True, False), (False, True)):
+        model = sharded(reshard_after_forward=option)
+        with torch.no_grad():
+            model(x)
+        assert shown(model) == (["output.weight"] if kept else [])
+        assert model._unit.phase is (Phase.KEPT if kept else Phase.REST)
+        loss = model(x).sum()
+        loss.backward()
+        assert_at_rest(model)
+
+
+def test_evaluation(ranks: RankGroup) -> None:
+    ranks.run(2, evaluated)
