@@ -225,7 +225,9 @@ class ExtendedGroup(ParameterGroup):
 
     def _connect_weights(self) -> None:
         before = getattr(self, "_whole_weights", None)
-        self._whole_weights = _ComputeWeights(self._extended, self.unsharded, self._whole, self.dtypes.compute)
+        self._whole_weights = _ComputeWeights(
+            self._extended, self.unsharded, self._whole, self.dtypes.compute
+        )
         self._whole_weights.on_made = None if before is None else before.on_made
         self.weights = self._whole_weights
 
