@@ -248,7 +248,7 @@ def check_killed(
     assert max(steps, default=0) >= ended.told, (steps, ended.told)
     assert len(steps) >= min(KEPT, ended.told), (steps, ended.told)
     again = zygote.run(folder, world)
-    assert again.codes == [0] * world, again.error
+    assert again.codes == [0] * world, (again.codes, again.hung, again.error)
     found = reference.assert_intact(run)
     assert found[-KEPT:] == sorted(reference.steps)[-KEPT:]
     # Killed after the last step was complete and before older ones were removed: the next run had nothing to save.
