@@ -141,7 +141,7 @@ def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None])
     the inputs. Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be
     searched and no tensor that requires gradient was found.
     """
-    leaves = _leaves(output)
+    leaves = leaves_of(output)
     hooked = False
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
@@ -180,7 +180,7 @@ def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
         return isinstance(leaf, torch.Tensor) and not _addresses(leaf).isdisjoint(storages)
 
     output = map_leaves(output, lambda leaf: leaf.clone() if aliases(leaf) else leaf)
-    return output, any(map(aliases, _leaves(output)))
+    return output, any(map(aliases, leaves_of(output)))
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
@@ -206,14 +206,15 @@ def map_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_leaves(tree, cast)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves_of(tree: Any) -> list[Any]:
+    """What nested containers and dataclasses hold."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found = []
     for leaf in pytree.tree_leaves(tree):
         # pytree takes a dataclass for one leaf, unless the program has registered it.
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            found += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             found.append(leaf)
     return found

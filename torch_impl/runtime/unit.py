@@ -260,11 +260,16 @@ class Unit:
             seen = autograd.watch_outputs(output, call.inputs, started)
             output = call.inputs.release(output)
         frees = self._frees_after_forward
-        # In a backward, no program goes on with what a forward has left.
-        keeps = not frees and autograd.current_backward() is None
+        # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
+        keeps = not frees and seen and autograd.current_backward() is None and not self._shows(output)
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
         self._leave_forward(Event.FORWARD_ENDS, frees and seen, Phase.KEPT if keeps else Phase.REST)
         return output
+
+    def _shows(self, output: Any) -> bool:
+        """Whether ``output`` is one of the unit's weights itself, at which no hook tells of a backward."""
+        own = {id(param) for group in self.groups for param in group.unsharded}
+        return not own.isdisjoint(map(id, autograd.leaves_of(output)))
 
     def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
         """Weights that a module returns must outlive the memory that a reshard frees."""
