@@ -13,6 +13,9 @@ torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also wi
 ``broadcast_from_rank0=True``. All else that depends on the cut raises: other views, matrix products, ``.data =``,
 pickling.
 
+**Programs that import FSDP2 themselves**, such as accelerate, transformers and TRL, get this package's ``fully_shard``
+after ``torch_impl.install()``, until ``torch_impl.uninstall()``.
+
 **Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps private functions of
 ``torch.distributed.checkpoint.state_dict``, so that whole state dicts load into sharded tensors.
 
@@ -132,6 +135,7 @@ from torch_impl.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch_impl.installation import Installation, install, uninstall
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
 from torch_impl.optimizer.main_weight_muon import MainWeightMuon
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
@@ -143,6 +147,7 @@ __all__ = [
     "CollectiveCount",
     "DataParallelMeshDims",
     "FSDPModule",
+    "Installation",
     "Layout",
     "LayoutReport",
     "MainWeightAdamW",
@@ -164,6 +169,7 @@ __all__ = [
     "find_nonfinite",
     "full_tensor",
     "fully_shard",
+    "install",
     "layout_report",
     "load_checkpoint",
     "memory_overlaps",
@@ -173,5 +179,6 @@ __all__ = [
     "save_checkpoint",
     "save_checkpoint_async",
     "share_comm_ctx",
+    "uninstall",
     "watch_nonfinite_outputs",
 ]
