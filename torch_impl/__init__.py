@@ -6,18 +6,22 @@ What a program may rely on:
 (float64 stays). During forward and backward the modules hold plain parameters in the compute dtype.
 
 **A DTensor never lies.** These are right on uneven and empty shards: element-wise operators, whole-tensor reductions,
-``full_tensor()``, the optimizers of ``torch.optim`` but LBFGS and Muon (for-loop, foreach, fused),
-``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and ``reset_parameters()`` (with the values one process would
-draw), ``tensor[i]``, ``state_dict()`` with plain ``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors,
-torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
-``broadcast_from_rank0=True``. All else that depends on the cut raises: other views, matrix products, ``.data =``,
-pickling.
+sums, means and norms along one of the last two dimensions, ``full_tensor()``, the optimizers of ``torch.optim`` but
+LBFGS and Muon (for-loop, foreach, fused), ``clip_grad_norm_``, ``GradScaler``, ``torch.nn.init`` and
+``reset_parameters()`` (with the values one process would draw), items, slices, ``chunk`` and ``split`` of the first
+dimension, views that keep rows or make a vector, ``new_zeros`` and its kind, ``state_dict()`` with plain
+``dcp.save/load``, ``load_state_dict`` of sharded or whole tensors, ``distribute_tensor`` and ``DTensor.from_local``
+with a parameter's mesh and placements, ``load_state_dict`` of such tensors with ``assign=True``, ``torch.save`` of
+state dicts on each rank, torch's ``get_`` and ``set_model_state_dict`` and their optimizer twins, also with
+``full_state_dict=True`` and ``broadcast_from_rank0=True``. All else that depends on the cut raises and names
+``full_tensor()``: other views, matrix products. ``.data =`` raises, too.
 
 **Programs that import FSDP2 themselves**, such as accelerate, transformers and TRL, get this package's ``fully_shard``
 after ``torch_impl.install()``, until ``torch_impl.uninstall()``.
 
-**Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps private functions of
-``torch.distributed.checkpoint.state_dict``, so that whole state dicts load into sharded tensors.
+**Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps ``distribute_tensor``,
+``DTensor.from_local`` and private functions of ``torch.distributed.checkpoint.state_dict``, which offer no hook, so
+that they know how sharded parameters are placed. With all other tensors they do what they did.
 
 **Updates.** The next forward uses the current main weights, whoever changed them. torch's version counters tell,
 without communication, so a program edits local tensors on all ranks, as in any DTensor program. A change that torch

@@ -21,9 +21,11 @@ from bridge.sharding import (
 )
 from bridge.sharding.mesh_axes import why_not_data_parallel
 from torch_impl import fsdp2
+from torch_impl.checkpoint.assigned import load_assigned
 from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
 from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.dtensor.construction import accept_row_placements
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
@@ -67,8 +69,9 @@ def fully_shard(
     over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
     ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
 
-    The first call wraps private functions of ``torch.distributed.checkpoint.state_dict``, for the whole process, so
-    that whole state dicts load into sharded tensors; see ``torch_impl.checkpoint.full_state_dict``.
+    The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
+    ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
+    placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
@@ -122,6 +125,7 @@ def fully_shard(
     products = options.policy.float8_products
     classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn)
+    accept_row_placements()
     accept_full_state_dicts()
     if options.policy.store_param_remainders:
         refuse_other_optimizers()
@@ -129,6 +133,7 @@ def fully_shard(
         one.__class__ = cls
         one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
         unit.attach(one)
+        one.register_load_state_dict_pre_hook(load_assigned)
     return module
 
 

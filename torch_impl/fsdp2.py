@@ -24,11 +24,10 @@ Raise an error when they run:
 
 * LBFGS; ``torch.optim.Muon`` (use ``MainWeightMuon``);
   Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
-* ``distribute_tensor(whole, param.device_mesh, param.placements)``: use ``param.copy_(whole)`` or
-  ``model.load_state_dict(whole)``
-* ``dcp.async_save``
+* ``dcp.async_save`` of weights with remainders, and of all sharded tensors with a torch that copies a DTensor as one
+  without dimensions (2.11): use ``save_checkpoint_async``
 * a backward through a reduction of sharded parameters
-* ``load_state_dict(assign=True)``, at the next forward
+* ``load_state_dict(assign=True)`` of anything but DTensors placed like the parameters, at the load
 * second derivatives through sharded parameters (``create_graph=True``), which are not supported
 * a backward after the caller changed a view that a unit returned in place (``unit(x).mul_(2)`` of a unit that returns
   ``y.t().t()``), as with FSDP2: ``clone()`` the output
@@ -40,6 +39,9 @@ Behave otherwise than in FSDP2:
   parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
   device.
+* ``load_state_dict(assign=True)`` copies into the parameters, which stay the same objects, with their dtype and their
+  ties. It gives a unit on the meta device memory, and then needs values of all of the unit's parameters.
+* ``param.placements`` has ``RowShard``, never ``Shard(0)``. ``distribute_tensor`` and ``DTensor.from_local`` know it.
 * Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
 * Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.
@@ -49,7 +51,7 @@ Behave otherwise than in FSDP2:
 * torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
   ``MainWeightAdamW.init_state()`` before it avoids the step, as ``save_checkpoint`` does.
 * A view of a replicated DTensor that is changed in place (``w.t().mul_(2)`` under ``no_shard``) may not be seen by the
-  next forward. ``tensor[i]`` and views that keep rows are seen.
+  next forward. Items, slices and other views that keep rows are seen.
 * Moments in float16 and float8 have a scale for each row, and float8 second moments are approximate.
   ``load_checkpoint`` refuses moments of another dtype than the checkpoint's, unless ``moments="convert"``.
 * ``set_optimizer_state_dict(broadcast_from_rank0=True)`` of float8 moments raises torch's "Invalid scalar type": gloo

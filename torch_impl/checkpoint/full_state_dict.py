@@ -120,8 +120,7 @@ def _materialize(model: nn.Module, strict: bool) -> None:
                 f"{type(value).__name__}; {advice}"
             )
     for unit in waiting:
-        # With the index of the current device, which a mesh does not have.
-        unit.materialize(torch.empty(0, device=unit.groups[0].mesh.mesh.device_type).device)
+        unit.materialize(unit.device)
 
 
 _WRAPPED = (

@@ -55,13 +55,14 @@ _RIGHT_ON_PARTIAL = {
     _aten.zeros_like.default,
     _aten.clone.default,
 }
+_NEW = {_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default}
 # Adafactor estimates second moments by the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 
 _ASYNC = (
-    "torch.distributed.checkpoint.async_save cannot copy sharded tensors: use torch_impl.save_checkpoint_async, or "
-    "CheckpointManager, which write the same format"
+    "torch.distributed.checkpoint.async_save{which}: use torch_impl.save_checkpoint_async, or CheckpointManager, which "
+    "write the same format"
 )
 
 
@@ -84,11 +85,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return REDUCTIONS[func](func, *args, **kwargs)
     if func in _PRODUCTS and (product := _outer_product(*args)) is not NotImplemented:
         return product
-    if func is _aten.new_zeros.default and (zeros := _zeros_of(*args, **kwargs)) is not NotImplemented:
-        return zeros
-    # By this, ``dcp.async_save`` begins to copy a tensor; what follows would copy memory that the wrapper has not.
-    if func is _aten.new_empty.default and first.ndim and not args[1]:
-        raise RuntimeError(_ASYNC)
+    if func is _aten.new_empty.default and "device" in kwargs:
+        _check_staged(first, args[1])
+    if func in _NEW and (made := _new_of(func, *args, **kwargs)) is not NotImplemented:
+        return made
     # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
@@ -99,19 +99,31 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain scalar is broadcast by the element-wise path.
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
-    if func in VIEWS and (view := row_view(func, args)) is not None:
+    if func in VIEWS and (view := row_view(func, args, kwargs)) is not None:
         return view
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     # DTensor itself is right where no rows are cut.
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
-    more = f". {_ASYNC}" if func is _aten.new_empty.default else ""
     raise RuntimeError(
-        f"{func} is not supported on a tensor placed as {first.placements}: only element-wise operators and "
-        "reductions of the whole tensor are; use to_local() for this rank's rows or full_tensor() for all, and set all "
-        f"by copy_() of a whole tensor or before sharding; in place of torch.optim.Muon use MainWeightMuon{more}"
+        f"{func} is not supported on a tensor placed as {first.placements}, of shape {tuple(first.shape)}: only "
+        "element-wise operators, reductions and views that leave its rows whole are; use full_tensor() for the whole "
+        "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; in "
+        "place of torch.optim.Muon use MainWeightMuon"
     )
+
+
+def _check_staged(tensor: Any, size: Sequence[int]) -> None:
+    """RuntimeError for tensors that ``dcp.async_save`` would copy wrongly; it begins by making an empty one.
+
+    It then copies what is attached to a tensor and to its local tensor.
+    """
+    if remainder_of(tensor) is not None:
+        raise RuntimeError(_ASYNC.format(which=" cannot copy the remainders of bfloat16 weights"))
+    # Up to torch 2.11 it makes one of no dimensions, which the copy remains.
+    if tensor.ndim and not size:
+        raise RuntimeError(_ASYNC.format(which=" of this torch cannot copy sharded tensors"))
 
 
 def _dtensors(tree: Any) -> Iterator[DTensor]:
@@ -254,21 +266,21 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return func(*pytree.tree_map(plain_dtensor, args), **pytree.tree_map(plain_dtensor, kwargs))
 
 
-def _zeros_of(tensor: Any, size: Sequence[int], **options: Any) -> Any:
-    """``new_zeros``: cut like ``tensor`` if it has as many rows in the same dimensions, else replicated.
+def _new_of(func: Any, tensor: Any, size: Sequence[int], *values: Any, **options: Any) -> Any:
+    """``new_zeros`` and its kind: cut like ``tensor`` if it has as many rows in the same dimensions, else replicated.
 
     NotImplemented for another shape than that of a tensor-parallel ``tensor``.
     """
     size, local, bounds = tuple(size), local_of(tensor), row_bounds_of(tensor)
     if size == tuple(tensor.shape):
-        return wrap_like(tensor, local.new_zeros(local.shape, **options))
+        return wrap_like(tensor, func(local, local.shape, *values, **options))
     # How tensor-parallel axes cut another shape is for DTensor to say.
     if is_tensor_parallel(tensor.placements):
         return NotImplemented
     # Optimizers make statistics of rows this way, which must be cut as the rows are.
     if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
-        return wrap_rows(tensor, local.new_zeros(size, **options), size, None)
-    return wrap_rows(tensor, local.new_zeros(local.shape[0], size[-1], **options), size, bounds)
+        return wrap_rows(tensor, func(local, size, *values, **options), size, None)
+    return wrap_rows(tensor, func(local, (local.shape[0], size[-1]), *values, **options), size, bounds)
 
 
 def _outer_product(left: Any, right: Any) -> Any:

@@ -76,15 +76,20 @@ class RowShard(Placement):
     """Shard ``k`` of the data-parallel axes holds rows ``[bounds[k], bounds[k + 1])``; ranges may be empty and unequal.
 
     One and the same object stands on each of the ``axes`` mesh axes over which rows are cut.
+
+    ``shape`` is that of the whole tensor, None where it is not known. Placements that differ in nothing else are equal.
     """
 
     bounds: tuple[int, ...]
     axes: int
+    shape: tuple[int, ...] | None
 
-    def __init__(self, bounds: Sequence[int], axes: int = 1) -> None:
+    def __init__(self, bounds: Sequence[int], axes: int = 1, shape: Sequence[int] | None = None) -> None:
         """Raises ValueError unless the bounds ascend from 0 and ``axes`` is 1 or 2."""
         super().__init__()
         self.bounds, self.axes = tuple(bounds), axes
+        # Rows of a stack lie in a matrix, whose shape does not tell that of the stack.
+        self.shape = None if shape is None else tuple(shape)
         descends = any(a > b for a, b in itertools.pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] != 0 or descends:
             raise ValueError(f"RowShard: expected two or more ascending row bounds from 0, got {self.bounds}")
@@ -100,8 +105,8 @@ class RowShard(Placement):
     def __repr__(self) -> str:
         return f"RowShard({self.bounds}" + (f", axes={self.axes})" if self.axes > 1 else ")")
 
-    def __reduce__(self) -> tuple[type[RowShard], tuple[tuple[int, ...], int]]:
-        return RowShard, (self.bounds, self.axes)
+    def __reduce__(self) -> tuple[type[RowShard], tuple[tuple[int, ...], int, tuple[int, ...] | None]]:
+        return RowShard, (self.bounds, self.axes, self.shape)
 
 
 def row_placement(placements: Sequence[Placement]) -> RowShard | None:

@@ -4,13 +4,15 @@ Reductions of the whole tensor (norms, sum, mean, extrema, any, all, equal) comb
 different elements, so that replicas count once. Their result is a plain tensor that is equal on all ranks. All ranks
 must reach them, as every collective.
 
-Norms and means along one of the last two dimensions, which Adafactor needs, return a ``RowDTensor``. Along the last
-dimension each rank has whole rows. Along the one before it, each rank adds up its rows slice by slice, and the ranks'
-sums are added::
+Norms, sums and means along one of the last two dimensions return a ``RowDTensor``. Along the last dimension each rank
+has whole rows. Along the one before it, each rank adds up its rows slice by slice, and the ranks' sums are added::
 
     (2, 3, 5) cut, rows [2, 6)      norm, dim=-1: (2, 3, 1), cut alike      norm, dim=-2: (2, 1, 5), replicated
     slice 0  . . #                            . . #                                   #
     slice 1  # # #                            # # #                                   #
+
+Without ``keepdim`` the result loses that dimension. Sums of a stack along its last dimension cannot: their rows would
+be cut inside.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import cut_axes, is_tensor_parallel, row_axes
 from torch_impl.dtensor.tensor import wrap_rows
+from torch_impl.dtensor.views import in_shape
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_KEPT = " (of a stack's last one with keepdim=True)"
 _Cut: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 
 
@@ -98,34 +102,48 @@ def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | 
 
 
 def _can_reduce(tensor: Any, dim: Any, keepdim: bool) -> bool:
-    """Whether ``_along`` can reduce this dimension, which must stay as one of length 1."""
+    """Whether ``_along`` can reduce this dimension."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if not keepdim or len(dims) != 1 or tensor.ndim < 2 or is_tensor_parallel(tensor.placements):
+    if len(dims) != 1 or tensor.ndim == 0 or is_tensor_parallel(tensor.placements):
         return False
-    return bool(dims[0] % tensor.ndim >= tensor.ndim - 2)
+    at = dims[0] % tensor.ndim
+    # Stays as one of length 1, or leaves rows that no shard cuts whatever the bounds are.
+    return bool(at >= tensor.ndim - 2 and (keepdim or tensor.ndim <= 2 or at == tensor.ndim - 2))
 
 
-def _norm_along(tensor: Any, order: float, dim: int, dtype: torch.dtype | None) -> Any:
+def _reduces_all(tensor: Any, dim: Any) -> bool:
+    dims = {one % tensor.ndim for one in dim or ()} if tensor.ndim else set()
+    return len(dims) in (0, tensor.ndim)
+
+
+def _norm_along(tensor: Any, order: float, dim: int, keepdim: bool, dtype: torch.dtype | None) -> Any:
     """Norm of a positive, finite order along a dimension that ``_can_reduce`` accepts."""
 
     def powers(values: torch.Tensor, at: int) -> torch.Tensor:
         norm = torch.linalg.vector_norm(values, order, at, True, dtype=_summed_in(values, dtype))
         return norm.double() ** order
 
-    return _along(tensor, dim, dtype, powers, lambda sums: sums ** (1 / order))
+    return _along(tensor, dim, keepdim, dtype, powers, lambda sums: sums ** (1 / order))
 
 
 def _along(
     tensor: Any,
     dim: int,
+    keepdim: bool,
     dtype: torch.dtype | None,
     partial: Callable[[torch.Tensor, int], torch.Tensor],
     finish: Callable[[torch.Tensor], torch.Tensor],
 ) -> Any:
-    """Reduce ``dim`` to length 1: ``finish`` of the sum of ``partial(part, dimension)`` over parts of the tensor.
+    """Reduce ``dim``: ``finish`` of the sum of ``partial(part, dimension)`` over parts of the tensor.
 
     ``partial`` returns float64, so that the result is rounded once.
     """
+    if not keepdim:
+        kept = _along(tensor, dim, True, dtype, partial, finish)
+        dim %= tensor.ndim
+        return in_shape(kept, (*tensor.shape[:dim], *tensor.shape[dim + 1 :]))
+    if tensor.ndim == 1:
+        return in_shape(_along(in_shape(tensor, (*tensor.shape, 1)), 0, True, dtype, partial, finish), (1,))
     local, bounds = local_of(tensor), row_bounds_of(tensor)
     dim %= tensor.ndim
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])
@@ -177,11 +195,11 @@ def _vector_norm(
 ) -> torch.Tensor:
     # Powers of parts add up to that of the whole for positive, finite orders only.
     if ord > 0 and ord != float("inf") and _can_reduce(tensor, dim, keepdim):
-        return _norm_along(tensor, ord, dim[0], dtype)
-    if keepdim or (dim is not None and len(dim) not in (0, tensor.ndim)):
+        return _norm_along(tensor, ord, dim[0], keepdim, dtype)
+    if keepdim or not _reduces_all(tensor, dim):
         raise RuntimeError(
-            f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions with "
-            f"keepdim=True, got dim={dim}, keepdim={keepdim}"
+            f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions"
+            f"{_KEPT}, got dim={dim}, keepdim={keepdim}; use full_tensor()"
         )
     return norms(func, [tensor], ord, dtype)[0]
 
@@ -216,19 +234,25 @@ def _mean(func: Any, tensor: Any, *, dtype: torch.dtype | None = None) -> torch.
     return _total(tensor, dtype, tensor.numel())
 
 
-def _mean_along(
-    func: Any, tensor: Any, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    if not _can_reduce(tensor, dim, keepdim):
-        raise RuntimeError(
-            f"{func}: expected a mean of the whole tensor, or along one of the last two dimensions with keepdim=True, "
-            f"got dim={dim}, keepdim={keepdim}"
-        )
+def _sums_along(mean: bool) -> Callable[..., Any]:
+    def reduce(
+        func: Any, tensor: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Any:
+        if not keepdim and _reduces_all(tensor, dim):
+            return (_mean if mean else _sum)(func, tensor, dtype=dtype)
+        if not _can_reduce(tensor, dim, keepdim) or not tensor.is_floating_point():
+            raise RuntimeError(
+                f"{func}: expected a floating-point tensor, reduced as a whole or along one of the last two dimensions"
+                f"{_KEPT}, got {tensor.dtype}, dim={dim}, keepdim={keepdim}; use full_tensor()"
+            )
 
-    def total(values: torch.Tensor, at: int) -> torch.Tensor:
-        return values.sum(at, True, dtype=_summed_in(values, dtype)).double()
+        def total(values: torch.Tensor, at: int) -> torch.Tensor:
+            return values.sum(at, True, dtype=_summed_in(values, dtype)).double()
 
-    return _along(tensor, dim[0], dtype, total, lambda sums: sums / tensor.shape[dim[0]])
+        count = tensor.shape[dim[0]] if mean else 1
+        return _along(tensor, dim[0], keepdim, dtype, total, lambda sums: sums / count if mean else sums)
+
+    return reduce
 
 
 def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
@@ -282,7 +306,8 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_norm.Scalar: _foreach_norm,
     _aten.sum.default: _sum,
     _aten.mean.default: _mean,
-    _aten.mean.dim: _mean_along,
+    _aten.mean.dim: _sums_along(mean=True),
+    _aten.sum.dim_IntList: _sums_along(mean=False),
     _aten.max.default: _extremum(torch.max, 1),
     _aten.min.default: _extremum(torch.min, -1),
     _aten.any.default: _truth(dist.ReduceOp.MAX, torch.any),

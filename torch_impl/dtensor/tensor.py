@@ -7,6 +7,7 @@ know, and ``RowDTensor`` itself does all that can be right on uneven and empty s
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
 * element-wise operators (``ops``) and reductions (``reductions``), which carry the optimizers of ``torch.optim``
   (for-loop, foreach, fused) and ``clip_grad_norm_``
+* pickling and ``copy.deepcopy``: this rank's rows, as ``torch.save`` of a state dict on each rank needs them
 * the hooks by which ``torch.distributed.checkpoint`` asks for chunks, float32 ones of tensors with remainders
 
 Everything else raises ``RuntimeError``. What a rank holds of a tensor is in ``local``.
@@ -36,8 +37,8 @@ from torch_impl.dtensor.local import (
     own_part,
     refuse_partial,
 )
-from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes
-from torch_impl.dtensor.remainders import join, remainder_of
+from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
+from torch_impl.dtensor.remainders import join, main_values, remainder_of
 
 
 class _ToLocal(torch.autograd.Function):
@@ -113,6 +114,11 @@ class RowDTensor(DTensor):
             "cannot rebind .data: the tensor is a view of its group's flat buffer; use copy_() under torch.no_grad()"
         )
 
+    def data_ptr(self) -> int:
+        """0: the rows are the local tensor's. ``dcp.async_save`` tells by this that there is nothing else to copy."""
+        # Torch would say how far the local tensor lies from the beginning of its buffer.
+        return 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         with torch.no_grad():
             copy: RowDTensor = wrap_like(self, local_of(self).clone())
@@ -122,11 +128,13 @@ class RowDTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle would hold this rank's rows only.
-        raise TypeError(
-            "cannot pickle a sharded tensor: use torch_impl.save_checkpoint, torch.distributed.checkpoint, or "
-            "full_tensor() for a small one"
-        )
+        """This rank's rows and how they are placed. Of a tensor with remainders, its float32 values."""
+        with torch.no_grad():
+            # An object of its own: what is attached to the local tensor belongs to its unit.
+            local = local_of(self).detach() if remainder_of(self) is None else main_values(self)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        placed = self.device_mesh, self.placements, tuple(self.shape)
+        return rebuild_dtensor, (local, *placed, self.requires_grad, is_parameter)
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -203,7 +211,7 @@ def make_dtensor(
 
     Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
     """
-    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes, shape)] * axes
     # Replicas are outermost: tensors are sharded over the inner axis first, whose ranks are close to each other.
     copies = _data_axes(mesh, tensor_parallel) - len(rows)
     if copies < 0:
@@ -234,20 +242,43 @@ def make_partial(
             f"make_partial: expected fewer axes than the {unreduced + axes} data-parallel ones, and bounds exactly if "
             f"axes > 0, got axes={axes}, bounds={bounds}"
         )
-    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes)] * axes
+    rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes, shape)] * axes
     return _make(
         local, mesh, shape, (*[Partial("avg" if mean else "sum")] * unreduced, *rows, *tensor_parallel)
     )
 
 
-def make_part(
+def make_placed(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]
 ) -> RowDTensor:
-    """A DTensor of global ``shape`` over ``local`` (shared), which tensor-parallel axes alone cut.
+    """A DTensor of global ``shape`` over ``local`` (shared), with these placements of the whole mesh.
 
     Raises ValueError for placements that do not fit the shape, or when ``local`` has another shape than they say.
     """
+    rows = row_placement(placements)
+    if rows is not None and rows.shape != tuple(shape):
+        own = RowShard(rows.bounds, rows.axes, shape)
+        placements = [own if one == rows else one for one in placements]
     return _make(local, mesh, shape, tuple(placements))
+
+
+def rebuild_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> RowDTensor:
+    """What a pickled ``RowDTensor`` becomes; files hold the name of this function.
+
+    The process that reads it may have no process groups, or others than the one that wrote it.
+    """
+    tensor = RowDTensor(local, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)  # type: ignore[return-value]  # stays a RowDTensor
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def count_write(tensor: torch.Tensor) -> None:
@@ -275,7 +306,7 @@ def wrap_rows(
     """
     origin = checked_dtensor(tensor)
     axes = row_axes(origin.placements)
-    row = Replicate() if bounds is None else RowShard(bounds, len(axes))
+    row = Replicate() if bounds is None else RowShard(bounds, len(axes), shape)
     placements = (row if axis in axes else placement for axis, placement in enumerate(origin.placements))
     return _make(local, origin.device_mesh, shape, tuple(placements))
 
@@ -285,7 +316,7 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
     sizes = local_sizes(whole.shape, mesh, placements)
     # Only for its placements, which ``own_part`` reads.
     empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
-    template = _make(empty, mesh, whole.shape, tuple(placements))
+    template = make_placed(empty, mesh, whole.shape, placements)
     return wrap_like(template, own_part(template, whole).clone())
 
 

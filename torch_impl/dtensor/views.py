@@ -1,16 +1,19 @@
-"""Views of a ``RowDTensor`` that are cut by rows themselves: ``tensor[i]``, and the same rows in another shape.
+"""Views of a ``RowDTensor`` that are cut by rows themselves: parts of the first dimension, and other shapes.
 
 The view shares memory with the tensor, and its writes count as writes of the tensor::
 
-    weight (4, 3), bounds (0, 1, 4)      weight[2] (3,), bounds (0, 0, 3)
-    rank 0: row 0                        rank 0: nothing
-    rank 1: rows 1, 2, 3                 rank 1: the three elements of row 2
+    weight (4, 3), bounds (0, 1, 4)      weight[2] (3,)       weight[:2] (2, 3)    weight.view(-1) (12,)
+    rank 0: row 0                        rank 0: nothing      rank 0: row 0        rank 0: elements 0, 1, 2
+    rank 1: rows 1, 2, 3                 rank 1: all three    rank 1: row 1        rank 1: the other nine
+
+Another shape is possible where no shard ends inside one of its rows: always as a vector, and as a stack of matrices
+with rows of the same length; as a matrix with other rows where the bounds happen to allow it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,64 +26,101 @@ from torch_impl.dtensor.tensor import wrap_rows
 
 _aten = torch.ops.aten
 
-_RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.expand.default}
-VIEWS = {_aten.select.int, _aten.unsqueeze.default, *_RESHAPES}
+_RESHAPES = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.expand.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.unsqueeze.default,
+}
+# With the names of their arguments after the tensor.
+_PARTS = {
+    _aten.slice.Tensor: ("dim", "start", "end", "step"),
+    _aten.split.Tensor: ("split_size", "dim"),
+    _aten.split_with_sizes.default: ("split_sizes", "dim"),
+    _aten.unbind.int: ("dim",),
+    _aten.select.int: ("dim", "index"),
+}
+VIEWS = {*_RESHAPES, *_PARTS}
 
 
-def row_view(func: Any, args: tuple[Any, ...]) -> Any:
-    """The view that ``func`` asks for, or None if it is none that rows can represent."""
+def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The view, or the tuple of views, that ``func`` asks for; None if it is none that rows can represent."""
     tensor = args[0]
     if is_tensor_parallel(tensor.placements):
         # Row bounds count rows of what the tensor-parallel axes leave, not of the whole whose view is asked for.
         return None
-    if func is _aten.select.int and args[1] % tensor.ndim == 0:
-        return _select(tensor, args[2])
-    if func is _aten.unsqueeze.default and tensor.ndim == 0:
-        return _same_rows(tensor, (1,))
     if func in _RESHAPES:
-        return _same_rows(tensor, tuple(args[1]))
-    return None
-
-
-def _same_rows(tensor: Any, size: tuple[int, ...]) -> Any:
-    """The tensor in another shape with rows of the same length; None for a shape with other rows."""
-    if -1 in size and len(size) == tensor.ndim:
-        size = tuple(old if new == -1 else new for new, old in zip(size, tensor.shape, strict=True))
-    matrices = len(size) > 1 and tensor.ndim > 1 and size[-1] == tensor.shape[-1]
-    alike = matrices or (len(size) <= 1 and tensor.ndim <= 1)
-    if size != tuple(tensor.shape) and not (alike and math.prod(size) == tensor.numel()):
+        # Torch says what shape is meant, and refuses shapes that do not fit, in its own words.
+        meant = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+        # Expanding repeats elements.
+        return None if meant.numel() != tensor.numel() else in_shape(tensor, tuple(meant.shape))
+    options = dict(zip(_PARTS[func], args[1:], strict=False)) | kwargs
+    if not tensor.ndim or options.get("dim", 0) % tensor.ndim:
         return None
+    if func is _aten.select.int:
+        return _item(tensor, options["index"])
+    length = tensor.shape[0]
+    if func is _aten.unbind.int:
+        return tuple(_item(tensor, index) for index in range(length))
+    if func is _aten.slice.Tensor:
+        start, stop, step = slice(*map(options.get, ("start", "end", "step"))).indices(length)
+        return _part(tensor, start, max(start, stop)) if step == 1 else None
+    sizes = options["split_sizes"] if "split_sizes" in options else _equal(length, options["split_size"])
+    if sum(sizes) != length or min(sizes) < 0:
+        return None
+    edges = (0, *itertools.accumulate(sizes))
+    return tuple(_part(tensor, start, stop) for start, stop in itertools.pairwise(edges))
+
+
+def _equal(length: int, size: int) -> Sequence[int]:
+    # Torch splits a dimension without elements into one part.
+    return [min(size, length - start) for start in range(0, length, size)] if length and size else [length]
+
+
+def in_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
+    """A view of all elements in another shape; None where a shard would end inside a row."""
     bounds, local = row_bounds_of(tensor), local_of(tensor)
-    # Cut rows lie in a matrix or a vector, which no view of the same rows changes.
-    own = size if bounds is None else tuple(local.shape)
-    return wrap_rows(tensor, _counted_view(local, lambda t: t.view(own)), size, bounds)
+    if bounds is None:
+        return wrap_rows(tensor, _counted_view(local, lambda t: t.view(shape)), shape, None)
+    before, after = rows_of(tensor.shape)[0], rows_of(shape)[0]
+    if after and any(bound * before % after for bound in bounds):
+        return None
+    rows = [bound * before // after if after else 0 for bound in bounds]
+    size = local_shape(shape, local.numel() // after if after else 0)
+    return wrap_rows(tensor, _counted_view(local, lambda t: t.view(size)), shape, rows)
 
 
-def _select(tensor: Any, index: int) -> Any:
+def _part(tensor: Any, start: int, stop: int) -> Any:
+    """``tensor[start:stop]``."""
+    shape = (stop - start, *tensor.shape[1:])
+    bounds, local = row_bounds_of(tensor), local_of(tensor)
+    if bounds is None:
+        return wrap_rows(tensor, _counted_view(local, lambda t: t[start:stop]), shape, None)
+    per_item = rows_of(tensor.shape)[1] // tensor.shape[0] if tensor.numel() else 0
+    first, rows = start * per_item, (stop - start) * per_item
+
+    def within(row: int) -> int:
+        return min(max(row - first, 0), rows)
+
+    r0, r1 = row_range_of(tensor)
+    # Of a part that lies beside the local rows, the place of its beginning does not matter.
+    begin = max(first - r0, 0)
+    view = _counted_view(local, lambda t: t[begin : begin + within(r1) - within(r0)])
+    return wrap_rows(tensor, view, shape, [within(bound) for bound in bounds])
+
+
+def _item(tensor: Any, index: int) -> Any:
+    """``tensor[index]``."""
     length = tensor.shape[0]
     if not -length <= index < length:
         raise IndexError(
             f"index {index} of a tensor of shape {tuple(tensor.shape)}: expected less than {length}"
         )
-    index, shape = index % length, tensor.shape[1:]
-    bounds, local = row_bounds_of(tensor), local_of(tensor)
-    if bounds is None:
-        return wrap_rows(tensor, _counted_view(local, lambda t: t[index]), shape, None)
-    row_size, num_rows = rows_of(tensor.shape)
-    per_slice = num_rows // length
-    # A row of a matrix becomes a vector, whose rows are its elements.
-    scale = row_size if tensor.ndim == 2 else 1
-
-    def within(row: int) -> int:
-        return min(max(row - index * per_slice, 0), per_slice)
-
-    first, (r0, r1) = index * per_slice, row_range_of(tensor)
-    start, rows = first + within(r0) - r0, within(r1) - within(r0)
-    # Beside the slice the start may lie outside of the local rows, where even an empty view raises.
-    start = max(start, 0) if rows else 0
-    size = local_shape(shape, rows * scale)
-    view = _counted_view(local, lambda t: t[start : start + rows].view(size))
-    return wrap_rows(tensor, view, shape, [within(bound) * scale for bound in bounds])
+    # A row of a matrix becomes a vector, whose rows are its elements, and a matrix of a stack keeps its rows.
+    return in_shape(_part(tensor, index % length, index % length + 1), tuple(tensor.shape[1:]))
 
 
 def _counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ used the older weights raises autograd's error instead of yielding wrong gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -269,12 +269,17 @@ class ParameterGroup:
         """Put the sharded parameters in the place of the given ones."""
         self._register(self.params)
 
-    def _register(self, params: Sequence[nn.Parameter]) -> None:
-        for shown, param in zip(self._sites, params, strict=True):
+    def places(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Where parameters are registered: index, module, attribute; a tied parameter has several places."""
+        for index, shown in enumerate(self._sites):
             for module_ref, attr in shown:
                 module = module_ref()
                 if module is not None:
-                    _set_parameter(module, attr, param)
+                    yield index, module, attr
+
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        for index, module, attr in self.places():
+            _set_parameter(module, attr, params[index])
 
     def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
@@ -283,15 +288,13 @@ class ParameterGroup:
                 f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
                 "the model or load a state dict into it"
             )
-        for name, shown, sharded in zip(self.names, self._sites, self.params, strict=True):
-            for module_ref, attr in shown:
-                module = module_ref()
-                if module is not None and module._parameters.get(attr) is not sharded:
-                    raise RuntimeError(
-                        f"parameter {name!r} was replaced after fully_shard: expected the sharded parameter, got "
-                        f"{type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                        "load_state_dict without assign=True)"
-                    )
+        for index, module, attr in self.places():
+            if module._parameters.get(attr) is not self.params[index]:
+                raise RuntimeError(
+                    f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
+                    f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
+                    "load_state_dict)"
+                )
 
     def _main_parameter(
         self, index: int, param: nn.Parameter, local: torch.Tensor, whole: torch.Tensor

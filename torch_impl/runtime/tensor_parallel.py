@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torch_impl.dtensor.placement import is_fused, tensor_parallel_part, tensor_parallel_sizes
-from torch_impl.dtensor.tensor import make_part
+from torch_impl.dtensor.tensor import make_placed
 
 MARK = "_placed_by_policy"
 """The attribute of a plain parameter that says how a policy places it."""
@@ -39,7 +39,7 @@ class TensorParallel:
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor over this rank's part."""
         if is_fused(self.placements):
-            return make_part(local, self.mesh, self.shape, self.placements)
+            return make_placed(local, self.mesh, self.shape, self.placements)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )

@@ -99,6 +99,11 @@ class Unit:
                 param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
 
     @property
+    def device(self) -> torch.device:
+        """The mesh's, where compute weights lie."""
+        return self._context.device
+
+    @property
     def schedule(self) -> Schedule:
         """What this unit shares with the others below its root; its own until a root runs forward."""
         return self._context.schedule

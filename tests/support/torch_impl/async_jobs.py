@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from bridge.formats.files.atomic import AtomicDirectory
 from bridge.formats.saving.extras import SaveExtras
@@ -140,12 +139,6 @@ def destroyed_too_early(path: str) -> str:
         dist.destroy_process_group()
         release()
         return _error_of(pending.wait)
-
-
-def stock_async_save(strategy: str, path: str) -> str:
-    """PyTorch's own ``async_save`` of sharded tensors."""
-    model, _ = RUNS["decoder"](strategy, seed=1)
-    return _error_of(dcp.async_save, {"model": model.state_dict()}, checkpoint_id=path)
 
 
 def managed_run(strategy: str, path: str, first: int, last: int, asynchronous: bool = True) -> dict[str, Any]:

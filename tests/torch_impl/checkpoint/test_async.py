@@ -91,12 +91,6 @@ def test_a_process_group_that_is_destroyed_too_early_is_an_error_and_never_half_
     assert not (tmp_path / "run" / "1").exists()
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_stock_async_save_of_sharded_tensors_names_ours(ranks, tmp_path, strategy):
-    for error in ranks.run(2, jobs.stock_async_save, strategy, str(tmp_path / "a")):
-        assert "use torch_impl.save_checkpoint_async" in error
-
-
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("flips")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
@@ -180,16 +178,3 @@ def others_tensors() -> None:
 
 def test_torchs_own_tensors_load_as_before(ranks: RankGroup) -> None:
     ranks.run(3, others_tensors)
-
-
-def saved_in_the_background(path: str) -> None:
-    model = sharded_toy()
-    group = dist.new_group()
-    # A rank that raises and ends while the other still connects would be the other's error.
-    dist.barrier(group)
-    with pytest.raises(RuntimeError, match=r"use torch_impl\.save_checkpoint_async"):
-        dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=group)
-
-
-def test_an_asynchronous_save_is_refused(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, saved_in_the_background, str(tmp_path / "saved"))

@@ -180,31 +180,9 @@ def test_reductions_that_torch_does_not_define_are_refused(ranks: RankGroup) -> 
 
 def refused() -> None:
     mesh = init_device_mesh("cpu", (3,))
-    (full, tensor), (_, stack) = all_cuts(mesh)[0], all_cuts(mesh)[3]
+    full, tensor = all_cuts(mesh)[0]
     elsewhere = cut(full, (0, 1, 2, 7), mesh)
     partial = make_partial(full.clone(), mesh, full.shape, True)
-    for attempt in (
-        lambda: tensor.view(-1),
-        lambda: tensor.reshape(3, 7),
-        lambda: tensor.t(),
-        lambda: tensor[1:3],
-        lambda: tensor[:, 1],
-        lambda: tensor.sum(0),
-        lambda: tensor.max(0),
-        lambda: tensor @ full.t(),
-        lambda: torch.cat([tensor, tensor]),
-        lambda: torch.rand_like(tensor),
-        lambda: tensor.sort(),
-        lambda: tensor.cumsum(0),
-        lambda: tensor.argmax(),
-        lambda: stack.flatten(),
-        lambda: stack.transpose(0, 1),
-        lambda: torch.nn.functional.linear(full, tensor),
-    ):
-        with pytest.raises(
-            RuntimeError, match="only element-wise operators and reductions of the whole tensor"
-        ):
-            attempt()
     for attempt in (
         lambda: tensor + full,
         lambda: tensor + full[0],
@@ -220,7 +198,7 @@ def refused() -> None:
         with pytest.raises(RuntimeError, match="accumulated without reducing it over the ranks"):
             attempt()
     for attempt, message in (
-        (lambda: tensor.norm(dim=1), "expected a norm of the whole tensor"),
+        (lambda: torch.rand_like(tensor), "only element-wise operators, reductions and views"),
         (lambda: tensor.clone().copy_(full[:3]), r"expected a tensor of shape \(7, 3\), got \(3, 3\)"),
         (lambda: tensor.tolist(), "not supported for tensor subclasses"),
         (lambda: tensor.redistribute(placements=[Shard(0)]), r"expected placements=\[Replicate\(\)\]"),
@@ -229,8 +207,6 @@ def refused() -> None:
         with pytest.raises(RuntimeError, match=message):
             attempt()
     assert torch.equal(tensor.full_tensor(), full)
-    with pytest.raises(TypeError, match="cannot pickle a sharded tensor"):
-        pickle.dumps(tensor)
     for bounds in ((0, 7), (0, 3, 3, 6), (0, 4, 3, 7), (1, 3, 3, 7)):
         with pytest.raises(ValueError, match=r"row bounds|ascending row bounds"):
             make_dtensor(local_of(tensor), mesh, (7, 3), bounds)

@@ -147,7 +147,7 @@ def replaced_parameters() -> None:
     tokens, _ = batch(0, 2, 1)
     with pytest.raises(RuntimeError, match=r"cannot rebind .data"):
         model.head.weight.data = torch.zeros(1, 5)
-    model.load_state_dict(Toy().state_dict(), assign=True)
+    model.embed._parameters["weight"] = Toy().embed.weight
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"parameter 'embed.weight' was replaced after fully_shard"):
             model(tokens[0].view(-1))
