@@ -3,7 +3,9 @@
 What a program may rely on:
 
 **Parameters.** At rest ``parameters()`` shows DTensors over the main weights: float32, built from the values as given
-(float64 stays). During forward and backward the modules hold plain parameters in the compute dtype.
+(float64 stays), or in ``MixedPrecisionPolicy(main_dtype=...)``. Frozen ones stay in the dtype in which they were given:
+one in half precision that is unfrozen after ``fully_shard`` raises at the next forward, unless ``main_dtype`` asks for
+that dtype. During forward and backward the modules hold plain parameters in the compute dtype.
 
 **A DTensor never lies.** These are right on uneven and empty shards: element-wise operators, whole-tensor reductions,
 sums, means and norms along one of the last two dimensions, ``full_tensor()``, the optimizers of ``torch.optim`` but
@@ -35,10 +37,11 @@ once a step when the last microbatch is marked: by ``no_sync()`` around the othe
 not stop strategies with sharded gradients from reducing over the axes that gradients are sharded over;
 ``set_requires_gradient_sync(False)`` does, for every strategy.
 
-**Gradients** are summed over the ranks in ``reduce_dtype``, then averaged in ``grad_dtype``. In float16 they are
-averaged first, while they are copied. Between two backwards ``.grad`` is the whole state: None, a reduced DTensor, or
-a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both modes, also
-half-way through a step. Fused kernels may write gradients themselves: see ``FSDPModule.set_main_gradients``.
+**Gradients** are summed over the ranks in ``reduce_dtype``, then averaged in the wider of that and ``grad_dtype``. In
+float16 they are averaged first, while they are copied. Between two backwards ``.grad`` is the whole state: None, a
+reduced DTensor, or a DTensor that is ``Partial`` on some axes, whose value cannot be read. ``zero_grad`` works in both
+modes, also half-way through a step. Fused kernels may write gradients themselves: see
+``FSDPModule.set_main_gradients``.
 
 **Unused parameters.** A group is what one unit holds of one dtype and trainability; with float8 weights, its matrices
 and its vectors are two. If any parameter of a group got a gradient, the others count as zero, also in an optimizer's
@@ -54,11 +57,11 @@ operators that change them change the float32 main weights; see ``torch_impl.dte
 alone trains them, plain ``dcp.load`` is refused, and ``state_dict()`` shows the bfloat16 weights.
 
 **Irregular programs.** A program may skip units, call them repeatedly, recompute them (both kinds of activation
-checkpointing, with one gather for recomputation and backward), freeze or thaw them at any time, interrupt them by
-exceptions, and run forwards ahead of backwards. A backward through weights that were replaced since its forward raises
-autograd's error. A backward that raised leaves what it had added in the gradients kept of earlier microbatches: drop
-them with ``zero_grad`` and repeat the step. Until then, or the next forward, ``parameters()`` may show what backward
-used.
+checkpointing, with one gather for recomputation and backward), freeze and thaw them at any time (but see Parameters),
+interrupt them by exceptions, and run forwards ahead of backwards. A backward through weights that were replaced since
+its forward raises autograd's error. A backward that raised leaves what it had added in the gradients kept of earlier
+microbatches: drop them with ``zero_grad`` and repeat the step. Until then, or the next forward, ``parameters()`` may
+show what backward used.
 
 **What ranks must do alike.** All ranks call the same units in the same order, also without gradients. A forward on
 some ranks only is safe under ``no_shard`` alone, in eval mode and without gradients. All ranks agree on whether any

@@ -34,7 +34,7 @@ from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
-from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
 from torch_impl.runtime.tensor_parallel import check_joint
 from torch_impl.runtime.unit import Unit
 
@@ -66,8 +66,9 @@ def fully_shard(
 
     Call it on inner modules first, then on the outermost one, before the optimizer is built. The module is changed in
     place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
-    over the main weights (float32, float64 for float64 parameters), built from the values as given. All ranks of
-    ``mesh`` call it with the same model; each must hold the same values, since rank k keeps its rows of its own copy.
+    over the main weights (float32, float64 for float64 parameters, as given for frozen ones; ``mp_policy`` may choose
+    otherwise), built from the values as given. All ranks of ``mesh`` call it with the same model; each must hold the
+    same values, since rank k keeps its rows of its own copy.
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
@@ -176,9 +177,10 @@ def _build_unit(
     if options.offload is not None:
         host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
     for index, (members, quantized, layout) in enumerate(plans):
-        dtypes = group_dtypes(members[0].param.dtype, options.policy, quantized)
+        first = members[0].param
+        dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
         divisor = mesh.size if options.grad_divisor is None else options.grad_divisor
-        where = torch.device("meta") if members[0].param.is_meta else device
+        where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
             ParameterGroup(
@@ -206,15 +208,13 @@ def _plan_groups(
     """The groups of a unit, in the order of their first parameters."""
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
     for one in owned:
-        quantized = options.policy.is_quantized(one.param.dtype, one.local_shape)
-        if quantized and one.param.dtype == torch.float64:
-            raise ValueError(
-                f"{one.name}: expected weights of float32, bfloat16 or float16 beside "
-                f"gather_dtype={options.policy.gather!r}, which quantizes float32 main weights, got torch.float64"
-            )
+        given, trainable = one.param.dtype, one.param.requires_grad
+        quantized = options.policy.is_quantized(given, one.local_shape)
+        if quantized:
+            check_quantized(one.name, given, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
             _check_remainders(one, options)
-        groups.setdefault((one.param.dtype, one.param.requires_grad, quantized), []).append(one)
+        groups.setdefault((given, trainable, quantized), []).append(one)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
         unknown = sorted(set(chosen) - {one.name for one in owned})
@@ -236,7 +236,7 @@ def _plan_groups(
 
 def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
     """ValueError or NotImplementedError for a parameter that cannot be stored with a remainder."""
-    dtypes = group_dtypes(one.param.dtype, options.policy)
+    dtypes = group_dtypes(one.param.dtype, options.policy, trainable=one.param.requires_grad)
     if dtypes.remainders and (dtypes.main, dtypes.compute) != (torch.float32, torch.bfloat16):
         raise ValueError(
             f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "

@@ -18,7 +18,7 @@ from bridge.sharding.recompute import Recompute, why_not_around
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.parallel.cuts import apply_cuts, plan_cuts
-from torch_impl.runtime.precision import MixedPrecisionPolicy, group_dtypes
+from torch_impl.runtime.precision import MixedPrecisionPolicy
 
 # They have no forward whose beginning and end could be a unit's.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -137,10 +137,13 @@ def _modules_with_forward(model: nn.Module, source: str) -> dict[str, nn.Module]
 
 
 def _check_main_weights(policy: ShardingPolicy, model: nn.Module) -> None:
-    wanted = getattr(torch, policy.precision.main)
+    wanted = _named(policy.precision.main_dtype)
+    if wanted is None:
+        return
     for name, param in model.named_parameters():
-        main = group_dtypes(param.dtype, MixedPrecisionPolicy()).main
-        if main.is_floating_point and main is not wanted:
+        wide = param.dtype == torch.float64
+        trained = param.requires_grad and param.is_floating_point()
+        if trained and wide != (wanted == torch.float64):
             raise PolicyError(
                 f"{policy.source}: [precision] main: expected {wanted} main weights, got {name} in {param.dtype}; cast "
                 f"the model first, model.to({wanted})"
@@ -201,9 +204,15 @@ def _mesh(policy: ShardingPolicy, mesh: DeviceMesh | None, device_type: str | No
 
 def _mixed_precision(policy: ShardingPolicy) -> MixedPrecisionPolicy:
     chosen = policy.precision
-    compute, reduce, grad = (
-        getattr(torch, name) for name in (chosen.compute_dtype, chosen.reduce_dtype, chosen.grad_dtype)
-    )
     return MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce, grad_dtype=grad, gather_dtype=chosen.gather
+        param_dtype=_named(chosen.compute_dtype),
+        reduce_dtype=_named(chosen.reduce_dtype),
+        grad_dtype=_named(chosen.grad_dtype),
+        gather_dtype=chosen.gather,
+        main_dtype=_named(chosen.main_dtype),
     )
+
+
+def _named(dtype: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    return found

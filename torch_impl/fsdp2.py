@@ -34,7 +34,9 @@ Raise an error when they run:
 
 Behave otherwise than in FSDP2:
 
-* Main weights are float32 for bfloat16 and float16 parameters too.
+* Main weights are float32 for trainable bfloat16 and float16 parameters too, unless
+  ``MixedPrecisionPolicy(main_dtype=None)`` of this package keeps the dtype in which they were given. So such a
+  parameter that is frozen when it is sharded, and stays as it is, raises at the next forward after it was unfrozen.
 * With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
   parameters are not sharded keep their compute weights on the device.
 * All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta

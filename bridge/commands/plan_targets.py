@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,11 @@ class TargetOptions:
         rows = work.batch * work.length if step.is_language_model else self.tokens
         tokens = None if rows is None else work.microbatches * rows
         idle = idle_elements(step.model) if step.is_language_model else 0
-        return Roofline(model.numel - idle, tokens, self.price, self.efficiency)
+        elements = Counter[str]()
+        for one in model.parameters:
+            elements[one.dtype] += one.numel
+        given = max(elements, key=lambda dtype: elements[dtype], default="float32")
+        return Roofline(model.numel - idle, tokens, self.price, self.efficiency, given)
 
     def step(
         self,

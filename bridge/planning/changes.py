@@ -86,7 +86,7 @@ def _recomputed(policy: ShardingPolicy, model: Model) -> list[_Change]:
 
 def _narrow(policy: ShardingPolicy) -> ShardingPolicy:
     given = policy.precision
-    if given.compute_dtype in ("bfloat16", "float16"):
+    if given.compute_dtype in (None, "bfloat16", "float16"):
         return policy
     # Left out, the dtype of reductions would follow that of the computation.
     return replace(policy, precision=replace(given, compute="bfloat16", reduce=given.reduce_dtype))

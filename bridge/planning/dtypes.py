@@ -1,7 +1,7 @@
 """The dtype of each copy of a parameter, and its bytes: the rules of both runtimes, without importing either.
 
-main      the weights that the optimizer updates, and their moments (of bfloat16 and float16 parameters: the policy's)
-compute   forward and backward; None means main
+main      the weights that the optimizer updates: the policy's, or as given; of frozen parameters as given
+compute   forward and backward; None means main, but PyTorch computes with frozen ones in the policy's main dtype too
 reduce    gradients on the network; None means compute
 grad      the reduced gradient that the optimizer reads (PyTorch); None means main
 gather    the float8 format in which matrices are gathered; None means compute
@@ -53,16 +53,16 @@ class GroupDtypes:
 
     @staticmethod
     def of(
-        given: str, precision: PrecisionPolicy, *, kept: bool = False, quantized: bool = False
+        given: str, precision: PrecisionPolicy, runtime: str, *, trainable: bool, quantized: bool = False
     ) -> GroupDtypes:
         """The dtypes of parameters given in ``given``. Parameters that are not floating-point keep their dtype.
 
-        kept: whether at rest floating-point ones do as well, as frozen ones in JAX. quantized: whether they are
-        matrices, which are gathered in the policy's format.
+        quantized: whether they are matrices, which are gathered in the policy's format.
         """
         if given not in FLOATING:
             return GroupDtypes(given, given, given, given)
-        main = given if kept else precision.main
-        compute = precision.compute or main
+        trained = precision.main_dtype or given
+        main = trained if trainable else given
+        compute = precision.compute or (trained if runtime == "torch" else main)
         gather = precision.gather if quantized else None
         return GroupDtypes(main, compute, precision.reduce or compute, precision.grad or main, gather)

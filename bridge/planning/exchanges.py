@@ -27,13 +27,14 @@ from bridge.sharding import ShardingPolicy
 
 @dataclass(frozen=True)
 class _Styled:
-    """A module that is cut by a style; ``shape`` of its weight."""
+    """A module that is cut by a style; ``shape`` and ``dtype``, as given, of its weight."""
 
     path: str
     axis: str
     style: str
     embeds: bool
     shape: tuple[int, ...]
+    dtype: str
 
     @property
     def parent(self) -> str:
@@ -46,7 +47,6 @@ def exchanges(
     """Collectives of one step over model axes of ``sizes``. ``tokens``: of one microbatch of a data rank."""
     styled = _styled(model, policy)
     units = policy.units_of(model.modules)
-    dtype = policy.precision.compute_dtype
     calls: Calls = Calls()
     entered: set[tuple[str, str, int]] = set()
     for number, one in enumerate(styled):
@@ -71,7 +71,7 @@ def exchanges(
         else:
             found += [("all_gather", one.shape[0], runs), ("all_reduce", one.shape[1], 1)]
         for kind, features, times in found:
-            size = sizes[one.axis]
+            size, dtype = sizes[one.axis], policy.precision.compute_dtype or one.dtype
             if size > 1:
                 collective = Collective(kind, one.axis, size, dtype, tokens * features * size_of(dtype))
                 calls[collective] += times * microbatches
@@ -88,5 +88,5 @@ def _styled(model: Model, policy: ShardingPolicy) -> list[_Styled]:
             weight, entry = weights[path], matched[0]
             assert entry.style is not None
             embeds = weight.kind == "embedding"
-            found.append(_Styled(path, entry.axis, entry.style, embeds, weight.shape))
+            found.append(_Styled(path, entry.axis, entry.style, embeds, weight.shape, weight.dtype))
     return found

@@ -15,6 +15,9 @@ weights, g of gradients::
     muon            MainWeightMuon: of matrices and stacks the    optax.contrib.muon: of matrices one, of others two
                     first, of others two, as of adamw
 
+m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon`` is 4 beside main weights of 2 bytes,
+which these optimizers update in float32.
+
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
 .moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
 shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
@@ -39,6 +42,8 @@ from bridge.sharding.rows import rows_of
 _FACTORED_FROM = 128
 # Of what MainWeightMuon takes for a matrix, or for a stack of them, unless a rule says otherwise.
 _MATRIX_DIMENSIONS = (2, 3)
+# Bytes of float32, which half-precision weights are updated in.
+_UPDATE = 4
 _BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
 # Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
@@ -144,11 +149,22 @@ def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int
         for piece in _pieces(group, device):
             if piece.name in placed.on_host:
                 moved.add(piece, _in_torch(optimizer, group, piece), placed.layers, scaled=scaled)
-            dtypes = _dtypes_in_torch(optimizer, piece)
-            wide = sum(group.main_bytes for dtype in dtypes if dtype not in (None, "float32"))
+            wide = _converted_in_torch(optimizer, group, piece)
             if wide:
                 converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
     return min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes
+
+
+def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
+    """Bytes an element of what a batch is converted to."""
+    dtypes, held = _dtypes_in_torch(optimizer, piece), group.shape.dtypes
+    others = sum(dtype not in (None, "float32") for dtype in dtypes)
+    if group.main_bytes < _UPDATE:
+        # AdamW's kernel takes half precision if all is in one dtype.
+        if optimizer.name != "sgd-momentum" and {*dtypes, held.grad} == {held.main}:
+            return 0
+        others += 1 + (group.grad_bytes < _UPDATE)
+    return others * _update_bytes(group)
 
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
@@ -158,7 +174,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     size = group.size(group.strategy.optimizer)
     scaled = sum(dtype in SCALED for dtype in optimizer.moments)
     if scaled and row_moment(group, 0) is not None:
-        return _CONVERTED * scaled * group.main_bytes * size // 2
+        return _CONVERTED * scaled * _update_bytes(group) * size // 2
     return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in optimizer.moments else 0
 
 
@@ -172,17 +188,22 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
     for dtype in optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]:
         rows = row_moment(group, device) if optimizer.name == "adamw" and dtype in SCALED else None
         if rows is not None and dtype is not None:
-            own = rows.bytes(MOMENT_BYTES[dtype], main)
+            own = rows.bytes(MOMENT_BYTES[dtype], _update_bytes(group))
         else:
-            size = _first(optimizer, main) if optimizer.name != "adamw" else _unscaled(dtype, main)
+            size = _first(optimizer, main) if optimizer.name != "adamw" else _unscaled(dtype, group)
             own = group.size(level) * size, group.real(level, device) * size
         allocated, real = allocated + own[0], real + own[1]
     return allocated, real
 
 
-def _unscaled(dtype: str | None, main: int) -> int:
-    """Bytes of an element of a moment that has no scale."""
-    return MOMENT_BYTES[dtype] if dtype == "bfloat16" else main
+def _update_bytes(group: GroupBuffers) -> int:
+    """Bytes of an element in which an optimizer of main weights computes, and keeps what is not to be rounded."""
+    return max(group.main_bytes, _UPDATE)
+
+
+def _unscaled(dtype: str | None, group: GroupBuffers) -> int:
+    """Bytes of an element of such an optimizer's moment that has no scale."""
+    return MOMENT_BYTES[dtype] if dtype == "bfloat16" else _update_bytes(group)
 
 
 def _first(optimizer: Optimizer, main: int) -> int:
@@ -195,7 +216,7 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     """Of one parameter's part."""
     if optimizer.name in OF_MAIN_WEIGHTS:
         dtypes = _dtypes_in_torch(optimizer, piece)
-        return sum(_moment_bytes(piece, dtype, group.main_bytes) for dtype in dtypes)
+        return sum(_moment_bytes(piece, dtype, group) for dtype in dtypes)
     shape = piece.shape
     if optimizer.name == "adafactor" and len(shape) > 1:
         whole = math.prod((*shape[:-2], shape[-1]))
@@ -232,7 +253,7 @@ def _pieces(group: GroupBuffers, device: int) -> Iterator[_Piece]:
         yield _Piece(name, tuple(shape), last - first, (last - first) * row_size)
 
 
-def _moment_bytes(piece: _Piece, dtype: str | None, main: int) -> int:
+def _moment_bytes(piece: _Piece, dtype: str | None, group: GroupBuffers) -> int:
     if dtype in SCALED and rows_of(piece.shape)[0] > 1:
         return piece.numel * MOMENT_BYTES[dtype] + 4 * piece.rows
-    return piece.numel * _unscaled(dtype, main)
+    return piece.numel * _unscaled(dtype, group)

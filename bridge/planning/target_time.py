@@ -41,13 +41,15 @@ PRICE = "$/M tokens"
 class Roofline:
     """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one data rank and step.
 
-    ``parameters``: elements of the model that a token uses: of a mixture those of its experts only.
+    ``parameters``: elements of the model that a token uses: of a mixture those of its experts only. ``given``: the
+    dtype in which most of them were given, in which a policy may leave them.
     """
 
     parameters: int
     tokens: int | None
     price: float | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
+    given: str = "float32"
 
     def estimate(self, row: TargetRow) -> Estimate:
         """Never raises for what a compiler wrote: an estimate that cannot be made says why."""
@@ -64,7 +66,7 @@ class Roofline:
         # A program without operations takes no time, and has no rate.
         if not self.tokens or not whole.total:
             return Estimate(row, whole)
-        dtype = row.task.policy.precision.compute_dtype
+        dtype = row.task.policy.precision.compute_dtype or self.given
         rate = throughput(
             whole,
             machine,
@@ -139,7 +141,7 @@ def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
         f"{one.row.task}: no time: {one.why}" for one in estimates if one.why and one.row.found is not None
     )
     for one in estimates:
-        compute = one.row.task.policy.precision.compute_dtype
+        compute = one.row.task.policy.precision.compute_dtype or roofline.given
         wide = wide_share(one.time) if one.time and compute in ("bfloat16", "float16") else 0.0
         if wide > 0.5:
             yield (

@@ -3,7 +3,7 @@
     Unit "layers.3"    owns every parameter below it that no inner unit owns
       group 0          its parameters of one dtype and one trainability, in definition order
       group 1          where matrices are gathered as float8, its vectors and scalars
-      group 2          frozen, or (PyTorch) given in another dtype: flat buffers of its own
+      group 2          frozen, or (PyTorch, main = "given") given in another dtype: flat buffers of its own
   group 3          (JAX) cut over other model axes
 
 Shapes are those of the part of a parameter that one place of the model axes has.
@@ -157,9 +157,9 @@ def _groups(
 ) -> tuple[GroupShape, ...]:
     members: dict[_Kind, list[Parameter]] = {}
     for parameter in owned:
-        # In JAX the main weights that a unit trains have one dtype, whatever they were given in.
+        # In JAX the main weights that a unit trains are a group, whatever they were given in.
         own = runtime == "torch" or not parameter.trainable
-        dtype = parameter.dtype if own else policy.precision.main
+        dtype = parameter.dtype if own else policy.precision.main_dtype or parameter.dtype
         over = tuple(one.axis for one in cuts.get(parameter.path, ())) if runtime == "jax" else ()
         narrow = policy.precision.gather is not None and dtype in FLOATING and is_quantized(parameter.shape)
         members.setdefault(_Kind(dtype, parameter.trainable, narrow, over), []).append(parameter)
@@ -179,7 +179,8 @@ def _groups(
             dtypes=GroupDtypes.of(
                 kind.dtype,
                 policy.precision,
-                kept=runtime == "jax" and not kind.trainable,
+                runtime,
+                trainable=kind.trainable,
                 quantized=kind.quantized,
             ),
         )

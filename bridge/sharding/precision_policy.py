@@ -8,14 +8,18 @@ from bridge.sharding.float8 import FORMATS
 from bridge.sharding.policy_error import require
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-MAIN_DTYPES = ("float32", "float64")
+GIVEN = "given"
+MAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", GIVEN)
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """Names of dtypes; None takes the default, which the properties give. Raises PolicyError naming the field.
 
-    main: of the main weights, "float32" or "float64"; the model must have such, nothing is cast to it.
+    main: of the main weights of trainable parameters. "float32": also where parameters were given in bfloat16 or
+        float16. "bfloat16" or "float16": parameters given otherwise are rounded once, when they are sharded. "float64":
+        parameters must be given so, and are given so nowhere else but beside "given". "given": each parameter keeps the
+        dtype in which it was given, as frozen parameters always do.
     compute: of forward and backward (None: that of the main weights).
     reduce: in which gradients cross the network (None: that of compute).
     grad: of the reduced gradient that the optimizer reads (None: that of the main weights).
@@ -44,13 +48,21 @@ class PrecisionPolicy:
         )
 
     @property
-    def compute_dtype(self) -> str:
-        return self.compute or self.main
+    def main_dtype(self) -> str | None:
+        """None: each parameter's own."""
+        return None if self.main == GIVEN else self.main
 
     @property
-    def reduce_dtype(self) -> str:
+    def compute_dtype(self) -> str | None:
+        """Of forward and backward; None: each parameter's own, that of its main weights."""
+        return self.compute or self.main_dtype
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """In which gradients cross the network; None: that of forward and backward."""
         return self.reduce or self.compute_dtype
 
     @property
-    def grad_dtype(self) -> str:
-        return self.grad or self.main
+    def grad_dtype(self) -> str | None:
+        """Of the reduced gradient; None: that of each parameter's main weights."""
+        return self.grad or self.main_dtype

@@ -76,7 +76,34 @@ def test_state_at_rest_in_torch(
     dtypes: tuple[str, str],
     offload: float,
 ) -> None:
-    text = policy_text(mesh, strategy, strategy, {})
+    assert_state_in_torch(ranks, mesh, policy_text(mesh, strategy, strategy, {}), name, dtypes, offload)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "offload"),
+    [
+        ("adamw", ("float32", "float32"), 0.0),
+        ("adamw", ("bfloat16", "float8_e4m3fn"), 0.3),
+        ("sgd-momentum", ("float32", "float32"), 0.0),
+        ("muon", ("bfloat16", "float32"), 0.0),
+        ("adafactor", ("float32", "float32"), 0.0),
+    ],
+)
+def test_state_at_rest_of_bfloat16_main_weights_in_torch(
+    ranks: RankGroup, name: str, dtypes: tuple[str, str], offload: float
+) -> None:
+    text = policy_text((2,), "optim_grads_params", "optim", {"main": "bfloat16"})
+    assert_state_in_torch(ranks, (2,), text, name, dtypes, offload)
+
+
+def assert_state_in_torch(
+    ranks: RankGroup,
+    mesh: tuple[int, ...],
+    text: str,
+    name: str,
+    dtypes: tuple[str, str],
+    offload: float,
+) -> None:
     world = math.prod(mesh)
     chosen = Optimizer(name, dtypes, Fraction(offload))
     measured = ranks.run(world, state_bytes, text, [PART, PART], OWN, name, dtypes, offload)

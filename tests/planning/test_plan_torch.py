@@ -18,6 +18,7 @@ from tests.support.ranks import RankGroup
 # One axis, and two on which every strategy is legal.
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (3, 1)]
 DTYPES = ("float32", "bfloat16")
+MAIN = ("float32", "bfloat16", "given")
 
 
 def policy_text(mesh: tuple[int, ...], part: str, root: str, precision: dict[str, str]) -> str:
@@ -110,13 +111,17 @@ SPECS = st.lists(st.builds(Spec, SHAPES, st.booleans(), st.booleans()), max_size
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int]:
+def cases(
+    draw: st.DrawFn, main: tuple[str, ...] = ("float32",)
+) -> tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int]:
     mesh = draw(st.sampled_from(MESHES))
     chosen = []
     for _ in range(2):
         depths = sorted(draw(st.integers(0, len(mesh))) for _ in range(3))
         chosen.append(" ".join(map(str, depths)))
-    precision = {key: draw(st.sampled_from(DTYPES)) for key in ("compute", "reduce", "grad")}
+    chosen_dtypes = {key: draw(st.none() | st.sampled_from(DTYPES)) for key in ("compute", "reduce", "grad")}
+    precision = {"main": draw(st.sampled_from(main))}
+    precision |= {key: dtype for key, dtype in chosen_dtypes.items() if dtype is not None}
     parts = draw(st.lists(SPECS, min_size=1, max_size=3))
     return (
         mesh,
@@ -128,7 +133,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], str, list[list[Spec]], list
 
 
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
+@given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(
     ranks: RankGroup, case: tuple[tuple[int, ...], str, list[list[Spec]], list[Spec], int]
 ) -> None:
@@ -155,6 +160,24 @@ def test_bytes_and_collectives_of_every_strategy(
     assert_measured(ranks, mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {},
+        {"main": "bfloat16"},
+        {"main": "given"},
+        {"main": "given", "compute": "float32", "grad": "float32"},
+    ],
+)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_bytes_of_weights_that_are_given_in_two_dtypes(
+    ranks: RankGroup, strategy: str, precision: dict[str, str]
+) -> None:
+    narrow = [Spec((5, 7), narrow=True), Spec((6, 3), frozen=True, narrow=True)]
+    policy = policy_text((2,), strategy, strategy, precision)
+    assert_measured(ranks, (2,), policy, [[*PART, *narrow], narrow], PART, 2)
+
+
 def test_all_devices_together_hold_every_element_once() -> None:
     policy = parse_policy(policy_text((2, 3), "hfsdp", "hfsdp", {}), "test")
     model = model_of([PART, PART], [Spec((9, 4))])
@@ -167,7 +190,14 @@ def test_all_devices_together_hold_every_element_once() -> None:
     assert sum(held) == 4 * model.numel
 
 
-WIDE = [Spec((64, 64)), Spec((7, 33)), Spec((5,)), Spec((4, 64), frozen=True), Spec((6, 32), frozen=True)]
+WIDE = [
+    Spec((64, 64)),
+    Spec((7, 33)),
+    Spec((5,)),
+    Spec((4, 64), frozen=True),
+    Spec((6, 32), frozen=True),
+    Spec((3, 32), frozen=True, narrow=True),
+]
 
 
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])

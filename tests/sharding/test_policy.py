@@ -86,8 +86,12 @@ def test_shipped_policies_are_read_by_name_and_written_as_they_are(name: str) ->
         (lambda: UnitPolicy("", granularity="block(-1)"), "granularity: expected row, tensor or block(n)"),
         (lambda: UnitPolicy("", recompute=1), f"recompute: expected {RECOMPUTE_WORDS}, got 1"),
         (lambda: UnitPolicy("", recompute="yes"), f"recompute: expected {RECOMPUTE_WORDS}, got 'yes'"),
-        (lambda: PrecisionPolicy(main="bfloat16"), "main: expected one of float32, float64, got 'bfloat16'"),
-        (lambda: PrecisionPolicy(main=None), "main: expected one of float32, float64, got None"),
+        (
+            lambda: PrecisionPolicy(main="int8"),
+            "main: expected one of float32, float64, bfloat16, float16, given, got 'int8'",
+        ),
+        (lambda: PrecisionPolicy(main=None), "bfloat16, float16, given, got None"),
+        (lambda: PrecisionPolicy(compute="given"), "compute: expected one of float32, bfloat16"),
         (lambda: PrecisionPolicy(grad="fp8"), "grad: expected one of float32, bfloat16"),
         (lambda: ShardingPolicy(()), "policy: [[unit]]: expected at least one"),
         (lambda: ShardingPolicy([UnitPolicy("a")], source="s"), "s: [[unit]]: expected one for the root"),
@@ -208,7 +212,7 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
         grains = st.one_of(st.sampled_from(["row", "tensor"]), st.integers(1, 999).map("block({})".format))
         options["align"] = draw(st.none() | ALIGN)
         units.append(UnitPolicy(match, granularity=draw(grains), recompute=draw(st.booleans()), **options))
-    main = draw(st.sampled_from(["float32", "float64"]))
+    main = draw(st.sampled_from(["float32", "float64", "bfloat16", "float16", "given"]))
     gather = draw(st.none() | GATHER) if main == "float32" else None
     precision = PrecisionPolicy(main, *(draw(st.none() | DTYPE) for _ in range(3)), gather)
     prefetch = draw(st.sampled_from([None, 0, 1]))

@@ -55,7 +55,10 @@ from torch_impl.dtensor.tensor import count_write
 # Names in an error, of which a model may have thousands.
 _SHOWN = 10
 # What most often explains that names or dtypes differ.
-_SUSPECTS = "(another model? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the optimizer?)"
+_SUSPECTS = (
+    "(another model? another main_dtype? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the "
+    "optimizer?)"
+)
 
 
 def save_checkpoint(

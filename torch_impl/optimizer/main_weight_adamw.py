@@ -106,7 +106,7 @@ class MainWeightAdamW(MainWeightOptimizer):
         group: Mapping[str, Any],
         transfers: Transfers,
     ) -> None:
-        update(updates, grads, group, transfers, fused_adamw)
+        update(updates, grads, group, transfers, fused_adamw, rounds_once=True)
 
 
 def check_adamw(group: Mapping[str, Any], of: str = "MainWeightAdamW") -> None:

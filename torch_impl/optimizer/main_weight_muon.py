@@ -201,4 +201,4 @@ class MainWeightMuon(MainWeightOptimizer):
         if group["use_muon"]:
             update_matrices(updates, grads, group, transfers)
         else:
-            update(updates, grads, group, transfers, fused_adamw)
+            update(updates, grads, group, transfers, fused_adamw, rounds_once=True)

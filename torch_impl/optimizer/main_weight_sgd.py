@@ -29,9 +29,10 @@ _TOGETHER = 1 << 20
 class MainWeightSGD(MainWeightOptimizer):
     """SGD, bit for bit what ``torch.optim.SGD(foreach=True)`` computes, wherever rows are cut.
 
-    In float32 and float64 torch's for-loop has the same bits; ``fused=True`` rounds otherwise. State is
-    ``momentum_buffer``, a DTensor placed like its parameter, and ``step``, a float32 CPU scalar; without momentum there
-    is none. The rest is as in ``MainWeightAdamW``.
+    torch's for-loop has the same bits; ``fused=True`` rounds otherwise. Half-precision weights are updated in float32
+    and rounded once, where torch rounds after every operation. State is ``momentum_buffer``, a DTensor placed like its
+    parameter, and ``step``, a float32 CPU scalar; without momentum there is none. The rest is as in
+    ``MainWeightAdamW``.
     """
 
     state_of = "SGD"
@@ -93,7 +94,7 @@ class MainWeightSGD(MainWeightOptimizer):
         group: Mapping[str, Any],
         transfers: Transfers,
     ) -> None:
-        update(updates, grads, group, transfers, _sgd)
+        update(updates, grads, group, transfers, _sgd, rounds_once=False)
 
 
 def check_numbers(group: Mapping[str, Any], of: str, names: Iterable[str]) -> None:

@@ -4,6 +4,8 @@ resident    weight, gradient and moments in one dtype on the device: all such te
 staged      all others, in chunks of bounded size: what must be converted, joined with its remainder or fetched is
             copied and written back
 
+Updates are computed in float32, of float64 weights in float64, and rounded once to the dtype of what is stored.
+
 Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer.main_weight_adamw``. ``[x]``
 is a scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
 ``x * y + z`` rounded once::
@@ -99,10 +101,7 @@ class ParameterUpdate:
         stored = [tensor for tensor, _ in self.moments]
         uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
         unscaled = all(scale is None for _, scale in self.moments)
-        if uniform and unscaled and self.remainder is None:
-            self.dtype = self.weight.dtype
-        else:
-            self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
         self.resident = uniform and unscaled and alike and not self.offloaded and self.remainder is None
         self.step = self.state["step"] if self.formats else torch.zeros(())
@@ -132,10 +131,13 @@ def update(
     group: Mapping[str, Any],
     transfers: Transfers,
     kernel: Kernel,
+    *,
+    rounds_once: bool,
 ) -> None:
     """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
 
-    ``kernel`` computes, on tensors of one dtype. Steps are counted already. Local tensors without elements are skipped.
+    ``kernel`` computes, on tensors of one dtype; ``rounds_once``: also of half precision, in float32 up to the end.
+    Steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
     at_home: list[Piece] = []
@@ -143,8 +145,9 @@ def update(
     for one, grad in zip(updates, grads, strict=True):
         if one.weight.numel() == 0:
             continue
-        if one.resident and grad.dtype == one.dtype and grad.stride() == one.weight.stride():
-            resident.setdefault(one.dtype, []).append((one, grad))
+        dtype, alike = one.weight.dtype, grad.stride() == one.weight.stride()
+        if one.resident and grad.dtype == dtype and alike and (rounds_once or dtype == one.dtype):
+            resident.setdefault(dtype, []).append((one, grad))
         else:
             (offloaded if one.offloaded else at_home).append(one.piece(grad))
     for pairs in resident.values():

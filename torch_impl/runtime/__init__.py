@@ -5,8 +5,9 @@ Note: the five tensors of a group. A unit's parameters of one dtype and trainabi
 which the parameters and gradients that a program sees are views:
 
 1. The *main weights* are what the optimizer updates and what ``parameters()`` shows at rest: this rank's rows, cut as
-   finely as the optimizer state, in float32 (float64 for float64 parameters). With ``CPUOffloadPolicy`` they, and the
-   gradient, lie in the host's memory: see ``host_memory``.
+   finely as the optimizer state, in float32 or in another dtype by ``MixedPrecisionPolicy.main_dtype``; of frozen
+   parameters in the dtype in which they were given. With ``CPUOffloadPolicy`` they, and the gradient, lie in the host's
+   memory: see ``host_memory``.
 2. The *resident shard* exists only where main weights are cut more finely than parameters (HFSDP). It holds the rows
    that this rank keeps of the parameters, in the dtype of forward and backward or as float8 payload and scales.
 3. The *compute weights* are whole, in the dtype of forward and backward. They are gathered from the main weights or the

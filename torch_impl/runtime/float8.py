@@ -2,7 +2,7 @@
 
 ``bridge.sharding.float8`` has the formats, and where the bytes of a shard lie; the bits here are those that it defines.
 
-    main shard, float32 --quantize--> piece: payload | scales
+    main shard --float32, quantize--> piece: payload | scales
     piece --all-gather, an axis a step--> pieces of all shards, in their order
     pieces --dequantize--> compute weights: payload cast, multiplied by powers of two
 
@@ -121,7 +121,7 @@ class QuantizedGather:
         if current:
             self._quantize_tensors(main, piece, False)
             return []
-        amax = main.new_zeros(len(self._layout.slots))
+        amax = main.new_zeros(len(self._layout.slots), dtype=torch.float32)
         for chunk in self._chunks(main, piece):
             amax[chunk.number].clamp_min_(magnitudes_of(chunk.rows).max())
         mesh, axes = self._levels.mesh, range(self._strategy.optimizer)
@@ -181,7 +181,7 @@ class QuantizedGather:
                 scales = blocks_at + own.scales + first * blocks
                 yield _Chunk(
                     own.number,
-                    main[a:b].view(count, size),
+                    main[a:b].view(count, size).float(),
                     shard[a:b].view(count, size),
                     piece[scales : scales + count * blocks].view(count, blocks),
                 )

@@ -221,6 +221,7 @@ class ParameterGroup:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
         if not self._shows_whole:
             self._check_registered()
+            self._check_unfrozen()
         if self._transfer is not None or self.start_unshard(refresh):
             self._finish_transfer()
             # A gather ahead may have begun before the program changed the main weights.
@@ -294,6 +295,20 @@ class ParameterGroup:
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
                     f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
                     "load_state_dict)"
+                )
+
+    def _check_unfrozen(self) -> None:
+        """RuntimeError for a parameter that was frozen when it was sharded, and would now train in its given dtype."""
+        main, trained = self.dtypes.main, self.dtypes.trained
+        if main == trained:
+            return
+        for name, param in zip(self.names, self.params, strict=True):
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when fully_shard took it, and so kept {main}: expected it to stay "
+                    f"frozen, since trainable parameters have main weights in {trained}, got requires_grad=True; "
+                    "unfreeze it before fully_shard, or train frozen parameters in the dtype in which they were given "
+                    "by MixedPrecisionPolicy(main_dtype=None)"
                 )
 
     def _main_parameter(

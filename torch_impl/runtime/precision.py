@@ -12,9 +12,10 @@ from bridge.sharding import float8
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, ``grad_dtype`` and ``gather_dtype``.
+    """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and further ones.
 
-    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given).
+    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or that of the main
+        weights where ``main_dtype`` is no wider).
     reduce_dtype: dtype in which gradients cross the network (None: that of forward and backward).
     output_dtype: floating-point outputs of the module are cast to it (None: left alone).
     cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set.
@@ -29,8 +30,14 @@ class MixedPrecisionPolicy:
     store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32 main weights as
         this rank's rows of them and an int16 remainder an element, 2 bytes less; see ``torch_impl.dtensor.remainders``.
         ``parameters()`` shows the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 ones.
+    main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they are sharded; float32
+        leaves float64 ones as they are. None: each parameter keeps the dtype in which it was given, as in
+        ``torch.distributed.fsdp``. Frozen parameters keep theirs always. So one that was given in half precision must
+        be trainable when it is sharded if it is to have wider main weights: unfrozen later, it raises at the next
+        forward.
 
-    Raises ValueError for a dtype that is not floating-point or has one byte, and for another format.
+    Raises ValueError for a dtype that is not floating-point or has one byte, for another format, and for
+    ``gather_dtype`` beside main weights that are not float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,6 +48,7 @@ class MixedPrecisionPolicy:
     gather_dtype: str | torch.dtype | None = None
     float8_products: bool = False
     store_param_remainders: bool = False
+    main_dtype: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,7 +70,11 @@ class MixedPrecisionPolicy:
                 'MixedPrecisionPolicy.gather_dtype: expected "mxfp8", torch.float8_e4m3fn or None, got '
                 f"{self.gather_dtype!r}"
             )
-
+        if self.gather_dtype is not None and self.main_dtype not in (torch.float32, None):
+            raise ValueError(
+                "MixedPrecisionPolicy.main_dtype: expected torch.float32 (or None, for float32 parameters) beside "
+                f"gather_dtype={self.gather!r}, which quantizes float32 main weights, got {self.main_dtype}"
+            )
         if self.float8_products and self.gather != "float8_e4m3fn":
             raise ValueError(
                 "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn beside it, whose "
@@ -84,31 +96,59 @@ class GroupDtypes:
     """Dtypes of one parameter group: main weights, compute weights, reduction, reduced gradient.
 
     ``gather``: a float8 format, see ``MixedPrecisionPolicy.gather_dtype``; None: weights are gathered in ``compute``.
-    ``remainders``: main weights are stored as compute weights and remainders.
+    ``remainders``: main weights are stored as compute weights and remainders. ``trained``: of main weights if these
+    parameters were trained; another one than ``main`` where they are frozen and keep the dtype in which they were
+    given.
     """
 
     main: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    trained: torch.dtype
     gather: str | None = None
     remainders: bool = False
 
 
-def group_dtypes(given: torch.dtype, policy: MixedPrecisionPolicy, quantized: bool = False) -> GroupDtypes:
+def group_dtypes(
+    given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
+) -> GroupDtypes:
     """Dtypes of a group whose parameters were given as ``given``, and are all ``quantized`` or none.
 
-    Main weights of half-precision parameters are float32; float32 and float64 stay. Parameters that are not floating
-    point (buffers kept as frozen parameters) keep their dtype throughout.
+    Frozen parameters keep their dtype at rest, and those that are not floating point (buffers kept as frozen
+    parameters) throughout.
     """
     if not given.is_floating_point:
-        return GroupDtypes(given, given, given, given)
-    # An update smaller than the last bit of a half-precision weight would be lost.
-    main = torch.float32 if given in (torch.float16, torch.bfloat16) else given
-    compute = policy.param_dtype or given
+        return GroupDtypes(given, given, given, given, given)
+    trained = _trained(given, policy.main_dtype)
+    main = trained if trainable else given
+    compute = policy.param_dtype or (main if main.itemsize <= given.itemsize else given)
     gather = policy.gather if quantized else None
     reduce, grad = policy.reduce_dtype or compute, policy.grad_dtype or main
-    return GroupDtypes(main, compute, reduce, grad, gather, policy.store_param_remainders)
+    # Weights that keep fewer bits have no remainders.
+    remainders = policy.store_param_remainders and (trainable or main == trained)
+    return GroupDtypes(main, compute, reduce, grad, trained, gather, remainders)
+
+
+def _trained(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    # An update smaller than the last bit of a half-precision weight would be lost.
+    if wanted is None or (wanted == torch.float32 and given == torch.float64):
+        return given
+    return wanted
+
+
+def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
+    """ValueError for a parameter that float8 weights are not made of."""
+    if given == torch.float64:
+        raise ValueError(
+            f"{name}: expected weights of float32, bfloat16 or float16 beside gather_dtype={policy.gather!r}, which "
+            "quantizes float32 main weights, got torch.float64"
+        )
+    if trainable and _trained(given, policy.main_dtype) != torch.float32:
+        raise ValueError(
+            f"{name}: expected float32 main weights beside gather_dtype={policy.gather!r}, which quantizes them, got "
+            f"{given}, which main_dtype=None keeps; use main_dtype=torch.float32"
+        )
 
 
 def _is_floating(value: object) -> bool:

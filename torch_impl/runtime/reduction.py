@@ -285,9 +285,11 @@ class GroupReduction:
 
     def _publish_reduced(self, sums: torch.Tensor) -> None:
         spec = self._group_spec
-        reduced = sums.to(spec.dtypes.grad)
         if not spec.divides_first and spec.divisor.value != 1:
-            reduced /= spec.divisor.value
+            # In the wider of both dtypes, so that a narrow gradient is rounded once.
+            sums = sums.to(torch.promote_types(sums.dtype, spec.dtypes.grad))
+            sums /= spec.divisor.value
+        reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
         fresh = [(p, view) for p, view in zip(spec.params, views, strict=True) if p.requires_grad]
         # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.

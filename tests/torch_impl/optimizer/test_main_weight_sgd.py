@@ -57,12 +57,11 @@ def test_updates_equal_sgd_of_whole_tensors_bit_for_bit(ranks: RankGroup, strate
     assert strategy == "no_shard" or any(empty), "no rank had an empty shard: the test proves too little"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["dampening", "nesterov"])
 def test_ordinary_tensors_are_updated_like_sgd(dtype: torch.dtype, name: str) -> None:
     mine, other = Toy().to(dtype), Toy().to(dtype)
-    stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = MainWeightSGD(mine.parameters(), **OPTIONS[name], momentum_dtype=stored)
+    optimizer = MainWeightSGD(mine.parameters(), **OPTIONS[name])
     expected = torch.optim.SGD(other.parameters(), foreach=True, **OPTIONS[name])
     for step in range(4):
         for one in (mine, other):
@@ -71,6 +70,30 @@ def test_ordinary_tensors_are_updated_like_sgd(dtype: torch.dtype, name: str) ->
         expected.step()
     for param, want in zip(mine.parameters(), other.parameters(), strict=True):
         assert torch.equal(param, want)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("momentum", [torch.float32, torch.bfloat16])
+def test_half_precision_weights_are_updated_in_float32_and_rounded_once(
+    momentum: torch.dtype, name: str
+) -> None:
+    mine, exact = Toy().bfloat16(), Toy().bfloat16().float()
+    optimizer = MainWeightSGD(mine.parameters(), **OPTIONS[name], momentum_dtype=momentum)
+    expected = torch.optim.SGD(exact.parameters(), foreach=True, **OPTIONS[name])
+    for step in range(4):
+        random_gradients(mine, step)
+        for param, one in zip(mine.parameters(), exact.parameters(), strict=True):
+            one.grad = param.grad.float()
+        optimizer.step()
+        expected.step()
+        for param, one in zip(mine.parameters(), exact.parameters(), strict=True):
+            assert torch.equal(param.detach(), one.detach().bfloat16())
+            one.data.copy_(param)
+            if name != "plain":
+                kept = optimizer.state[param]["momentum_buffer"]
+                assert kept.dtype == momentum
+                assert torch.equal(kept, expected.state[one]["momentum_buffer"].to(momentum))
+                expected.state[one]["momentum_buffer"].copy_(kept)
 
 
 def test_gradients_are_left_alone() -> None:
