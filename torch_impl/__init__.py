@@ -88,8 +88,9 @@ unless ``dp_mesh_dims`` names the axes. A policy cuts modules over such axes its
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
 that are seeded otherwise keep their own random state. What setters set and optimizers hold before ``to_empty`` stays.
-A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself; one with ``strict=False``, or
-with buffers on the meta device, asks for ``to_empty``.
+A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself, as ``load_state_dict`` with
+``assign=True`` does; one with ``strict=False`` asks for ``to_empty``. Only some ranks may be on the meta device, if all
+load the first rank's weights then.
 
 **CPU offload.** With ``offload_policy=CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, where the
 optimizer updates them; see ``torch_impl.runtime.host_memory``. ``MainWeightAdamW(offload_fraction=...)`` keeps

@@ -68,7 +68,8 @@ def fully_shard(
     place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
     over the main weights (float32, float64 for float64 parameters, as given for frozen ones; ``mp_policy`` may choose
     otherwise), built from the values as given. All ranks of ``mesh`` call it with the same model; each must hold the
-    same values, since rank k keeps its rows of its own copy.
+    same values, since rank k keeps its rows of its own copy, or load some before the first forward. Some ranks may be
+    on the meta device then.
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
@@ -169,7 +170,9 @@ def _build_unit(
         "layouts": [one.layout.fingerprint for one in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
-    require_same_unit(kind, description, mesh, device)
+    on_meta = any(one.param.is_meta for one in owned)
+    # Ranks with values beside ranks without wait for a load, which makes them equal.
+    unequal = require_same_unit(kind, description, on_meta, mesh, device)
     if failure is not None:
         raise failure
     groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
@@ -184,7 +187,17 @@ def _build_unit(
         suffix = f" group {index}" if len(plans) > 1 else ""
         groups.append(
             ParameterGroup(
-                members, layout, mesh, where, options.strategy, dtypes, divisor, context, suffix, host
+                members,
+                layout,
+                mesh,
+                where,
+                options.strategy,
+                dtypes,
+                divisor,
+                context,
+                suffix,
+                host,
+                unequal,
             )
         )
     for one in owned:
@@ -277,8 +290,10 @@ def _check_module(module: object) -> None:
         )
     if isinstance(module, FSDPModule):
         raise ValueError(f"fully_shard: {kind} is sharded already")
+    members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
-        if hasattr(module, name):
+        # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
+        if hasattr(type(module), name) or any(name in one for one in members):
             raise ValueError(
                 f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
             )

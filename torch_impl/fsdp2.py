@@ -39,8 +39,10 @@ Behave otherwise than in FSDP2:
   parameter that is frozen when it is sharded, and stays as it is, raises at the next forward after it was unfrozen.
 * With ``CPUOffloadPolicy`` sums of microbatches that wait for their reduction lie in CPU memory too, and units whose
   parameters are not sharded keep their compute weights on the device.
-* All ranks must hold equal values when they shard. Nothing is broadcast, except for initializers after the meta
-  device.
+* All ranks must hold equal values when they shard, or load a state dict: ``set_model_state_dict`` with
+  ``broadcast_from_rank0=True`` gives all the first rank's values. Some ranks may shard on the meta device beside others
+  with values; until they load, a forward is refused on all ranks. Nothing else is broadcast, except for initializers
+  after the meta device.
 * ``load_state_dict(assign=True)`` copies into the parameters, which stay the same objects, with their dtype and their
   ties. It gives a unit on the meta device memory, and then needs values of all of the unit's parameters.
 * ``param.placements`` has ``RowShard``, never ``Shard(0)``. ``distribute_tensor`` and ``DTensor.from_local`` know it.

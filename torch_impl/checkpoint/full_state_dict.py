@@ -7,14 +7,14 @@ Torch's functions that do this offer no hook, so the first ``fully_shard`` of a 
 take their own rows of whole ones, and all other tensors load as before. All use of torch's private names for this is in
 this module.
 
-A model on the meta device gets its memory from a strict load. Torch would assign the sharded tensors anew, and the
-unit, which owns their memory, would know nothing of them.
+A model on the meta device gets its memory from a strict load, on the ranks where it is there: the first rank alone may
+have values. What else is on the meta device torch assigns.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 
+from torch_impl.comm.agreement import agree
 from torch_impl.dtensor.placement import row_placement
 from torch_impl.dtensor.tensor import RowDTensor, distribute
 from torch_impl.fsdp_module import FSDPModule
+from torch_impl.runtime.unit import Unit
 
 
 def filling(original: Callable[..., None]) -> Callable[..., None]:
@@ -95,32 +97,28 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
         whole = info.broadcast_from_rank0 or (info.full_state_dict and state)
         if info.handle_model and whole:
-            _materialize(model, info.strict)
+            units = dict.fromkeys(one._unit for one in model.modules() if isinstance(one, FSDPModule))
+            if any(group.unequal for unit in units for group in unit.groups):
+                # Others have nothing to materialize, and would wait for a rank that raises.
+                agree(lambda: _materialize(units, info.strict))
+            else:
+                _materialize(units, info.strict)
         return original(model, state, info)
 
     return call
 
 
-def _materialize(model: nn.Module, strict: bool) -> None:
-    units = dict.fromkeys(module._unit for module in model.modules() if isinstance(module, FSDPModule))
-    waiting = [unit for unit in units if any(group.on_meta for group in unit.groups)]
-    if not waiting:
-        return
-    first = next(name for group in waiting[0].groups if group.on_meta for name in group.names)
-    advice = "call model.to_empty(device=...) first, and initialize what the state dict lacks"
-    if not strict:
-        raise RuntimeError(
-            f"parameter {first!r} is on the meta device: expected strict=True, so that the state dict "
-            f"gives every weight a value, got strict=False; {advice}"
-        )
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, DTensor):
+def _materialize(units: Iterable[Unit], strict: bool) -> None:
+    for unit in units:
+        names = [name for group in unit.groups if group.on_meta for name in group.names]
+        if names and not strict:
             raise RuntimeError(
-                f"{name!r} is on the meta device: expected only sharded parameters there, got a plain "
-                f"{type(value).__name__}; {advice}"
+                f"parameter {names[0]!r} is on the meta device: expected strict=True, so that the state dict gives "
+                "every weight a value, got strict=False; call model.to_empty(device=...) first, and initialize what "
+                "the state dict lacks"
             )
-    for unit in waiting:
-        unit.materialize(unit.device)
+        if names:
+            unit.materialize(unit.device)
 
 
 _WRAPPED = (

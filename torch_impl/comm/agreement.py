@@ -150,21 +150,24 @@ def _describe(failed: dict[int, _Report], world: int) -> str:
 
 
 def require_same_unit(
-    unit: str, description: Mapping[str, Any], mesh: DataParallelMesh, device: torch.device
-) -> None:
+    unit: str, description: Mapping[str, Any], flag: bool, mesh: DataParallelMesh, device: torch.device
+) -> bool:
     """Compare ``description`` (JSON values) over the ranks of ``mesh`` by a small all-gather of its SHA-256 an axis.
 
     ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
-    as they are. Raises ValueError on every rank when some rank's differs, naming the first difference and both sides.
+    as they are. ``flag`` may differ between ranks: returns whether it does.
+
+    Raises ValueError on every rank when some rank's description differs, naming the first difference and both sides.
     """
     # Digests first: descriptions of large units are long, and nearly always equal.
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
-    mine = everyone = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    mine = everyone = torch.tensor([*digest, flag], dtype=torch.uint8, device=device)
     for size, group in zip(mesh.sizes, mesh.groups, strict=True):
         before, everyone = everyone, everyone.new_empty(size * everyone.numel())
         collectives.all_gather([everyone], [before], group)
-    if torch.equal(everyone, mine.repeat(mesh.size)):
-        return
+    differs = everyone.view(mesh.size, len(mine)) != mine
+    if not differs[:, :-1].any():
+        return bool(differs[:, -1].any())
     descriptions: list[Any] = [dict(description)]
     for size, group in zip(mesh.sizes, mesh.groups, strict=True):
         gathered: list[Any] = [None] * size

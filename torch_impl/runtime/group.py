@@ -51,7 +51,7 @@ class ParameterGroup:
     """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
 
     ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
-    gradients lie there, not on ``device``.
+    gradients lie there, not on ``device``. ``unequal``: some ranks have no values yet, so all wait for some.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class ParameterGroup:
         context: UnitContext,
         suffix: str,
         host: HostMemory | None = None,
+        unequal: bool = False,
     ) -> None:
-        self.host = host
+        self.host, self.unequal = host, unequal
         self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
         self.levels = ShardLevels(layout, mesh, strategy.optimizer)
         self.names = [one.name for one in owned]
@@ -80,6 +81,7 @@ class ParameterGroup:
         self.params: list[nn.Parameter]
         self._allocate(device, [(one.param, one.local) for one in owned])
         self._connect()
+        self._first_version = self._main_version
 
     @property
     def divisor(self) -> float:
@@ -104,6 +106,7 @@ class ParameterGroup:
             torch.utils.swap_tensors(param, allocated)
         self.params = planned
         self._connect()
+        self._first_version = self._main_version
         self._register(self.params)
 
     @property
@@ -288,6 +291,12 @@ class ParameterGroup:
             raise RuntimeError(
                 f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
                 "the model or load a state dict into it"
+            )
+        if self.unequal and self._main_version == self._first_version:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r} was sharded with values on some ranks and on the meta device on others, "
+                "and none were loaded since: load one state dict on all ranks, for example by set_model_state_dict "
+                "with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
             )
         for index, module, attr in self.places():
             if module._parameters.get(attr) is not self.params[index]:

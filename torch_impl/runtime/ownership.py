@@ -76,9 +76,8 @@ class OwnedParameter:
 
     @property
     def description(self) -> list[object]:
-        """What ranks compare: name, shape, dtype (and whether on the meta device) and trainability, as JSON values."""
-        kind = f"{self.param.dtype}{' on meta' if self.param.is_meta else ''}"
-        return [self.name, list(self.local_shape), kind, self.param.requires_grad]
+        """What ranks compare: name, shape, dtype and trainability, as JSON values."""
+        return [self.name, list(self.local_shape), str(self.param.dtype), self.param.requires_grad]
 
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""

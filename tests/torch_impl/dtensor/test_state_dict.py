@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, assert_same_weights, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
 from torch_impl.dtensor.tensor import RowDTensor
 
 
@@ -133,22 +134,116 @@ def part_onto_meta(broadcast: bool) -> None:
     weights = Toy().state_dict() if dist.get_rank() == 0 or not broadcast else {}
     with torch.device("meta"):
         model = sharded_toy()
-        buffered = torch_impl.fully_shard(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
-    advice = r"call model\.to_empty\(device=\.\.\.\) first"
     with pytest.raises(
-        RuntimeError, match=f"embed.weight' is on the meta device: expected strict=True.*{advice}"
+        RuntimeError,
+        match=r"embed.weight' is on the meta device: expected strict=True.*call model\.to_empty\(device=\.\.\.\) first",
     ):
         set_model_state_dict(model, dict(weights), options=options)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    with pytest.raises(RuntimeError, match=f"'1.running_mean' is on the meta device: .*{advice}"):
-        set_model_state_dict(buffered, {"0.weight": torch.ones(3, 2)}, options=options)
-    assert all(param.is_meta for one in (model, buffered) for param in one.parameters())
+    assert all(param.is_meta for param in model.parameters())
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_a_load_that_could_leave_weights_without_values_is_refused(ranks: RankGroup, broadcast: bool) -> None:
     ranks.run(2, part_onto_meta, broadcast)
+
+
+class Buffered(nn.Module):
+    """Without a scalar parameter, which FSDP2 refuses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed, self.norm = nn.Embedding(9, 5), nn.BatchNorm1d(5)
+            self.head = nn.Linear(5, 1)
+            self.norm.running_mean.uniform_()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens)).relu()).squeeze(-1)
+
+
+def from_the_first_rank(theirs: bool, elsewhere: str, empty: bool, strategy: str | None) -> None:
+    """As verl loads: the first rank has the weights; others are ``elsewhere``, without values or with other ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with torch.device("cpu" if rank == 0 else elsewhere):
+        model = Buffered(seed=rank)
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
+    fully_shard = fsdp.fully_shard if theirs else torch_impl.fully_shard
+    options = {} if strategy is None else {"strategy": strategy}
+    for layer in (model.embed, model.head):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    if empty:
+        model = model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
+    whole_from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=whole_from_first)
+    reference = Buffered(seed=0)
+    for name, value in reference.state_dict().items():
+        mine = model.state_dict()[name]
+        assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, value), name
+    # The statistics of a batch would be those of each rank's own.
+    model.eval(), reference.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        tokens, targets = batch(step, world, 1)
+        optimizer.zero_grad(), expected.zero_grad()
+        mse(model, tokens[rank], targets[rank]).backward()
+        mse(reference, tokens, targets).backward()
+        optimizer.step(), expected.step()
+    for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor().detach(), want.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "elsewhere", "empty", "strategy"),
+    [
+        (True, "meta", True, None),
+        (True, "cpu", False, None),
+        (False, "meta", True, None),
+        (False, "meta", False, None),
+        (False, "cpu", False, None),
+        (False, "meta", True, "no_shard"),
+        (False, "meta", False, "optim"),
+    ],
+)
+def test_the_first_ranks_weights_are_loaded_on_all_ranks(
+    ranks: RankGroup, theirs: bool, elsewhere: str, empty: bool, strategy: str | None
+) -> None:
+    ranks.run(3, from_the_first_rank, theirs, elsewhere, empty, strategy)
+
+
+def never_loaded(empty: bool) -> None:
+    rank = dist.get_rank()
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = sharded_toy()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    if empty:
+        model.to_empty(device="cpu")
+        message = (
+            "sharded with values on some ranks and on the meta device on others, and none were loaded since"
+        )
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                model(torch.arange(4))
+    else:
+        with pytest.raises(
+            Exception, match=r"expected strict=True.*call model\.to_empty\(device=\.\.\.\) first"
+        ):
+            set_model_state_dict(model, Toy().state_dict() if rank == 0 else {}, options=options)
+        assert all(param.is_meta == (rank > 0) for param in model.parameters())
+        # Waits for nobody: collectives after the error go on.
+        dist.barrier()
+        model.to_empty(device="cpu")
+    set_model_state_dict(model, Toy(seed=2).state_dict() if rank == 0 else {}, options=options)
+    assert_same_weights(model, Toy(seed=2), rtol=0, atol=0)
+    model(torch.arange(4)).sum().backward()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_that_differ_and_load_nothing_are_refused_on_all_ranks(ranks: RankGroup, empty: bool) -> None:
+    ranks.run(3, never_loaded, empty)
 
 
 def whole_of_another_shape() -> None:
