@@ -83,7 +83,9 @@ def assert_sharded(model: nn.Module) -> None:
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters, gathered, by their names without wrappers. Collective."""
     return {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): torch_impl.full_tensor(param)
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): torch_impl.full_tensor(
+            param
+        )
         .detach()
         .clone()
         for name, param in model.named_parameters()
@@ -118,7 +120,10 @@ def accelerate_on_cpus() -> Iterator[ModuleType]:
         "WORLD_SIZE": str(dist.get_world_size()),
         "ACCELERATE_TORCH_DEVICE": "cpu",
     }
-    with mock.patch.dict(os.environ, environment), mock.patch.object(PartialState, "_prepare_backend", backend):
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(PartialState, "_prepare_backend", backend),
+    ):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         try:

@@ -95,7 +95,9 @@ def job(folder: str, state_dict_type: str, tied: bool, options: dict[str, Any]) 
         pytest.param("SHARDED_STATE_DICT", False, {}, id="sharded"),
         pytest.param("FULL_STATE_DICT", False, {}, id="full"),
         pytest.param("SHARDED_STATE_DICT", True, {"activation_checkpointing": True}, id="tied-checkpointing"),
-        pytest.param("SHARDED_STATE_DICT", False, {"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, id="offloaded"),
+        pytest.param(
+            "SHARDED_STATE_DICT", False, {"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, id="offloaded"
+        ),
     ],
 )
 def test_accelerate_prepares_trains_saves_and_loads(
