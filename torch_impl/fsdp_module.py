@@ -202,7 +202,7 @@ class FSDPModule(Unavailable):
     def set_buffer_pool(self, enabled: bool) -> None:
         """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.runtime.pool``.
 
-        To be called after the first forward, or on the root: units are pooled together with those of their root.
+        It counts for all units of the root, whichever of them it is called on: they are pooled together.
         """
         _check_bool("set_buffer_pool", enabled)
         for unit in self._units(True):

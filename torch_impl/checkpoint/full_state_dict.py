@@ -4,8 +4,14 @@ Torch cuts a whole tensor as ``torch.chunk`` would. With ``broadcast_from_rank0`
 an error on one rank leaves the others waiting. Torch takes tensors without dimensions for numbers.
 
 Torch's functions that do this offer no hook, so the first ``fully_shard`` of a process wraps them: sharded tensors then
-take their own rows of whole ones, and all other tensors load as before. All use of torch's private names for this is in
-this module.
+take their own rows of whole ones, and all other tensors load as before. No public means replaces that:
+
+* hooks of ``load_state_dict``, of modules and optimizers, are called after torch has cut, or failed to
+* a model's ``load_state_dict`` is not asked for the state of its optimizer, whose scalars become plain tensors
+* a unit's memory has to be there before values come, or they would be in memory twice; and an error before the ranks
+  communicate, or some would wait for others
+
+All use of torch's private names for this is in this module.
 
 A model on the meta device gets its memory from a strict load, on the ranks where it is there: the first rank alone may
 have values. What else is on the meta device torch assigns.

@@ -167,6 +167,7 @@ class ParameterGroup:
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
         context, suffix, dtypes = self._context, self._suffix, self.dtypes
+        self._rows = [local_of(param) for param in self.params]
         spec = GradientSpec(
             self.names,
             self.params,
@@ -298,6 +299,14 @@ class ParameterGroup:
                 "and none were loaded since: load one state dict on all ranks, for example by set_model_state_dict "
                 "with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
             )
+        for name, param, rows in zip(self.names, self.params, self._rows, strict=True):
+            # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
+            if local_of(param) is not rows:
+                raise RuntimeError(
+                    f"parameter {name!r} was converted or moved after fully_shard: expected rows in its unit's buffer, "
+                    f"got {param.dtype} on {param.device} in other memory; convert a model before sharding, and call "
+                    "to_empty() on a sharded module"
+                )
         for index, module, attr in self.places():
             if module._parameters.get(attr) is not self.params[index]:
                 raise RuntimeError(

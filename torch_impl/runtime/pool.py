@@ -139,6 +139,10 @@ class BufferPool:
         self._time = 0
         self._turn: int | None = None
 
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
     def enable(self, enabled: bool) -> None:
         """With False, buffers get memory of their own, from the next change of the main weights on."""
         self._enabled = enabled

@@ -210,6 +210,9 @@ class Unit:
         # A unit that has been a root until now may have left a reduction in its own schedule.
         if self.schedule is not schedule:
             self.schedule.reductions.finish()
+            # It may have been turned off in any unit, before a forward told which of them share one.
+            if not self.pool.enabled:
+                schedule.pool.enable(False)
         self._context.schedule, self._context.name = schedule, name or "root"
         schedule.add(self)
         self._is_root = is_root

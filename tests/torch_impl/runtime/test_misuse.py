@@ -139,6 +139,24 @@ def test_copies_pickles_and_conversions_are_refused(ranks: RankGroup) -> None:
     ranks.run(2, copies_and_conversions)
 
 
+def converted_inside() -> None:
+    for convert in (lambda layer: layer.double(), lambda layer: layer.to_empty(device="cpu")):
+        model = sharded_toy()
+        convert(model.head)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"parameter 'head.weight' was converted or moved after fully_shard"
+            ):
+                model(torch.arange(4))
+        model = sharded_toy()
+        model.head.to("cpu")
+        model(torch.arange(4)).sum().backward()
+
+
+def test_converting_a_module_inside_a_unit_is_noticed(ranks: RankGroup) -> None:
+    ranks.run(2, converted_inside)
+
+
 def replaced_parameters() -> None:
     model = sharded_toy()
     tokens, _ = batch(0, 2, 1)
