@@ -82,7 +82,8 @@ def fully_shard(
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
         but not in the root, the unit whose forward is called first.
-    shard_placement_fn: for programs written for FSDP2; may return None or ``Shard(0)``, and has no influence.
+    shard_placement_fn: for programs written for FSDP2; may return None, ``Shard(dim)`` or torch's pair of placement and
+        mesh (the unit's own). It has no influence: parameters are cut between rows, whichever dimension it names.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
     offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
         the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
@@ -159,7 +160,7 @@ def _build_unit(
         for one in owned:
             if one.tensor_parallel is not None:
                 check_joint(one.name, one.tensor_parallel, mesh.mesh)
-        fsdp2.check_placements(shard_placement_fn, owned)
+        fsdp2.check_placements(shard_placement_fn, owned, mesh.mesh)
         plans = _plan_groups(owned, options, mesh.shards(options.strategy.optimizer))
     except (ValueError, NotImplementedError) as error:
         failure = error

@@ -8,7 +8,7 @@ Refused with NotImplementedError, which says what to do instead:
 
 * ``CPUOffloadPolicy`` beside a float8 ``gather_dtype``
 * an integer ``reshard_after_forward``
-* a ``shard_placement_fn`` that asks for anything but ``Shard(0)`` or None, which have no influence
+* a ``shard_placement_fn`` that asks for another placement than ``Shard``, or for another mesh than the unit's
 * ``dp_mesh_dims`` that join several axes into one
 * the methods of ``Unavailable``
 
@@ -50,6 +50,7 @@ Behave otherwise than in FSDP2:
 * Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.
 * ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
+* ``shard_placement_fn`` has no influence: parameters are cut between rows, evenly or not, whichever dimension it names.
 * ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
 * ``clip_grad_norm_`` returns a plain tensor, not a DTensor.
 * torch's ``get_optimizer_state_dict`` before a first step runs one with a learning rate of 0, and that step counts.
@@ -141,18 +142,40 @@ def reshard_of(reshard_after_forward: object) -> bool | None:
 
 
 def check_placements(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, owned: Iterable[OwnedParameter]
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    owned: Iterable[OwnedParameter],
+    mesh: DeviceMesh,
 ) -> None:
-    """NotImplementedError if the function asks for anything but the default, ``Shard(0)``, of a parameter."""
+    """Whatever dimension the function wants to be cut, parameters are cut between rows of the first one.
+
+    Its results are None, ``Shard`` or, from torch 2.12 on, torch's pair of ``placement`` and ``mesh_info``. Raises
+    ValueError for a dimension that a parameter lacks; NotImplementedError for another placement, and for another mesh
+    than the unit's.
+    """
     if shard_placement_fn is None:
         return
     for one in owned:
         wanted = shard_placement_fn(one.param)
-        if wanted is not None and wanted != Shard(0):
+        if hasattr(wanted, "mesh_info"):
+            if wanted.mesh_info.mesh != mesh:
+                refuse(
+                    f"shard_placement_fn: {one.name} on {wanted.mesh_info.mesh}, another mesh than its unit's, {mesh},",
+                    "shard the module that owns the parameter as a unit of its own first: "
+                    "fully_shard(module, mesh=...)",
+                )
+            wanted = wanted.placement
+        if wanted is None or wanted == Shard(0):
+            continue
+        if type(wanted) is not Shard:
             refuse(
                 f"shard_placement_fn: {wanted!r} for {one.name}",
-                "parameters are cut between any two rows, evenly or not; leave the function out, or say with "
-                "granularity= what must stay together",
+                "return None or Shard(dim); parameters that are whole on every rank are strategy='no_shard', a unit "
+                "of their own",
+            )
+        if not -one.param.ndim <= wanted.dim < one.param.ndim:
+            raise ValueError(
+                f"shard_placement_fn: expected a dimension of {one.name}, whose shape is {tuple(one.param.shape)}, got "
+                f"{wanted!r}"
             )
 
 

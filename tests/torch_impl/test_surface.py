@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -229,6 +230,34 @@ def test_torchs_policies_mean_what_ours_mean(ranks: RankGroup) -> None:
     ranks.run(2, policies)
 
 
+def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
+    """As torch's ShardPlacementResult, which torch 2.11 lacks."""
+    return SimpleNamespace(placement=placement, mesh_info=SimpleNamespace(mesh=mesh))
+
+
+def placement_hints() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    rank = dist.get_rank()
+    plain = sharded_toy(mesh=mesh)
+    mse(plain, tokens[rank], targets[rank]).backward()
+    for hint in (
+        lambda param: Shard(param.ndim - 1) if param.ndim else None,
+        lambda param: Shard(-1) if param.ndim else Shard(0),
+        lambda param: wanted(Shard(1) if param.ndim > 1 else None, mesh),
+    ):
+        model = sharded_toy(mesh=mesh, shard_placement_fn=hint)
+        mse(model, tokens[rank], targets[rank]).backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.placements == expected.placements
+            assert torch.equal(param.to_local(), expected.to_local())
+            assert torch.equal(param.grad.to_local(), expected.grad.to_local())
+
+
+def test_placements_of_parameters_are_hints_without_influence(ranks: RankGroup) -> None:
+    ranks.run(2, placement_hints)
+
+
 def refused_arguments() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     dims = torch_impl.DataParallelMeshDims
@@ -253,14 +282,19 @@ def refused_arguments() -> None:
             {"reshard_after_forward": "yes"},
         ),
         (
-            NotImplementedError,
-            r"shard_placement_fn: .* for stack is not available: parameters are cut between any two rows",
-            {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 3 else None},
+            ValueError,
+            r"shard_placement_fn: expected a dimension of gain, whose shape is \(\), got Shard\(dim=2\)",
+            {"shard_placement_fn": lambda _: Shard(2)},
         ),
         (
             NotImplementedError,
-            r"shard_placement_fn: Replicate",
+            r"shard_placement_fn: Replicate\(\) for .* is not available: return None or Shard\(dim\)",
             {"shard_placement_fn": lambda _: Replicate()},
+        ),
+        (
+            NotImplementedError,
+            r"shard_placement_fn: .* on .*tp.*, another mesh than its unit's, .* is not available: shard the module",
+            {"shard_placement_fn": lambda _: wanted(Shard(0), mesh["tp"])},
         ),
         (
             ValueError,

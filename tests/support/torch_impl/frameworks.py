@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -92,17 +92,30 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_equal_runs(found: list[list[Any]], learned: float = 0.0) -> None:
-    """``found``: by rank, what ``both`` returns of a program whose result is losses and whole weights."""
-    for (losses, weights), (our_losses, our_weights) in found:
-        assert our_losses == pytest.approx(losses, rel=1e-6)
-        assert weights.keys() == our_weights.keys()
-        for name, weight in weights.items():
+class Result(NamedTuple):
+    """Of a run: this rank's losses of all microbatches, norms of gradients, and whole weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def assert_equal_runs(found: list[list[Result]], learned: float) -> None:
+    """``found``: by rank, what ``both`` returns. ``learned``: by how much the loss falls at least."""
+    for stock, ours in found:
+        assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
+        assert ours.norms == pytest.approx(stock.norms, rel=1e-5)
+        assert ours.weights.keys() == stock.weights.keys()
+        for name, weight in stock.weights.items():
             torch.testing.assert_close(
-                our_weights[name], weight, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                ours.weights[name],
+                weight,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
-        assert losses[0] - min(losses) > learned, "nothing was learned"
-    assert found[0][0][0] != found[1][0][0], "expected different data on the ranks"
+        assert stock.losses[0] - min(stock.losses) > learned, "nothing was learned"
+    assert found[0][0].losses[0] != found[1][0].losses[0], "expected different data on the ranks"
 
 
 @contextmanager

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.frameworks import (
+    Result,
     accelerate_on_cpus,
     assert_equal_runs,
     assert_sharded,
@@ -46,44 +48,42 @@ def prepared(seed: int, state_dict_type: str, tied: bool, **options: Any) -> tup
     return accelerator, model, optimizer
 
 
-def steps(accelerator: Any, model: Any, optimizer: Any, numbers: range) -> list[float]:
-    losses = []
+def steps(accelerator: Any, model: Any, optimizer: Any, numbers: range) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
     for step in numbers:
         ids = tokens(step)
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, norms
 
 
-def trained_and_resumed(
-    folder: str, state_dict_type: str, tied: bool, options: dict[str, Any]
-) -> tuple[list[float], Any]:
+def trained_and_resumed(folder: str, state_dict_type: str, tied: bool, options: dict[str, Any]) -> Result:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with accelerate_on_cpus():
         accelerator, model, optimizer = prepared(0, state_dict_type, tied, **options)
-        losses = steps(accelerator, model, optimizer, range(3))
+        losses, norms = steps(accelerator, model, optimizer, range(3))
         accelerator.save_state(folder)
-        losses += steps(accelerator, model, optimizer, range(3, 5))
+        straight = steps(accelerator, model, optimizer, range(3, 5))
         weights = whole(model)
         state = accelerator.get_state_dict(model)
         if dist.get_rank() == 0:
             for name, weight in weights.items():
                 torch.testing.assert_close(state[name], weight, rtol=0, atol=0)
-        again = []
     with accelerate_on_cpus():
         accelerator, model, optimizer = prepared(7, state_dict_type, tied, **options)
         accelerator.load_state(folder)
         again = steps(accelerator, model, optimizer, range(3, 5))
-    assert again == losses[3:], "the resumed run goes on as the first one did"
-    return losses, weights
+    assert again == straight, "the resumed run goes on as the first one did"
+    return Result(losses + straight[0], norms + straight[1], weights)
 
 
 def job(folder: str, state_dict_type: str, tied: bool, options: dict[str, Any]) -> list[Any]:
-    def program(folder: str) -> tuple[list[float], Any]:
+    def program(folder: str) -> Result:
         return trained_and_resumed(folder, state_dict_type, tied, options)
 
     return both(program, folder)

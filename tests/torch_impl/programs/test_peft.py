@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.frameworks import (
+    Result,
     accelerate_on_cpus,
     assert_equal_runs,
     assert_sharded,
@@ -58,20 +60,23 @@ def assert_base_kept(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     assert stored < 0.75 * total, "on two ranks"
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Any = None) -> list[float]:
-    losses = []
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Any = None
+) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
     for step in range(5):
         ids = tokens(step)
         loss = model(input_ids=ids, labels=ids).loss
         (loss.backward if backward is None else lambda loss=loss: backward(loss))()
-        nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 0.5)
+        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 0.5)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, norms
 
 
-def by_hand(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(folder: str) -> Result:
     from torch.distributed.fsdp import fully_shard
 
     model = adapted(0)
@@ -81,14 +86,15 @@ def by_hand(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     fully_shard(model)
     assert_sharded(model)
     optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
-    losses = steps(model, optimizer)
+    losses, norms = steps(model, optimizer)
     assert_base_kept(model, before)
     found = adapters(model)
     with model.disable_adapter():
         ids = tokens(0)
-        losses.append(model(input_ids=ids, labels=ids).loss.item())
+        # Compared first, so that the last loss is one of training.
+        losses.insert(0, model(input_ids=ids, labels=ids).loss.item())
     save_and_load_adapter(model, folder, found)
-    return losses, found
+    return Result(losses, norms, found)
 
 
 def save_and_load_adapter(model: nn.Module, folder: str, expected: dict[str, torch.Tensor]) -> None:
@@ -104,7 +110,7 @@ def save_and_load_adapter(model: nn.Module, folder: str, expected: dict[str, tor
     dist.barrier()
 
 
-def by_accelerate(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_accelerate(folder: str) -> Result:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     with accelerate_on_cpus():
@@ -121,9 +127,9 @@ def by_accelerate(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         assert_sharded(model)
-        losses = steps(model, optimizer, accelerator.backward)
+        losses, norms = steps(model, optimizer, accelerator.backward)
         assert_base_kept(model, before)
-        return losses, adapters(model)
+        return Result(losses, norms, adapters(model))
 
 
 def job(folder: str, prepared: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""torchtitan's model, parallelization, optimizers, clipping and checkpoints, with torch's ``fully_shard`` and with ours.
+"""torchtitan's model, parallelization, optimizer, clipping and checkpoints, with torch's ``fully_shard`` and ours.
 
 torchtitan's trainer needs CUDA. The program does what the trainer does, in its order, with torchtitan's own parts.
 """
@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.frameworks import assert_equal_runs, assert_sharded, both, needs, tokens, whole
+from tests.support.torch_impl.frameworks import (
+    Result,
+    assert_equal_runs,
+    assert_sharded,
+    both,
+    needs,
+    tokens,
+    whole,
+)
 
 pytestmark = [pytest.mark.slow, needs("torchtitan", "triton")]
 
@@ -74,10 +82,15 @@ class Run:
             self.model.init_weights(buffer_device=None)
         self.model.train()
         assert_sharded(self.model)
+        for module in self.model.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                # gloo has no reduction that divides.
+                module.set_force_sum_reduction_for_comms(True)
         # FSDP2 draws others on every number of ranks.
         torch.manual_seed(seed)
         first = Transformer(sizes)
-        first.init_weights()
+        with torch.no_grad():
+            first.init_weights()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         state = first.state_dict() if dist.get_rank() == 0 else {}
         set_model_state_dict(self.model, state, options=options)
@@ -95,10 +108,10 @@ class Run:
             base_folder=folder,
         )
 
-    def steps(self, until: int) -> list[float]:
+    def steps(self, until: int) -> tuple[list[float], list[float]]:
         from torchtitan.distributed.utils import clip_grad_norm_
 
-        losses = []
+        losses, norms = [], []
         while self.position.step < until:
             ids = tokens(self.position.step, rows=4)
             self.optimizers.zero_grad()
@@ -109,37 +122,38 @@ class Run:
                 loss = torch.nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum")
                 (loss / count).backward()
                 losses.append(loss.item() / part[:, 1:].numel())
-            losses.append(clip_grad_norm_(self.model.parameters(), 0.5).item())
+            norms.append(clip_grad_norm_(self.model.parameters(), 0.5).item())
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.schedulers.step()
             self.position.step += 1
             self.checkpointer.save(self.position.step)
-        return losses
+        return losses, norms
 
     def close(self) -> None:
         self.checkpointer._async_wait()
         self.checkpointer.close()
 
 
-def trained_and_resumed(folder: str, async_mode: str, compiles: bool) -> tuple[list[float], Any]:
+def trained_and_resumed(folder: str, async_mode: str, compiles: bool) -> Result:
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch._dynamo.reset()
     run = Run(folder, async_mode, compiles, seed=0)
-    losses = run.steps(5)
+    losses, norms = run.steps(3)
+    straight = run.steps(5)
     weights = whole(run.model)
     run.close()
     dist.barrier()
     again = Run(folder, async_mode, compiles, seed=7)
     assert again.checkpointer.load(step=3)
     assert again.position.step == 3
-    assert again.steps(5) == losses[9:], "the resumed run goes on as the first one did"
+    assert again.steps(5) == straight, "the resumed run goes on as the first one did"
     again.close()
-    return losses, weights
+    return Result(losses + straight[0], norms + straight[1], weights)
 
 
 def job(folder: str, async_mode: str, compiles: bool) -> list[Any]:
-    def program(folder: str) -> tuple[list[float], Any]:
+    def program(folder: str) -> Result:
         return trained_and_resumed(folder, async_mode, compiles)
 
     return both(program, folder, fresh=("torchtitan",))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.frameworks import (
+    Result,
     accelerate_on_cpus,
     assert_equal_runs,
     assert_sharded,
@@ -34,7 +35,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-def trained(folder: str) -> tuple[list[float], Any]:
+def trained(folder: str) -> Result:
     """Losses of this rank: the Trainer logs their mean over the ranks."""
     from transformers import Trainer, TrainingArguments
 
@@ -79,6 +80,7 @@ def trained(folder: str) -> tuple[list[float], Any]:
         assert_sharded(first.model)
         weights = whole(first.model)
         straight = list(losses)
+        norms = [entry["grad_norm"] for entry in first.state.log_history if "grad_norm" in entry]
         losses.clear()
         second = trainer(6)
         second.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
@@ -86,7 +88,7 @@ def trained(folder: str) -> tuple[list[float], Any]:
         for name, weight in whole(second.model).items():
             torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
         first.save_model(str(Path(folder) / "whole"))
-    return straight, weights
+    return Result(straight, norms, weights)
 
 
 def job(folder: str) -> list[Any]:
