@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: relay test test-all test-versions lint types notebooks bench compilers clean
+.PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers clean
 
 relay: .venv/.installed
 	$(BIN)/twinshard relay
@@ -14,8 +14,18 @@ test: .venv/.installed
 
 # Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
 # conversions and environments that hold only one framework.
-test-all: .venv/.installed lint types
+test-all: .venv/.installed lint types test-programs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile all
+
+# Programs of other packages that call FSDP2 by themselves, in an environment of their own (2 GB): with accelerate there,
+# transformers loads models otherwise than without it.
+test-programs: .venv-programs/.installed
+	.venv-programs/bin/python -m pytest -n 0 -m slow tests/torch_impl/programs
+
+.venv-programs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/python -m pip install --quiet -c constraints.txt -e ".[programs]"
+	touch $@
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
 # PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.13, where they are not found.
@@ -60,4 +70,4 @@ compilers: .venv/.compilers
 	touch $@
 
 clean:
-	rm -rf .venv .venv-low .venv-new runs
+	rm -rf .venv .venv-low .venv-new .venv-programs runs

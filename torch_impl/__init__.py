@@ -22,6 +22,9 @@ and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_d
 ``broadcast_from_rank0=True``. All else that depends on the cut raises and names ``full_tensor()``: other views, matrix
 products. ``.data =`` raises, too.
 
+**Programs that import FSDP2 themselves**, such as accelerate, transformers and TRL, get this package's ``fully_shard``
+after ``torch_impl.install()``, until ``torch_impl.uninstall()``.
+
 **Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps ``distribute_tensor``,
 ``DTensor.from_local`` and private functions of ``torch.distributed.checkpoint.state_dict``, which offer no hook, so
 that they know how sharded parameters are placed. With all other tensors they do what they did.
@@ -149,6 +152,7 @@ from torch_impl.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch_impl.installation import Installation, install, uninstall
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
 from torch_impl.optimizer.main_weight_muon import MainWeightMuon
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
@@ -160,6 +164,7 @@ __all__ = [
     "CollectiveCount",
     "DataParallelMeshDims",
     "FSDPModule",
+    "Installation",
     "Layout",
     "LayoutReport",
     "MainWeightAdamW",
@@ -181,6 +186,7 @@ __all__ = [
     "find_nonfinite",
     "full_tensor",
     "fully_shard",
+    "install",
     "layout_report",
     "load_checkpoint",
     "memory_overlaps",
@@ -190,5 +196,6 @@ __all__ = [
     "save_checkpoint",
     "save_checkpoint_async",
     "share_comm_ctx",
+    "uninstall",
     "watch_nonfinite_outputs",
 ]

@@ -326,8 +326,10 @@ def _check_module(module: object) -> None:
         )
     if isinstance(module, FSDPModule):
         raise ValueError(f"fully_shard: {kind} is sharded already")
+    members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
-        if hasattr(module, name):
+        # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
+        if hasattr(type(module), name) or any(name in one for one in members):
             raise ValueError(
                 f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
             )

@@ -27,7 +27,8 @@ Raise an error when they run:
   Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
 * ``dcp.async_save`` of weights with remainders, and of all sharded tensors with a torch that copies a DTensor as one
   without dimensions (2.11): use ``save_checkpoint_async``
-* a backward through a reduction of sharded parameters
+* a backward through a reduction of sharded parameters, or through their ``full_tensor()``, which FSDP2 does not reduce
+  over ranks
 * ``load_state_dict(assign=True)`` of anything but DTensors placed like the parameters, at the load
 * second derivatives through sharded parameters (``create_graph=True``), which are not supported
 * a backward after the caller changed a view that a unit returned in place (``unit(x).mul_(2)`` of a unit that returns
@@ -61,7 +62,10 @@ Behave otherwise than in FSDP2:
 * Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
 * Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.
+* After a forward without resharding modules show DTensors, where FSDP2 shows plain weights until the backward. A loss
+  that multiplies by ``model.output.weight`` outside of its module raises, at the latest in its backward.
 * ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
+* ``shard_placement_fn`` has no influence: parameters are cut between rows, evenly or not, whichever dimension it names.
 * ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
 * ``clip_grad_norm_`` returns a plain tensor that answers ``full_tensor()``, not a DTensor, so that norms over several
   meshes can be combined.

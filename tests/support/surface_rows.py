@@ -208,6 +208,11 @@ ROWS = (
         ),
         why=_FSDP2,
     ),
+    Row(
+        "programs that import FSDP2 themselves",
+        ("install", "uninstall", "Installation"),
+        why="FSDP2 is torch's, and flax has no engine of which this package would take the place",
+    ),
     # Optimizers
     Row("AdamW on main weights, the same bits", ("MainWeightAdamW",), ("main_weight_adamw", "AdamWState")),
     Row(

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
@@ -226,6 +227,34 @@ def policies() -> None:
 
 def test_torchs_policies_mean_what_ours_mean(ranks: RankGroup) -> None:
     ranks.run(2, policies)
+
+
+def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
+    """As torch's ShardPlacementResult, which torch 2.11 lacks."""
+    return SimpleNamespace(placement=placement, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=mesh.ndim - 1))
+
+
+def placement_hints() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    rank = dist.get_rank()
+    plain = sharded_toy(mesh=mesh)
+    mse(plain, tokens[rank], targets[rank]).backward()
+    for hint in (
+        lambda param: Shard(param.ndim - 1) if param.ndim else None,
+        lambda param: Shard(-1) if param.ndim else Shard(0),
+        lambda param: wanted(Shard(1) if param.ndim > 1 else None, mesh),
+    ):
+        model = sharded_toy(mesh=mesh, shard_placement_fn=hint)
+        mse(model, tokens[rank], targets[rank]).backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.placements == expected.placements
+            assert torch.equal(param.to_local(), expected.to_local())
+            assert torch.equal(param.grad.to_local(), expected.grad.to_local())
+
+
+def test_placements_of_parameters_are_hints_without_influence(ranks: RankGroup) -> None:
+    ranks.run(2, placement_hints)
 
 
 def refused_arguments() -> None:

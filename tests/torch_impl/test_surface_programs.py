@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -238,3 +239,24 @@ def shared_streams() -> None:
 
 def test_models_may_share_their_streams(ranks: RankGroup) -> None:
     ranks.run(2, shared_streams)
+
+
+def wrapped_after_sharding() -> None:
+    model, reference = Toy(), Toy()
+    for index, block in enumerate(model.blocks):
+        torch_impl.fully_shard(block)
+        model.blocks[index] = checkpoint_wrapper(block)
+        torch_impl.fully_shard(model.blocks[index])
+    torch_impl.fully_shard(model)
+    tokens, targets = batch(0, dist.get_world_size(), 1)
+    rank = dist.get_rank()
+    mse(model, tokens[rank], targets[rank]).backward()
+    mse(reference, tokens, targets).backward()
+    for block, plain in zip(model.blocks, reference.blocks, strict=True):
+        assert isinstance(block, torch_impl.FSDPModule)
+        assert_same_gradients(block._checkpoint_wrapped_module, plain)
+
+
+def test_a_wrapper_that_shows_the_attributes_of_a_sharded_module_is_sharded_too(ranks: RankGroup) -> None:
+    """As accelerate does with activation checkpointing."""
+    ranks.run(2, wrapped_after_sharding)

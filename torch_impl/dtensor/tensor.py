@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +55,21 @@ class _ToLocal(torch.autograd.Function):
         return wrap_like(ctx.origin, grads[0].clone(memory_format=torch.contiguous_format))
 
 
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
+        ctx.shape = tuple(tensor.shape)
+        return _gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        # DTensor would give each rank its own part of its own gradient, which is not that of the loss of all ranks.
+        raise RuntimeError(
+            f"backward through full_tensor() of a sharded tensor of shape {ctx.shape}, whose gradient would not be "
+            "reduced over the ranks: use the weight in its module's forward, or detach() the whole tensor"
+        )
+
+
 class RowDTensor(DTensor):
     """A DTensor placed as ``placement`` says.
 
@@ -74,13 +89,14 @@ class RowDTensor(DTensor):
         return cls.dispatcher(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank: an all-gather over each axis that cuts it. Not differentiable.
+        """The whole tensor, on every rank: an all-gather over each axis that cuts it.
 
-        Raises RuntimeError for a gradient that was not reduced yet.
+        Raises RuntimeError for a gradient that was not reduced yet, and when a backward reaches the tensor.
         """
         refuse_partial(self)
-        with torch.no_grad():
-            return gather(plain_values(self), self.shape, self.device_mesh, self.placements)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Whole.apply(self)
+        return _gathered(self)
 
     def redistribute(
         self,
@@ -95,7 +111,7 @@ class RowDTensor(DTensor):
             raise RuntimeError(
                 f"redistribute: expected placements={whole} on the tensor's own mesh, got {placements}"
             )
-        return _make(self.full_tensor(), self.device_mesh, self.shape, tuple(whole))
+        return _make(_gathered(self), self.device_mesh, self.shape, tuple(whole))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows, sharing memory with the DTensor; gradients flow back to the DTensor."""
@@ -325,8 +341,13 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank, a plain tensor; collective over the mesh unless it is replicated."""
-    return checked_dtensor(tensor).full_tensor()
+    """The whole tensor on every rank, plain and without history; collective over the mesh unless it is replicated."""
+    return checked_dtensor(tensor.detach()).full_tensor()
+
+
+def _gathered(tensor: RowDTensor) -> torch.Tensor:
+    with torch.no_grad():
+        return gather(plain_values(tensor), tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def _data_axes(mesh: DeviceMesh, tensor_parallel: Sequence[Placement]) -> int:

@@ -426,3 +426,21 @@ def test_placements_compare_by_their_bounds() -> None:
     assert RowShard((0, 1, 3)) != Shard(0)
     assert len({RowShard((0, 1)), RowShard((0, 1))}) == 1
     assert pickle.loads(pickle.dumps(RowShard((0, 1, 3)))) == RowShard((0, 1, 3))
+
+
+def backward_through_a_whole_tensor() -> None:
+    model = sharded_toy()
+    weight = model.head.weight
+    tensor = weight.full_tensor()
+    assert tensor.requires_grad, "as of a DTensor, so that a program does not lose a gradient in silence"
+    with pytest.raises(RuntimeError, match=r"full_tensor\(\) of a sharded tensor of shape \(1, 5\), .*: use"):
+        tensor.sum().backward()
+    assert weight.grad is None
+    with torch.no_grad():
+        assert not weight.full_tensor().requires_grad
+    assert not weight.detach().full_tensor().requires_grad
+    assert not torch_impl.full_tensor(weight).requires_grad
+
+
+def test_a_backward_through_a_whole_tensor_is_refused(ranks: RankGroup) -> None:
+    ranks.run(2, backward_through_a_whole_tensor)

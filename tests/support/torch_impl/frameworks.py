@@ -1,0 +1,182 @@
+"""Programs of other packages that call FSDP2 by themselves, run by torch's ``fully_shard`` and by ours.
+
+A program is a function of no more than a folder; ``run`` calls it with what the names of ``torch.distributed.fsdp``
+stand for at the time. The packages are those of the ``programs`` extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torch_impl
+
+LIBRARIES = ("torch", "torch_impl")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test where one of the packages, or modules of packages, is not installed."""
+    absent = [name for name in packages if not _is_there(name)]
+    return pytest.mark.skipif(
+        bool(absent), reason=f"{', '.join(absent)} not installed: pip install 'twinshard[programs]'"
+    )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        # A package around the module.
+        return False
+
+
+def run(library: str, program: Callable[..., Any], *args: Any, fresh: tuple[str, ...] = ()) -> Any:
+    """``program(*args)`` with FSDP2 of ``library``, one of ``LIBRARIES``.
+
+    fresh: packages that bind FSDP2's names when they are imported, and so are imported anew.
+    """
+    with nullcontext() if library == "torch" else _installed():
+        _forget(fresh)
+        try:
+            return program(*args)
+        finally:
+            _forget(fresh)
+
+
+def both(program: Callable[..., Any], folder: str, fresh: tuple[str, ...] = ()) -> list[Any]:
+    """What ``program(folder)`` returns with each library, with a folder of its own for each."""
+    return [run(library, program, str(Path(folder) / library), fresh=fresh) for library in LIBRARIES]
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Of modules that a program before this one has imported.
+        warnings.filterwarnings("ignore", "torch_impl.install", UserWarning)
+        installation = torch_impl.install()
+    with installation:
+        yield
+
+
+def _forget(packages: tuple[str, ...]) -> None:
+    for path in list(sys.modules):
+        if path.partition(".")[0] in packages:
+            del sys.modules[path]
+
+
+def assert_sharded(model: nn.Module) -> None:
+    """By the library that is installed: a test must not compare torch with torch."""
+    kind = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    assert isinstance(model, kind)
+    ours = kind is torch_impl.FSDPModule
+    assert isinstance(model, torch_impl.FSDPModule) == ours
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, gathered, by their names without wrappers. Collective."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): torch_impl.full_tensor(
+            param
+        )
+        .detach()
+        .clone()
+        for name, param in model.named_parameters()
+    }
+
+
+class Result(NamedTuple):
+    """Of a run: this rank's losses of all microbatches, norms of gradients, and whole weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def assert_equal_runs(found: list[list[Result]], learned: float) -> None:
+    """``found``: by rank, what ``both`` returns. ``learned``: by how much the loss falls at least."""
+    for stock, ours in found:
+        assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
+        assert ours.norms == pytest.approx(stock.norms, rel=1e-5)
+        assert ours.weights.keys() == stock.weights.keys()
+        for name, weight in stock.weights.items():
+            torch.testing.assert_close(
+                ours.weights[name],
+                weight,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+        assert stock.losses[0] - min(stock.losses) > learned, "nothing was learned"
+    assert found[0][0].losses[0] != found[1][0].losses[0], "expected different data on the ranks"
+
+
+@contextmanager
+def accelerate_on_cpus() -> Iterator[ModuleType]:
+    """accelerate, which has FSDP on accelerators only, as it is on one: gloo and CPU in the place of nccl and CUDA."""
+    import accelerate
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+    def backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    environment = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(PartialState, "_prepare_backend", backend),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            yield accelerate
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def llama(seed: int, tied: bool = False, **options: Any) -> nn.Module:
+    """A small Llama of transformers, whose rows no number of ranks divides."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=24,
+        intermediate_size=41,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        attn_implementation="eager",
+        initializer_range=0.2,
+        **options,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def tokens(step: int, rows: int = 2, length: int = 10) -> torch.Tensor:
+    """This rank's tokens of a step, ``[rows, length]``: few and different on every rank, so that they are learned."""
+    generator = torch.Generator().manual_seed(1000 * (step % 2) + dist.get_rank())
+    return torch.randint(0, 67, (rows, length), generator=generator)
