@@ -231,7 +231,9 @@ def test_torchs_policies_mean_what_ours_mean(ranks: RankGroup) -> None:
 
 def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
     """As torch's ShardPlacementResult, which torch 2.11 lacks."""
-    return SimpleNamespace(placement=placement, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=mesh.ndim - 1))
+    return SimpleNamespace(
+        placement=placement, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=mesh.ndim - 1)
+    )
 
 
 def placement_hints() -> None:

@@ -106,7 +106,7 @@ SETTERS: dict[str, Setter] = {
     "set_allocate_memory_from_process_group_for_comm": Setter(
         on_each("set_allocate_memory_from_process_group_for_comm", False)
     ),
-    "set_all_reduce_hook": Setter(lambda model: model.set_all_reduce_hook(print), refused=True),
+    "set_all_reduce_hook": Setter(on_each("set_all_reduce_hook", lambda sums: sums.mul_(2.0)), gradient=2.0),
     "set_custom_all_gather": Setter(lambda model: model.set_custom_all_gather(None), refused=True),
     "set_custom_reduce_scatter": Setter(lambda model: model.set_custom_reduce_scatter(None), refused=True),
     "set_symm_mem_for_comm": Setter(lambda model: model.set_symm_mem_for_comm(), refused=True),
