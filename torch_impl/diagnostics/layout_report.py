@@ -9,6 +9,7 @@ from torch import nn
 
 from bridge.sharding import float8
 from torch_impl.diagnostics.tensors import named_units
+from torch_impl.runtime.extended_group import ExtendedGroup
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.unit import Unit
 
@@ -35,8 +36,9 @@ class GroupReport:
     numel: their elements; padded_numel: with padding, of the whole buffers.
     shard_sizes: elements of one shard, by buffer, multiples of align; num_shards: how many each buffer is cut into.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``MixedPrecisionPolicy``.
-    gather_dtype: in which weights cross the network, compute_dtype or a float8 format; gather_bytes: of the whole group
-    then, padding and scales included.
+    gather_dtype: in which weights cross the network, compute_dtype, a float8 format, or "fsdp_pre_all_gather" where a
+        class says it. gather_bytes: of the whole group then, padding and scales included; of such a class 0 before the
+        first gather.
     divisor: of summed gradients.
     fingerprint: of the layout.
     """
@@ -138,6 +140,7 @@ def _group_report(group: ParameterGroup) -> GroupReport:
     layout, dtypes = group.layout, group.dtypes
     held = (dtypes.main, dtypes.compute, dtypes.reduce, dtypes.grad)
     main, compute, reduce, grad = (str(dtype).removeprefix("torch.") for dtype in held)
+    gather_dtype, gather_bytes = _gathered(group)
     return GroupReport(
         parameters=tuple(group.names),
         trainable=any(param.requires_grad for param in group.params),
@@ -154,11 +157,19 @@ def _group_report(group: ParameterGroup) -> GroupReport:
         compute_dtype=compute,
         reduce_dtype=reduce,
         grad_dtype=grad,
-        gather_dtype=dtypes.gather or compute,
-        gather_bytes=layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
-        if dtypes.gather
-        else layout.padded_size * dtypes.compute.itemsize,
+        gather_dtype=gather_dtype,
+        gather_bytes=gather_bytes,
     )
+
+
+def _gathered(group: ParameterGroup) -> tuple[str, int]:
+    """In which dtype or format weights cross the network, and how many bytes."""
+    layout, dtypes = group.layout, group.dtypes
+    if isinstance(group, ExtendedGroup):
+        return "fsdp_pre_all_gather", group.gather_bytes
+    if dtypes.gather is not None:
+        return dtypes.gather, layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
+    return str(dtypes.compute).removeprefix("torch."), layout.padded_size * dtypes.compute.itemsize
 
 
 def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:

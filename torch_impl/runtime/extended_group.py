@@ -173,6 +173,11 @@ class ExtendedGroup(ParameterGroup):
         return self._whole_weights.tensors
 
     @property
+    def gather_bytes(self) -> int:
+        """What a gather fills; 0 before the first one."""
+        return sum(one.numel() * one.element_size() for weight in self._rows for one in weight.outputs)
+
+    @property
     def compute_device(self) -> torch.device:
         return self._device
 

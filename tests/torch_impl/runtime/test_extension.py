@@ -297,6 +297,9 @@ def adapters(path: str) -> None:
             model.unshard()
         # Four rows of each rank, padded: 5 bytes and a float32 scale each.
         (adapter,) = [group for group in model._unit.groups if group.params[0].requires_grad]
+        reports = torch_impl.layout_report(model).units[0].groups
+        assert counts.nbytes["all_gather"] == sum(one.gather_bytes for one in reports)
+        assert [one.gather_dtype for one in reports] == ["fsdp_pre_all_gather", "float32"]
         assert counts.nbytes["all_gather"] == 2 * 4 * (5 + 4) + 4 * adapter.layout.padded_size
         assert torch.equal(model.base.dequantize(), before)
         model.reshard()
