@@ -61,7 +61,7 @@ def batches() -> list[Any]:
 def plan_of(engine: str, devices: int) -> tuple[Any, Any, Any]:
     """Plan, weights, and the program of the gradients, which all optimizers share."""
     plan, weights = fully_shard(parameters(), data_parallel_mesh(devices), units=["layers/*"], engine=engine)
-    return plan, weights, jax.jit(unchecked_gradients(plan, loss, 1))
+    return plan, weights, jax.jit(unchecked_gradients(plan, loss, 1), static_argnames="to_host")
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def plan_and_weights(engine: str = "shard_map") -> tuple[Any, Any]:
 
 @functools.cache
 def gradients_of_shards() -> Any:
-    return jax.jit(unchecked_gradients(plan_and_weights()[0], loss, 1))
+    return jax.jit(unchecked_gradients(plan_and_weights()[0], loss, 1), static_argnames="to_host")
 
 
 @functools.cache
