@@ -27,7 +27,7 @@ from torch_impl.runtime.phase import Phase
 
 
 class Model(nn.Module):
-    """Returns what its output layer would be applied to."""
+    """Returns what its output layer would be applied to; makes no use of what the layer ``skip`` computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
         for k, layer in enumerate(self.layers):
-            x = x if k == skip else torch.tanh(layer(x))
+            y = torch.tanh(layer(x))
+            x = x if k == skip else y
         return x
 
 

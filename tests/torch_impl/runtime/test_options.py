@@ -207,10 +207,12 @@ def gradient_bytes(strategy: str) -> list[int]:
 
 def test_a_memory_report_in_backward_counts_the_gradients_being_collected(ranks: RankGroup) -> None:
     # One of two weights' gradients has come: it is held as it is until more are there, but added to kept sums.
-    whole, half = 4 * 50, 4 * 25
+    held = 4 * 25
+    # Buffers have a flag for each of two parameters, and of whole gradients for each shard.
+    whole, shards, reduced = 4 * (50 + 2), 4 * (50 + 2 * WORLD), 4 * (50 // WORLD + 2)
     for strategy, expected in (
-        ("no_shard", [half, whole + half, whole, whole]),
-        ("optim", [half, half + half, whole, whole]),
-        ("optim_grads_params", [half, half + half, half, half + half]),
+        ("no_shard", [held, whole + held, whole, whole]),
+        ("optim", [held, reduced + held, shards, shards]),
+        ("optim_grads_params", [held, reduced + held, held, reduced + held]),
     ):
         assert ranks.run(WORLD, gradient_bytes, strategy) == [expected] * WORLD, strategy

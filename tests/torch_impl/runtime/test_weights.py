@@ -103,6 +103,8 @@ def forward_after_every_update(strategy: str, keep: bool, low: bool) -> None:
     mine = tokens[dist.get_rank()].view(-1)
     before = model(mine).detach()
     for name, update in UPDATES.items():
+        # Weights that are kept are shown: a state dict shows the sharded ones, and leaves those in memory.
+        model.state_dict()
         update(model)
         reference = Toy()
         for param, current in zip(reference.parameters(), model.parameters(), strict=True):
