@@ -30,19 +30,11 @@ LIBRARIES = ("torch", "torch_impl")
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skip a test where one of the packages, or modules of packages, is not installed."""
-    absent = [name for name in packages if not _is_there(name)]
+    """Skip a test where one of the packages is not installed."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(
         bool(absent), reason=f"{', '.join(absent)} not installed: pip install 'twinshard[programs]'"
     )
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        # A package around the module.
-        return False
 
 
 def run(library: str, program: Callable[..., Any], *args: Any, fresh: tuple[str, ...] = ()) -> Any:
