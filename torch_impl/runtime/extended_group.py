@@ -175,7 +175,7 @@ class ExtendedGroup(ParameterGroup):
     @property
     def gather_bytes(self) -> int:
         """What a gather fills; 0 before the first one."""
-        return sum(one.numel() * one.element_size() for weight in self._rows for one in weight.outputs)
+        return sum(one.numel() * one.element_size() for weight in self._extended for one in weight.outputs)
 
     @property
     def compute_device(self) -> torch.device:
