@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.ranks import RankError, RankGroup
+from tests.support.ranks import RankGroup
 from tests.support.torch_impl.frameworks import (
     Result,
     accelerate_on_cpus,
@@ -111,12 +111,6 @@ def job(folder: str) -> list[Any]:
     return both(trained, folder, fresh=("trl",))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RankError,
-    reason="TRL multiplies by lm_head.weight outside of its module: after a forward without resharding FSDP2 shows "
-    "plain weights there, this package DTensors, through whose full_tensor() no backward goes",
-)
 def test_dpo_trains_beside_a_reference_model(ranks: RankGroup, tmp_path: Path) -> None:
     found = ranks.run(2, job, str(tmp_path))
     for result in found[0] + found[1]:
