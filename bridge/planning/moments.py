@@ -49,9 +49,8 @@ _BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
 # Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
 _VECTOR = 16
-# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
-# compiler.
-_CONVERTED = 5
+# Arrays like the rows that JAX computes together, by how many moments have scales.
+_CONVERTED = {1: 3.5, 2: 4.5}
 _SCALE = 4
 
 
@@ -188,14 +187,15 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
 
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
-    """XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
+    """Of the rows that are computed together; of bfloat16 XLA fuses the conversion into the arithmetic, but for one array
+    like the weights."""
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
     dtypes = _of_elements(optimizer)
     scaled = sum(dtype in SCALED for dtype in dtypes)
-    if scaled and row_moment(group, 0) is not None:
-        return _CONVERTED * scaled * _update_bytes(group) * size // 2
+    if scaled and (rows := row_moment(group, 0)) is not None:
+        return int(_CONVERTED[scaled] * _update_bytes(group) * rows.piece)
     return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in dtypes else 0
 
 
