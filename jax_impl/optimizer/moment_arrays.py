@@ -215,6 +215,7 @@ class PlanMoments(MomentArrays):
     ) -> Any:
         key, _ = _items(weights)[number]
         group = self._groups[key]
+        one: Callable[..., Any]
         if isinstance(group, FlatGroup) and any(isinstance(kept, ShardRows) for kept in rows):
             one = partial(ShardRows(group).computed, rows, compute)
         else:

@@ -157,7 +157,7 @@ class ShardRows:
         layers, dtypes = self.group.layers, jax.tree.map(lambda x: x.dtype, held)
         if layers is None:
             held, given = jax.tree.map(lambda x: x[None], (held, given))
-        # XLA converts a whole array of floats of few bits to write a piece of it.
+        # To write a piece of a float8 array XLA:CPU converts the whole array.
         held = self._padded(jax.tree.map(_as_integers, held))
 
         def run(placed: PieceRows, old: Any, slopes: Any) -> Any:
@@ -274,9 +274,7 @@ class ShardRows:
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    return (
-        x if x.dtype.itemsize >= 4 else lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    )
+    return x if x.dtype.itemsize > 1 else lax.bitcast_convert_type(x, np.uint8)
 
 
 def _as_floats(x: jax.Array, dtype: np.dtype) -> jax.Array:
