@@ -187,7 +187,7 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
 
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
-    """Of rows that are computed together; XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
+    """Of a piece of rows; XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
