@@ -14,11 +14,12 @@ from bridge.sharding import float8
 class MixedPrecisionPolicy:
     """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and further ones.
 
-    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or that of the main
-        weights where ``main_dtype`` is no wider).
+    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or ``main_dtype``
+        where that is no wider, of frozen ones too).
     reduce_dtype: dtype in which gradients cross the network (None: that of forward and backward).
     output_dtype: floating-point outputs of the module are cast to it (None: left alone).
-    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set.
+    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set, else to a
+        ``main_dtype`` of two bytes.
     grad_dtype: dtype of the reduced gradient that the optimizer reads (None: that of the main weights).
     gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
         ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are quantized from the main
@@ -82,6 +83,15 @@ class MixedPrecisionPolicy:
             )
 
     @property
+    def input_dtype(self) -> torch.dtype | None:
+        """To which floating-point inputs of the module are cast; None: they are left alone."""
+        if not self.cast_forward_inputs:
+            return None
+        # Weights are rounded to it, and so compute in another dtype than the model was made for.
+        rounded = self.main_dtype if self.main_dtype in (torch.bfloat16, torch.float16) else None
+        return self.param_dtype or rounded
+
+    @property
     def gather(self) -> str | None:
         """The name of ``gather_dtype``."""
         return None if self.gather_dtype is None else str(self.gather_dtype).removeprefix("torch.")
@@ -122,7 +132,7 @@ def group_dtypes(
         return GroupDtypes(given, given, given, given, given)
     trained = _trained(given, policy.main_dtype)
     main = trained if trainable else given
-    compute = policy.param_dtype or (main if main.itemsize <= given.itemsize else given)
+    compute = policy.param_dtype or (trained if trained.itemsize <= given.itemsize else given)
     gather = policy.gather if quantized else None
     reduce, grad = policy.reduce_dtype or compute, policy.grad_dtype or main
     # Weights that keep fewer bits have no remainders.

@@ -189,8 +189,8 @@ class Unit:
         # Reentrant checkpointing runs its forward without gradients, but in training mode; evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
-        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
+        if self._policy.input_dtype is not None:
+            args, kwargs = autograd.map_floating((args, kwargs), self._policy.input_dtype)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
             inputs = autograd.WatchedInputs(autograd.weakly(self._call_done, number))
