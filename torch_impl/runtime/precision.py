@@ -58,7 +58,7 @@ class MixedPrecisionPolicy:
                 continue
             if not _is_floating(value):
                 raise ValueError(
-                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype, got {value}"
+                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype of torch, got {value!r}"
                 )
             # Neither operators nor gloo know them.
             if value.itemsize == 1:

@@ -386,6 +386,7 @@ def test_a_checkpoint_holds_frozen_weights_as_they_are_and_goes_on_on_other_rank
             assert found[0] == expected[0]
     (text,) = set(ranks.run(2, refused, path))
     assert "another main_dtype?" in text
+    assert "twinshard convert --cast" in text
     assert "model.layers.0.base.weight: expected float32 (7, 5), found bfloat16 (7, 5)" in text
 
 
