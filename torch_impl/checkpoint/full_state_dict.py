@@ -131,11 +131,11 @@ def _materialize(units: Iterable[Unit], strict: bool) -> None:
 
 def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
     """Give saved buffers without dimensions memory: torch assigns those on the meta device beside others alone."""
+    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            saved = name not in module._non_persistent_buffers_set
-            if saved and buffer is not None and buffer.is_meta and not buffer.ndim:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta and not buffer.ndim and id(buffer) in saved:
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 _WRAPPED = (
