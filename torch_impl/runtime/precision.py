@@ -83,15 +83,6 @@ class MixedPrecisionPolicy:
             )
 
     @property
-    def input_dtype(self) -> torch.dtype | None:
-        """To which floating-point inputs of the module are cast; None: they are left alone."""
-        if not self.cast_forward_inputs:
-            return None
-        # Weights are rounded to it, and so compute in another dtype than the model was made for.
-        rounded = self.main_dtype if self.main_dtype in (torch.bfloat16, torch.float16) else None
-        return self.param_dtype or rounded
-
-    @property
     def gather(self) -> str | None:
         """The name of ``gather_dtype``."""
         return None if self.gather_dtype is None else str(self.gather_dtype).removeprefix("torch.")
@@ -118,6 +109,15 @@ class GroupDtypes:
     trained: torch.dtype
     gather: str | None = None
     remainders: bool = False
+
+
+def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """To which floating-point inputs of a module are cast; None: they are left alone."""
+    if not policy.cast_forward_inputs:
+        return None
+    # Weights are rounded to it, and so compute in another dtype than the model was made for.
+    rounded = policy.main_dtype if policy.main_dtype in (torch.bfloat16, torch.float16) else None
+    return policy.param_dtype or rounded
 
 
 def group_dtypes(
