@@ -14,7 +14,14 @@ Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Varia
 
 
 def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
-    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern that matches none."""
+    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern that matches none.
+
+    ``TypeError`` for a string in place of patterns.
+    """
+    if isinstance(chosen, str):
+        raise TypeError(
+            f"{option}: expected a list of patterns, or an nnx filter, got one string: use [{chosen!r}]"
+        )
     if callable(chosen) or isinstance(chosen, type):
         matches = nnx.filterlib.to_predicate(chosen)
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))

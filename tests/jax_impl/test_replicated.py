@@ -185,3 +185,10 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         ValueError, match="replicated: expected patterns of parameter paths, but 'gates' matches"
     ):
         plan_sharding(model(), data_parallel_mesh(2), units=[], replicated=["gates"])
+
+
+@pytest.mark.parametrize("option", ["replicated", "frozen"])
+def test_one_string_in_place_of_patterns_is_refused(option: str) -> None:
+    # Its characters would be patterns, of which "*" is that of all parameters.
+    with pytest.raises(TypeError, match=rf"{option}: expected a list of patterns.*use \['\*'\]"):
+        plan_sharding(model(), data_parallel_mesh(2), units=[], **{option: "*"})

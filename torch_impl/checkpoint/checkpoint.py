@@ -60,6 +60,11 @@ _SUSPECTS = (
     "optimizer?)"
 )
 
+_CASTS = (
+    "\nParameters that are frozen when they are sharded keep the dtype in which they were given. twinshard convert "
+    "--cast 'PATTERN=DTYPE' makes a checkpoint with weights of another dtype"
+)
+
 
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -331,18 +336,22 @@ def _check_names(
 
 
 def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -> None:
-    wrong = []
+    wrong, casts = [], False
     for name, tensor in live.items():
         info = reader.tensors[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if info.shape != tuple(tensor.shape) or info.dtype.name != dtype:
+            casts |= info.shape == tuple(tensor.shape) and name.startswith("model.")
             wrong.append(
                 f"{name}: expected {dtype} {tuple(tensor.shape)}, found {info.dtype.name} {info.shape}"
             )
     if wrong:
         more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n" + "\n".join(wrong[:_SHOWN]) + more
+            f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n"
+            + "\n".join(wrong[:_SHOWN])
+            + more
+            + (_CASTS if casts else "")
         )
 
 

@@ -109,6 +109,8 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
                 agree(lambda: _materialize(units, info.strict))
             else:
                 _materialize(units, info.strict)
+            if units and info.strict:
+                _materialize_scalars(model, next(iter(units)).device)
         return original(model, state, info)
 
     return call
@@ -125,6 +127,15 @@ def _materialize(units: Iterable[Unit], strict: bool) -> None:
             )
         if names:
             unit.materialize(unit.device)
+
+
+def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
+    """Give saved buffers without dimensions memory: torch assigns those on the meta device beside others alone."""
+    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta and not buffer.ndim and id(buffer) in saved:
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 _WRAPPED = (

@@ -14,11 +14,12 @@ from bridge.sharding import float8
 class MixedPrecisionPolicy:
     """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and further ones.
 
-    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or that of the main
-        weights where ``main_dtype`` is no wider).
+    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or ``main_dtype``
+        where that is no wider, of frozen ones too).
     reduce_dtype: dtype in which gradients cross the network (None: that of forward and backward).
     output_dtype: floating-point outputs of the module are cast to it (None: left alone).
-    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set.
+    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set, else to a
+        ``main_dtype`` of two bytes.
     grad_dtype: dtype of the reduced gradient that the optimizer reads (None: that of the main weights).
     gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
         ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are quantized from the main
@@ -57,7 +58,7 @@ class MixedPrecisionPolicy:
                 continue
             if not _is_floating(value):
                 raise ValueError(
-                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype, got {value}"
+                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype of torch, got {value!r}"
                 )
             # Neither operators nor gloo know them.
             if value.itemsize == 1:
@@ -110,6 +111,15 @@ class GroupDtypes:
     remainders: bool = False
 
 
+def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """To which floating-point inputs of a module are cast; None: they are left alone."""
+    if not policy.cast_forward_inputs:
+        return None
+    # Weights are rounded to it, and so compute in another dtype than the model was made for.
+    rounded = policy.main_dtype if policy.main_dtype in (torch.bfloat16, torch.float16) else None
+    return policy.param_dtype or rounded
+
+
 def group_dtypes(
     given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
 ) -> GroupDtypes:
@@ -122,7 +132,7 @@ def group_dtypes(
         return GroupDtypes(given, given, given, given, given)
     trained = _trained(given, policy.main_dtype)
     main = trained if trainable else given
-    compute = policy.param_dtype or (main if main.itemsize <= given.itemsize else given)
+    compute = policy.param_dtype or (trained if trained.itemsize <= given.itemsize else given)
     gather = policy.gather if quantized else None
     reduce, grad = policy.reduce_dtype or compute, policy.grad_dtype or main
     # Weights that keep fewer bits have no remainders.

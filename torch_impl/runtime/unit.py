@@ -34,7 +34,7 @@ from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
 
 
@@ -195,8 +195,8 @@ class Unit:
         # Reentrant checkpointing runs its forward without gradients, but in training mode; evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._forwards += 1
-        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = autograd.map_floating((args, kwargs), self._policy.param_dtype)
+        if (cast := input_dtype(self._policy)) is not None:
+            args, kwargs = autograd.map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
             inputs = autograd.WatchedInputs(autograd.weakly(self._call_done, number))

@@ -148,6 +148,34 @@ def test_a_load_that_could_leave_weights_without_values_is_refused(ranks: RankGr
     ranks.run(2, part_onto_meta, broadcast)
 
 
+class Counted(nn.Module):
+    """Its only buffers are a number that is saved and one that is not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.tensor(seed + 4))
+        self.register_buffer("scratch", torch.tensor(1.0), persistent=False)
+
+
+def a_number_onto_meta(everywhere: bool) -> None:
+    rank = dist.get_rank()
+    with torch.device("meta" if everywhere or rank else "cpu"):
+        model = Counted(seed=1)
+    torch_impl.fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, Counted(seed=2).state_dict() if rank == 0 else {}, options=options)
+    assert (model.count.device.type, model.count.item()) == ("cpu", 6)
+    assert model.scratch.is_meta == (everywhere or rank > 0)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_buffer_without_dimensions_that_is_alone_on_the_meta_device_is_loaded(
+    ranks: RankGroup, everywhere: bool
+) -> None:
+    ranks.run(2, a_number_onto_meta, everywhere)
+
+
 class Buffered(nn.Module):
     """Without a scalar parameter, which FSDP2 refuses."""
 

@@ -100,6 +100,39 @@ def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2(ranks: RankGroup, worl
     ranks.run(world, as_stock_fsdp2)
 
 
+class Floats(nn.Module):
+    """Takes floats; ``frozen`` is a unit that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.frozen, self.head = nn.Linear(5, 7).requires_grad_(False), nn.Linear(7, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(rows).tanh())
+
+
+def float32_inputs(main: torch.dtype) -> None:
+    rows = torch.randn(dist.get_world_size(), 5, generator=torch.Generator().manual_seed(6))
+    model = Floats()
+    for part in (model.frozen, model):
+        torch_impl.fully_shard(part, mp_policy=MixedPrecisionPolicy(main_dtype=main))
+    found = model(rows[dist.get_rank()])
+    assert found.dtype == main
+    assert torch.equal(found, Floats().to(main)(rows.to(main))[dist.get_rank()])
+    left = torch_impl.fully_shard(
+        Floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
+    )
+    with pytest.raises(RuntimeError, match="same dtype"):
+        left(rows)
+
+
+@pytest.mark.parametrize("main", [HALF, torch.float16])
+def test_inputs_are_cast_to_main_weights_of_two_bytes(ranks: RankGroup, main: torch.dtype) -> None:
+    ranks.run(2, float32_inputs, main)
+
+
 def main_weights(given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]) -> None:
     for strategy in STRATEGIES:
         model = sharded_toy(strategy=strategy, dtype=given, mp_policy=MixedPrecisionPolicy(main_dtype=main))
@@ -353,6 +386,7 @@ def test_a_checkpoint_holds_frozen_weights_as_they_are_and_goes_on_on_other_rank
             assert found[0] == expected[0]
     (text,) = set(ranks.run(2, refused, path))
     assert "another main_dtype?" in text
+    assert "twinshard convert --cast" in text
     assert "model.layers.0.base.weight: expected float32 (7, 5), found bfloat16 (7, 5)" in text
 
 

@@ -86,8 +86,20 @@ def test_sharding_without_a_process_group_says_what_to_call() -> None:
 
 
 def test_a_policy_with_an_integer_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"reduce_dtype: expected a floating-point dtype, got torch.int32"):
+    with pytest.raises(ValueError, match=r"expected a floating-point dtype of torch, got torch.int32"):
         torch_impl.MixedPrecisionPolicy(reduce_dtype=torch.int32)
+
+
+def test_a_name_in_place_of_a_dtype_is_refused_as_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"main_dtype: expected a floating-point dtype of torch, got 'bfloat16'"
+    ):
+        torch_impl.MixedPrecisionPolicy(main_dtype="bfloat16")
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(
+        ValueError, match=r"exp_avg_dtype: expected one of .*, got 'bfloat16', which is no torch.dtype"
+    ):
+        torch_impl.MainWeightAdamW(weights, exp_avg_dtype="bfloat16")
 
 
 def different_models(case: str) -> str:
