@@ -71,7 +71,11 @@ def on_both(scenario: Scenario, args: tuple[Any, ...]) -> list[Any]:
     facts = []
     for engine in ENGINES:
         torch.manual_seed(0)
-        facts.append(scenario(engine, *args))
+        try:
+            facts.append(scenario(engine, *args))
+        except BaseException as error:
+            error.add_note(f"by {engine.package.__name__}")
+            raise
         dist.barrier()
     return facts
 
@@ -185,10 +189,10 @@ def train_as_one(
     updates = [optimizer(one.parameters()) for one in (model, reference)]
     world, losses = dist.get_world_size(), []
     for step in range(steps):
-        wanted = [loss(reference, rows(step, rank, *shape)) for rank in range(world)]
-        (sum(wanted) / world).backward()
         if before is not None:
             before(model)
+        wanted = [loss(reference, rows(step, rank, *shape)) for rank in range(world)]
+        (sum(wanted) / world).backward()
         found = loss(model, rows(step, None, *shape))
         found.backward()
         torch.testing.assert_close(found, wanted[dist.get_rank()])
