@@ -180,8 +180,7 @@ def of_each_rank(engine: Engine) -> list[str]:
     wanted = [whole(param.detach()).clone() for param in model.parameters()]
     squares(model, rows(1)).backward()
     optimizer.step()
-    # torch's own DTensors are no safe globals everywhere.
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     for param, value in zip(model.parameters(), wanted, strict=True):
