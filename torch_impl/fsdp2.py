@@ -62,10 +62,11 @@ Behave otherwise than in FSDP2:
 * Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
 * Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.
-* After a forward without resharding modules show DTensors, where FSDP2 shows plain weights until the backward. A loss
-  that multiplies by ``model.output.weight`` outside of its module raises, at the latest in its backward.
 * ``reset_iter_state`` works on any sharded module and is never needed: the next forward recovers by itself.
-* ``shard_placement_fn`` has no influence: parameters are cut between rows, evenly or not, whichever dimension it names.
+* Sums of microbatches that are reduced in the last one are kept in ``grad_dtype``, that of the main weights by default,
+  and rounded to ``reduce_dtype`` once. FSDP2 adds them up in ``reduce_dtype``.
+* 0-d and non-contiguous parameters, trained parameters of several dtypes in a unit, and an inner unit's forward before
+  the root's, all of which FSDP2 refuses, are taken.
 * ``set_force_sum_reduction_for_comms`` has no influence: reductions are sums always.
 * ``clip_grad_norm_`` returns a plain tensor that answers ``full_tensor()``, not a DTensor, so that norms over several
   meshes can be combined.

@@ -6,6 +6,7 @@ once, without the garbage collector.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -186,24 +187,41 @@ def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
 def _addresses(tensor: torch.Tensor) -> set[int]:
     """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
     # Plain tensors, as most outputs are, wrap no others.
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-        return {tensor.untyped_storage().data_ptr()}
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
     try:
         return {tensor.untyped_storage().data_ptr()}
-    except RuntimeError:  # sparse layouts; subclasses that show nothing of what they wrap
+    except RuntimeError:  # sparse layouts; tensors of torch.func, subclasses that do not show what they wrap
         return set()
 
 
 def map_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested tuples, lists and dicts."""
+    """Cast the floating-point tensors of nested containers and dataclasses; of a dataclass that changes a copy."""
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        return _map_fields(leaf, dtype) if _is_dataclass(leaf) else leaf
 
     return map_leaves(tree, cast)
+
+
+def _map_fields(given: Any, dtype: torch.dtype) -> Any:
+    old = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    new = {name: map_floating(value, dtype) for name, value in old.items()}
+    if _same(new.values(), old.values()):
+        return given
+    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__ again.
+    changed = copy.copy(given)
+    for name, value in new.items():
+        object.__setattr__(changed, name, value)  # of a frozen one, too
+    return changed
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    # pytree takes a dataclass for one leaf, unless the program has registered it.
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -212,8 +230,7 @@ def leaves_of(tree: Any) -> list[Any]:
         return [tree]
     found = []
     for leaf in pytree.tree_leaves(tree):
-        # pytree takes a dataclass for one leaf, unless the program has registered it.
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if _is_dataclass(leaf):
             found += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             found.append(leaf)

@@ -1,0 +1,206 @@
+"""One scenario on torch's FSDP2 and on this package, each beside one process with all ranks' data.
+
+A scenario is a module-level function of an ``Engine``. It checks what it must and returns facts, numbers and names,
+which have to be the same for both engines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import torch_impl
+from tests.support.ranks import RankGroup
+
+Scenario = Callable[..., Any]
+Case = tuple[Scenario, tuple[Any, ...], int]  # a scenario, its arguments, and on how many ranks
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The package that a scenario takes ``fully_shard`` and its policies from."""
+
+    package: Any
+    ours: bool
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        return self.package.fully_shard(module, **options)
+
+    def shard_all(self, *modules: Any, **options: Any) -> Any:
+        """Each is a unit, the last one the root, which is returned."""
+        for module in modules:
+            self.package.fully_shard(module, **options)
+        return modules[-1]
+
+    @contextmanager
+    def refused(self, error: type[BaseException], match: str) -> Iterator[None]:
+        """What stands below raises in this package, and runs with FSDP2."""
+        if not self.ours:
+            yield
+            return
+        with pytest.raises(error, match=match):
+            yield
+
+
+def slow(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+def name_of(case: Case) -> str:
+    scenario, args, world = case
+    return "-".join([scenario.__name__, *map(str, args), str(world)])
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+ENGINES = (Engine(fsdp, False), Engine(torch_impl, True))
+
+
+def on_both(scenario: Scenario, args: tuple[Any, ...]) -> list[Any]:
+    facts = []
+    for engine in ENGINES:
+        torch.manual_seed(0)
+        try:
+            facts.append(scenario(engine, *args))
+        except BaseException as error:
+            error.add_note(f"by {engine.package.__name__}")
+            raise
+        dist.barrier()
+    return facts
+
+
+def agree(ranks: RankGroup, scenario: Scenario, *args: Any, world: int = 2) -> list[Any]:
+    """Run the scenario on all ranks with both engines; returns each rank's facts, which are the same for both."""
+    found = []
+    for rank, (stock, ours) in enumerate(ranks.run(world, on_both, scenario, args)):
+        require_same(stock, ours, f"{scenario.__name__}, rank {rank}")
+        found.append(ours)
+    return found
+
+
+def require_same(stock: Any, ours: Any, where: str) -> None:
+    if isinstance(stock, dict):
+        assert list(ours) == list(stock), where
+        for key, value in stock.items():
+            require_same(value, ours[key], f"{where}, {key}")
+    elif isinstance(stock, list | tuple):
+        assert len(ours) == len(stock), where
+        for number, (one, other) in enumerate(zip(stock, ours, strict=True)):
+            require_same(one, other, f"{where}, {number}")
+    elif isinstance(stock, float):
+        assert ours == pytest.approx(stock, rel=1e-5, abs=1e-6), where
+    else:
+        assert ours == stock, where
+
+
+@contextmanager
+def counting(engine: Engine, model: nn.Module) -> Iterator[dict[str, int]]:
+    """Calls of collectives while the context is open, filled in at its end, by kind."""
+    calls: dict[str, int] = {}
+    if engine.ours:
+        with torch_impl.count_collectives(model) as counted:
+            yield calls
+        calls.update({kind: counted.calls[kind] for kind in KINDS})
+        return
+    with CommDebugMode() as mode:
+        yield calls
+    for kind in KINDS:
+        named = {
+            op: number for op, number in mode.get_comm_counts().items() if kind.replace("_", "") in plain(op)
+        }
+        calls[kind] = sum(named.values())
+
+
+def plain(op: object) -> str:
+    return str(op).replace("_", "")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def rows(step: int, rank: int | None = None, *shape: int) -> torch.Tensor:
+    """A rank's data for a step; no two ranks have the same."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+    return torch.randn(shape or (3, 8), generator=generator)
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def gradients_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Each parameter has the reference's gradient, or None as it has, under the same names."""
+    wanted = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(wanted)
+    for name, param in found.items():
+        grad = wanted[name].grad
+        if grad is None or param.grad is None:
+            assert param.grad is None, f"{name} has a gradient"
+            assert grad is None, f"{name} has no gradient"
+            continue
+        torch.testing.assert_close(
+            whole(param.grad), grad, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def weights_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    wanted = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(
+            whole(param.detach()),
+            wanted[name].detach(),
+            msg=lambda text, name=name: f"{name}: {text}",
+            **tolerance,
+        )
+
+
+def train_as_one(
+    model: nn.Module,
+    shard: Callable[[nn.Module], Any],
+    *,
+    loss: Loss = squares,
+    steps: int = 3,
+    shape: tuple[int, ...] = (3, 8),
+    reference: nn.Module | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    before: Callable[[nn.Module], Any] | None = None,
+) -> list[float]:
+    """Train sharded, and in one process with every rank's data: same losses, gradients and weights in every step.
+
+    ``before`` is called with the sharded model ahead of each step. Returns this rank's losses.
+    """
+    optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-2))
+    reference = copy.deepcopy(model) if reference is None else reference
+    shard(model)
+    updates = [optimizer(one.parameters()) for one in (model, reference)]
+    world, losses = dist.get_world_size(), []
+    for step in range(steps):
+        if before is not None:
+            before(model)
+        wanted = [loss(reference, rows(step, rank, *shape)) for rank in range(world)]
+        (sum(wanted) / world).backward()
+        found = loss(model, rows(step, None, *shape))
+        found.backward()
+        torch.testing.assert_close(found, wanted[dist.get_rank()])
+        gradients_are(model, reference)
+        for update in updates:
+            update.step()
+        weights_are(model, reference)
+        for update in updates:
+            update.zero_grad()
+        losses.append(found.item())
+    return losses

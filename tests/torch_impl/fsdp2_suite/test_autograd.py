@@ -1,0 +1,180 @@
+"""PyTorch's test_fully_shard_autograd.py: unused outputs and modules, containers, hooks of gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.engines import (
+    Case,
+    Engine,
+    agree,
+    gradients_are,
+    name_of,
+    rows,
+    slow,
+    squares,
+    train_as_one,
+    weights_are,
+)
+from tests.torch_impl.fsdp2_suite.models import MLP, Stack, TwoParts
+
+
+@dataclass
+class Carried:
+    x: torch.Tensor
+    step: int
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    step: int
+
+
+def unused_output(engine: Engine, reshard: bool) -> list[float]:
+    """The loss uses another one of a unit's two outputs in each step."""
+
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = 0
+            self.one, self.other = MLP(), MLP(8, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.one(x), self.other(x)
+
+    model = TwoOutputs()
+
+    def next_step(_: nn.Module) -> None:
+        model.step += 1
+
+    return train_as_one(
+        model,
+        lambda one: engine.shard_all(one.one, one.other, one, reshard_after_forward=reshard),
+        loss=lambda one, x: one(x)[model.step % 2].square().sum(),
+        before=next_step,
+    )
+
+
+def unused_module(engine: Engine, reshard: bool) -> list[bool]:
+    """A unit whose output nothing uses has no gradients, and the next step finds it whole."""
+    model = TwoParts()
+    reference = copy.deepcopy(model)
+    engine.shard_all(model.first, model.second, model, reshard_after_forward=reshard)
+    engine.package.register_fsdp_forward_method(model, "encode")
+    world, nones = dist.get_world_size(), []
+    for step in range(3):
+        model.second(model.encode(rows(step)).detach())
+        model.encode(rows(step)).sum().backward()
+        for rank in range(world):
+            (reference.encode(rows(step, rank)).sum() / world).backward()
+        gradients_are(model, reference)
+        nones += [param.grad is None for param in model.parameters()]
+        for one in (model, reference):
+            one.zero_grad()
+    return nones
+
+
+def containers(engine: Engine, kind: str, reshard: bool) -> list[float]:
+    """Units hand activations to each other in a container of their own."""
+
+    class Through(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.mlp, self.last = MLP(), last
+
+        def forward(self, given: Any) -> Any:
+            if isinstance(given, torch.Tensor):
+                x = given
+            elif isinstance(given, dict):
+                x = given["x"]
+            elif isinstance(given, list):
+                x = given[0]
+            else:
+                x = given.x
+            x = self.mlp(x)
+            if self.last:
+                return x
+            return {
+                "dict": {"x": x, "step": 1},
+                "list": [x, "word"],
+                "dataclass": Carried(x, 1),
+                "namedtuple": Pair(x, 1),
+            }[kind]
+
+    model = nn.Sequential(Through(False), Through(False), Through(True))
+    return train_as_one(model, lambda one: engine.shard_all(*one, one, reshard_after_forward=reshard))
+
+
+def hooks_of_gradients(engine: Engine) -> dict[str, int]:
+    """A hook of a sharded parameter runs once a backward, when the reduced gradient is there."""
+    model = Stack(2)
+    engine.shard_all(*model.blocks, model)
+    ran: Counter[str] = Counter()
+    for name, param in model.named_parameters():
+
+        def hook(one: torch.Tensor, name: str = name) -> None:
+            assert one.grad is not None
+            ran[name] += 1
+
+        param.register_post_accumulate_grad_hook(hook)
+    for step in range(2):
+        squares(model, rows(step)).backward()
+    return dict(sorted(ran.items()))
+
+
+def optimizer_in_backward(engine: Engine) -> list[float]:
+    """Updates in hooks of gradients are those of updates after the backward."""
+    model = Stack(2)
+    reference = copy.deepcopy(model)
+    engine.shard_all(*model.blocks, model)
+    updates: dict[nn.Parameter, torch.optim.Optimizer] = {}
+
+    def update(param: Any) -> None:
+        updates[param].step()
+        updates[param].zero_grad()
+
+    for param in model.parameters():
+        updates[param] = torch.optim.Adam([param], lr=1e-2)
+        param.register_post_accumulate_grad_hook(update)
+    plain = torch.optim.Adam(reference.parameters(), lr=1e-2)
+    world, losses = dist.get_world_size(), []
+    for step in range(3):
+        loss = squares(model, rows(step))
+        loss.backward()
+        assert all(param.grad is None for param in model.parameters())
+        for rank in range(world):
+            (squares(reference, rows(step, rank)) / world).backward()
+        plain.step()
+        plain.zero_grad()
+        weights_are(model, reference)
+        losses.append(loss.item())
+    return losses
+
+
+CASES: list[Any] = [
+    (unused_output, (True,), 2),
+    slow((unused_output, (False,), 2)),
+    (unused_module, (True,), 2),
+    (unused_module, (False,), 2),
+    (containers, ("dict", True), 2),
+    (containers, ("dataclass", True), 2),
+    (containers, ("namedtuple", False), 2),
+    slow((containers, ("list", True), 2)),
+    (hooks_of_gradients, (), 2),
+    (optimizer_in_backward, (), 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_autograd(ranks: RankGroup, case: Case) -> None:
+    scenario, args, world = case
+    agree(ranks, scenario, *args, world=world)

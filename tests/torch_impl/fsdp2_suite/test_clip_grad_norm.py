@@ -1,0 +1,95 @@
+"""PyTorch's test_fully_shard_clip_grad_norm_.py: norms and clipped gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.engines import (
+    Case,
+    Engine,
+    agree,
+    gradients_are,
+    name_of,
+    rows,
+    slow,
+    squares,
+    weights_are,
+    whole,
+)
+from tests.torch_impl.fsdp2_suite.models import Stack, Tied
+
+
+def clipped(engine: Engine, kind: float, foreach: bool | None, replicas: bool, tied: bool) -> list[float]:
+    """Gradients that differ in size by unit, clipped before each of three steps."""
+    options: dict[str, Any] = {}
+    if replicas:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = Tied() if tied else Stack()
+    shape = (2, 11) if tied else (3, 8)
+    reference = copy.deepcopy(model)
+    engine.shard_all(*model.blocks, model, **options)
+    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    world, norms = dist.get_world_size(), []
+    for step in range(3):
+        squares(model, rows(step, None, *shape)).backward()
+        for rank in range(world):
+            (squares(reference, rows(step, rank, *shape)) / world).backward()
+        # Small enough that it clips, in every norm.
+        limit = 1e-2
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, kind, foreach=foreach)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit, kind, foreach=foreach)
+        total = norm.full_tensor()
+        assert wanted > limit
+        torch.testing.assert_close(total, wanted)
+        gradients_are(model, reference)
+        # Clipped gradients are no longer than they may be.
+        again = nn.utils.get_total_norm(
+            [param.grad for param in model.parameters() if param.grad is not None], kind, foreach=foreach
+        )
+        assert whole(again).item() <= limit * (1 + 1e-5)
+        norms.append(total.item())
+        for update in updates:
+            update.step()
+            update.zero_grad()
+        weights_are(model, reference)
+    return norms
+
+
+def not_finite(engine: Engine) -> list[float]:
+    """A NaN on one rank is everywhere in the norm, and ``error_if_nonfinite`` raises on all ranks."""
+    model = engine.shard(Stack(1))
+    data = rows(0)
+    if dist.get_rank() == 1:
+        data[0, 0] = math.inf
+    squares(model, data).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    return [float(total.isfinite().item())]
+
+
+CASES: list[Any] = [
+    (clipped, (2.0, None, False, False), 2),
+    (clipped, (1.0, False, False, False), 2),
+    (clipped, (math.inf, True, False, False), 2),
+    (clipped, (2.0, True, False, True), 2),
+    (clipped, (2.0, None, True, False), 4),
+    slow((clipped, (1.0, True, True, False), 4)),
+    slow((clipped, (math.inf, False, False, True), 2)),
+    (not_finite, (), 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_clip_grad_norm(ranks: RankGroup, case: Case) -> None:
+    scenario, args, world = case
+    agree(ranks, scenario, *args, world=world)

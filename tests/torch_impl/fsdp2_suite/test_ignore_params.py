@@ -1,0 +1,101 @@
+"""PyTorch's test_fully_shard_ignore_params.py: parameters that stay plain, beside DistributedDataParallel or alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.engines import (
+    Case,
+    Engine,
+    agree,
+    gradients_are,
+    name_of,
+    rows,
+    squares,
+    weights_are,
+)
+from tests.torch_impl.fsdp2_suite.models import MLP
+
+
+def replicated_around(engine: Engine) -> list[float]:
+    """The middle one of three modules is sharded, DistributedDataParallel keeps the others equal."""
+    model = nn.Sequential(MLP(), MLP(8, 6), MLP(8, 5))
+    reference = copy.deepcopy(model)
+    ignored = {*model[0].parameters(), *model[2].parameters()}
+    engine.shard(model[1])
+    names = [name for name, _ in model.named_parameters() if name.startswith("1.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    replicated = DistributedDataParallel(model)
+    assert all(not isinstance(param, DTensor) for param in ignored)
+    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    world, losses = dist.get_world_size(), []
+    for step in range(3):
+        loss = squares(replicated, rows(step))
+        loss.backward()
+        for rank in range(world):
+            (squares(reference, rows(step, rank)) / world).backward()
+        gradients_are(model, reference)
+        for update in updates:
+            update.step()
+            update.zero_grad()
+        weights_are(model, reference)
+        losses.append(loss.item())
+    return losses
+
+
+def alone(engine: Engine) -> list[bool]:
+    """Ignored parameters keep their object and their local gradient, of a root as of a unit below."""
+    model = nn.Sequential(MLP(), MLP(8, 6))
+    reference = copy.deepcopy(model)
+    ignored = {model[0].inner.weight, model[1].outer.bias}
+    engine.shard(model[0], ignored_params=ignored)
+    engine.shard(model, ignored_params=ignored)
+    own = {id(param) for param in ignored}
+    assert own <= {id(param) for param in model.parameters()}
+    squares(model, rows(0)).backward()
+    world = dist.get_world_size()
+    for param in ignored:
+        # What each rank has until the program reduces it.
+        dist.all_reduce(param.grad)
+        assert param.grad is not None
+        param.grad /= world
+    for rank in range(world):
+        (squares(reference, rows(0, rank)) / world).backward()
+    gradients_are(model, reference)
+    return [isinstance(param, DTensor) for param in model.parameters()]
+
+
+def whole_modules(engine: Engine) -> list[str]:
+    """A unit all of whose parameters are ignored runs as it is; its buffers and dtypes stay."""
+    model = nn.Sequential(nn.BatchNorm1d(8), MLP())
+    engine.shard(model[0], ignored_params=set(model[0].parameters()))
+    engine.shard(
+        model,
+        ignored_params=set(model[0].parameters()),
+        mp_policy=engine.package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+    )
+    out = model[0](rows(0))
+    assert all(not isinstance(value, DTensor) for value in model[0].state_dict().values())
+    return [str(out.dtype), *(str(value.dtype) for value in model.state_dict().values())]
+
+
+CASES: list[Any] = [
+    (replicated_around, (), 2),
+    (alone, (), 2),
+    (whole_modules, (), 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_ignore_params(ranks: RankGroup, case: Case) -> None:
+    scenario, args, world = case
+    agree(ranks, scenario, *args, world=world)

@@ -1,0 +1,253 @@
+"""PyTorch's test_fully_shard_state_dict.py: sharded and whole state dicts, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.engines import (
+    Case,
+    Engine,
+    agree,
+    name_of,
+    rows,
+    slow,
+    squares,
+    weights_are,
+    whole,
+)
+from tests.torch_impl.fsdp2_suite.models import Stack, Tied
+
+
+def sharded(engine: Engine, model: Any, **options: Any) -> Any:
+    return engine.shard_all(*model.blocks, model, **options)
+
+
+def shared_folder() -> Path:
+    given = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(given)
+    return Path(given[0])
+
+
+def round_trip(engine: Engine, offload: bool, replicas: bool) -> dict[str, list[Any]]:
+    """A sharded state dict has DTensors under plain names; loading one that was changed changes the model."""
+    options: dict[str, Any] = {}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if replicas:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Stack()
+    reference = copy.deepcopy(model)
+    sharded(engine, model, **options)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
+    facts: dict[str, list[Any]] = {}
+    for name, value in state.items():
+        assert isinstance(value, DTensor), name
+        facts[name] = [str(value.dtype), tuple(value.shape), value.device_mesh.ndim, value.device.type]
+        torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name])
+    doubled = {name: value.clone() * 2 for name, value in state.items()}
+    model.load_state_dict(doubled)
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.mul_(2)
+    weights_are(model, reference)
+    torch.testing.assert_close(model(rows(0)), reference(rows(0)))
+    model(rows(1)).sum().backward()
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    return facts
+
+
+def assigned(engine: Engine) -> list[str]:
+    """``distribute_tensor`` cuts whole values as a parameter is cut; ``assign=True`` takes them."""
+    model, given = sharded(engine, Stack()), Stack()
+    own = dict(model.named_parameters())
+    placed = {
+        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
+        for name, value in given.state_dict().items()
+    }
+    model.load_state_dict(placed, assign=True)
+    weights_are(model, given)
+    loss = squares(model, rows(0))
+    torch.testing.assert_close(loss, squares(given, rows(0)))
+    loss.backward()
+    return [str(param.grad.dtype) for param in model.parameters()]
+
+
+def whole_state_dict(engine: Engine, broadcast: bool, tied: bool) -> list[bool]:
+    """Whole values of the first rank, on the CPU, come back into another sharded model."""
+    build = Tied if tied else Stack
+    model: Any = build()
+    reference = copy.deepcopy(model)
+    sharded(engine, model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    assert bool(state) == (dist.get_rank() == 0)
+    for name, value in state.items():
+        assert not isinstance(value, DTensor)
+        assert value.device.type == "cpu"
+        torch.testing.assert_close(value, reference.state_dict()[name])
+    torch.manual_seed(7)
+    other = sharded(engine, build())
+    if not broadcast:
+        state = reference.state_dict()
+    set_model_state_dict(
+        other, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    )
+    weights_are(other, reference)
+    return [name in state for name in reference.state_dict()]
+
+
+def into_meta(engine: Engine) -> list[str]:
+    """A model that was sharded on the meta device gets the first rank's values, without ``to_empty``."""
+    given = Stack()
+    with torch.device("meta"):
+        model = sharded(engine, Stack())
+    set_model_state_dict(
+        model,
+        given.state_dict() if dist.get_rank() == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    weights_are(model, given)
+    torch.testing.assert_close(model(rows(0)), given(rows(0)))
+    return [param.device.type for param in model.parameters()]
+
+
+def checkpoint(engine: Engine, tied: bool) -> list[float]:
+    """A run that is saved by DCP and loaded into another model and optimizer goes on as the first one does."""
+    folder = shared_folder()
+    build = Tied if tied else Stack
+    shape = (2, 11) if tied else (3, 8)
+
+    def fresh() -> tuple[Any, torch.optim.Optimizer]:
+        model = sharded(engine, build())
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+        loss = squares(model, rows(number, None, *shape))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = fresh()
+    for number in range(2):
+        step(model, optimizer, number)
+    dcp.save(
+        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
+    wanted = [step(model, optimizer, number) for number in (2, 3)]
+    torch.manual_seed(11)
+    other, its = fresh()
+    state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state["model"])
+    set_optimizer_state_dict(other, its, state["optimizer"])
+    found = [step(other, its, number) for number in (2, 3)]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    return found
+
+
+def of_each_rank(engine: Engine) -> list[str]:
+    """What a rank saves by ``torch.save`` is what it loads, model and optimizer."""
+    folder = shared_folder()
+    model = sharded(engine, Stack())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    squares(model, rows(0)).backward()
+    optimizer.step()
+    path = folder / f"rank-{dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    wanted = [whole(param.detach()).clone() for param in model.parameters()]
+    squares(model, rows(1)).backward()
+    optimizer.step()
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    for param, value in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(whole(param.detach()), value)
+    return list(state["model"])
+
+
+def plain_values(engine: Engine) -> bool:
+    """FSDP2 refuses whole plain tensors, which ``load_state_dict`` here takes."""
+    model, given = sharded(engine, Stack()), Stack()
+    if engine.ours:
+        model.load_state_dict(given.state_dict())
+        weights_are(model, given)
+    else:
+        with pytest.raises(RuntimeError, match="DTensor"):
+            model.load_state_dict(given.state_dict())
+    return True
+
+
+def extra_keys(engine: Engine) -> list[str]:
+    """Missing and unexpected keys are told as by any module."""
+    model = sharded(engine, Stack(1))
+    state = dict(model.state_dict())
+    state["odd"] = state.pop("scale")
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match="odd"):
+        model.load_state_dict(state)
+    return [*missing, *unexpected]
+
+
+def tensor_parallel(engine: Engine) -> list[str]:
+    """State dicts under torch's tensor parallelism hold whole values on both axes."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    reference = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    engine.shard_all(model[0], model, mesh=mesh["dp"])
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in reference.state_dict().items():
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(state[name], value)
+    model.load_state_dict({name: value * 1 for name, value in model.state_dict().items()})
+    weights_are(model, reference)
+    return list(state)
+
+
+CASES: list[Any] = [
+    (round_trip, (False, False), 2),
+    (round_trip, (True, False), 2),
+    (round_trip, (False, True), 4),
+    (assigned, (), 2),
+    (whole_state_dict, (True, False), 2),
+    (whole_state_dict, (True, True), 2),
+    slow((whole_state_dict, (False, False), 2)),
+    (into_meta, (), 2),
+    (checkpoint, (False,), 2),
+    slow((checkpoint, (True,), 2)),
+    (of_each_rank, (), 2),
+    (plain_values, (), 2),
+    (extra_keys, (), 2),
+    slow((tensor_parallel, (), 4)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_state_dict(ranks: RankGroup, case: Case) -> None:
+    scenario, args, world = case
+    agree(ranks, scenario, *args, world=world)
