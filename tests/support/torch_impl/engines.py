@@ -7,9 +7,12 @@ which have to be the same for both engines.
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +105,19 @@ def require_same(stock: Any, ours: Any, where: str) -> None:
         assert ours == pytest.approx(stock, rel=1e-5, abs=1e-6), where
     else:
         assert ours == stock, where
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder that all ranks see, and that is gone afterwards."""
+    given = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(given)
+    try:
+        yield Path(given[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(given[0])
 
 
 @contextmanager

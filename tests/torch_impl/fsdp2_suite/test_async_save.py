@@ -6,8 +6,6 @@ PyTorch's own tests of it (test/distributed/checkpoint) use FSDP2 for what they 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.torch_version import TorchVersion
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import Case, Engine, agree, name_of, rows, squares, whole
+from tests.support.torch_impl.engines import Case, Engine, agree, name_of, rows, shared_folder, squares, whole
 from tests.torch_impl.fsdp2_suite.models import Stack
 
 
 def saved_while_trained(engine: Engine) -> list[float]:
     """Two steps are trained while the save is under way; the loaded run repeats them."""
-    given = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(given)
-    folder = Path(given[0])
+    with shared_folder() as folder:
+        return saved_in(engine, folder)
 
+
+def saved_in(engine: Engine, folder: Path) -> list[float]:
     def fresh() -> tuple[Any, torch.optim.Optimizer]:
         model: Any = Stack(2)
         engine.shard_all(*model.blocks, model)
@@ -61,9 +60,6 @@ def saved_while_trained(engine: Engine) -> list[float]:
         torch.testing.assert_close(whole(param.detach()), value, rtol=0, atol=0)
     found = [step(other, its, number) for number in (1, 2)]
     assert found == pytest.approx(wanted, rel=1e-6)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
     return found
 
 

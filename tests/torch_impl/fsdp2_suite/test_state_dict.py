@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.support.torch_impl.engines import (
     agree,
     name_of,
     rows,
+    shared_folder,
     slow,
     squares,
     weights_are,
@@ -40,12 +40,6 @@ from tests.torch_impl.fsdp2_suite.models import Stack, Tied
 
 def sharded(engine: Engine, model: Any, **options: Any) -> Any:
     return engine.shard_all(*model.blocks, model, **options)
-
-
-def shared_folder() -> Path:
-    given = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(given)
-    return Path(given[0])
 
 
 def round_trip(engine: Engine, offload: bool, replicas: bool) -> dict[str, list[Any]]:
@@ -134,7 +128,11 @@ def into_meta(engine: Engine) -> list[str]:
 
 def checkpoint(engine: Engine, tied: bool) -> list[float]:
     """A run that is saved by DCP and loaded into another model and optimizer goes on as the first one does."""
-    folder = shared_folder()
+    with shared_folder() as folder:
+        return checkpoint_in(folder, engine, tied)
+
+
+def checkpoint_in(folder: Path, engine: Engine, tied: bool) -> list[float]:
     build = Tied if tied else Stack
     shape = (2, 11) if tied else (3, 8)
 
@@ -170,7 +168,11 @@ def checkpoint(engine: Engine, tied: bool) -> list[float]:
 
 def of_each_rank(engine: Engine) -> list[str]:
     """What a rank saves by ``torch.save`` is what it loads, model and optimizer."""
-    folder = shared_folder()
+    with shared_folder() as folder:
+        return of_each_rank_in(folder, engine)
+
+
+def of_each_rank_in(folder: Path, engine: Engine) -> list[str]:
     model = sharded(engine, Stack())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     squares(model, rows(0)).backward()

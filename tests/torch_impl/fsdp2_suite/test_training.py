@@ -309,8 +309,7 @@ def partial_group(engine: Engine) -> list[float]:
     head: Any = model["head"]
     world, losses = dist.get_world_size(), []
     hidden = model["body"](rows(0, None, 4, 8))
-    parts = hidden.detach().requires_grad_().chunk(2)
-    given = [part.detach().requires_grad_() for part in parts]
+    given = [part.detach().requires_grad_() for part in hidden.detach().chunk(2)]
     head.set_reshard_after_forward(False)
     head.set_reshard_after_backward(False)
     head.set_requires_gradient_sync(False)
