@@ -49,8 +49,9 @@ _BATCH = 1 << 20
 """Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
 # Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
 _VECTOR = 16
-# Arrays of XLA:GPU's like the rows that JAX computes together, by which moments have scales.
-_CONVERTED = {(True,): 2.5, (True, False): 3.4, (False, True): 5.6, (True, True): 4.7}
+# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
+# compiler.
+_CONVERTED = 5
 _SCALE = 4
 
 
@@ -128,7 +129,7 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
 
     In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights; or a round of
     Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is
-    converted of one key, or of a piece of its rows.
+    converted of one key.
     """
     groups = [one for one in groups if one.group.shape.trainable]
     if runtime == "torch":
@@ -187,14 +188,14 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
 
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
-    """Of a piece of rows; XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
+    """XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
     dtypes = _of_elements(optimizer)
-    scaled = tuple(dtype in SCALED for dtype in dtypes)
-    if any(scaled) and (rows := row_moment(group, 0)) is not None:
-        return int(_CONVERTED[scaled] * _update_bytes(group) * rows.piece)
+    scaled = sum(dtype in SCALED for dtype in dtypes)
+    if scaled and row_moment(group, 0) is not None:
+        return _CONVERTED * scaled * _update_bytes(group) * size // 2
     return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in dtypes else 0
 
 

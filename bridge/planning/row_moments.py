@@ -4,9 +4,6 @@ Of a group of which some parameters have rows of several elements (*scaled* ones
 three arrays for each moment: one as the weights are, in the moment's dtype; a float32 scale for each scaled row; and
 the elements of all other parameters, in the main dtype. In the latter two each shard has, for each buffer of the
 layout, room for as many rows as the shard with most of them has.
-
-An update computes some rows at a time (``jax_impl.optimizer.shard_rows``): of each parameter equal pieces of the rows
-that the shard with most of them has.
 """
 
 from __future__ import annotations
@@ -19,15 +16,13 @@ from bridge.planning.buffers import GroupBuffers
 from bridge.sharding.rows import rows_of
 
 _SCALE = 4
-PIECE = 1 << 20
-"""Elements that an update computes together, unless a row has more."""
 
 
 @dataclass(frozen=True)
 class RowMoment:
     """Of one device: elements of the array like the weights', rows that have a scale, and other elements.
 
-    ``real_...``: the part of them that belongs to parameters. ``piece``: elements of the largest one.
+    ``real_...``: the part of them that belongs to parameters.
     """
 
     elements: int
@@ -36,7 +31,6 @@ class RowMoment:
     real_elements: int
     real_rows: int
     real_others: int
-    piece: int
 
     def bytes(self, itemsize: int, main: int) -> tuple[int, int]:
         """Allocated, and the part of it that belongs to parameters."""
@@ -58,14 +52,13 @@ def row_moment(group: GroupBuffers, device: int) -> RowMoment | None:
     rows = {
         scaled: np.zeros((len(layout.shard_sizes), layout.num_shards), np.int64) for scaled in (True, False)
     }
-    elements = piece = 0
+    elements = 0
     for slot in layout.slots:
         starts = bounds * layout.shard_sizes[slot.buffer] - slot.offset
         held = np.diff(np.clip(starts, 0, slot.numel))
         scaled = sizes[slot.name] > 1
         rows[scaled][slot.buffer] += held // max(1, sizes[slot.name])
         elements += int(held[own]) if scaled else 0
-        piece = max(piece, _piece(int(held.max()), sizes[slot.name]))
     return RowMoment(
         group.size(level),
         int(rows[True].max(1).sum()),
@@ -73,13 +66,4 @@ def row_moment(group: GroupBuffers, device: int) -> RowMoment | None:
         elements,
         int(rows[True][:, own].sum()),
         int(rows[False][:, own].sum()),
-        piece,
     )
-
-
-def _piece(numel: int, row_size: int) -> int:
-    """Elements of a piece of rows that have ``numel`` together."""
-    if not numel:
-        return 0
-    rows, pieces = numel // row_size, -(-numel // PIECE)
-    return min(rows, -(-rows // pieces)) * row_size

@@ -30,7 +30,7 @@ from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import Kind, kinds
 from jax_impl.checkpoint.roots import is_of_optimizer
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.moment_arrays import MomentRows, ParameterMoments, Parts, PlanMoments
+from jax_impl.optimizer.moment_arrays import ParameterMoments, Parts, PlanMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
@@ -199,10 +199,10 @@ def _encoded(
         places = {suffix: plan.sharding(key + suffix) for suffix in rows.suffixes}
 
         def encode(array: jax.Array, step: jax.Array, number: int = number, rows: Any = rows) -> Parts:
-            def compute(rows: tuple[MomentRows], held: Parts, values: jax.Array, step: jax.Array) -> Parts:
-                return rows[0].encode(kind, values, step)
+            def compute(held: Parts, given: jax.Array, step: jax.Array) -> Parts:
+                return rows.encode(kind, given, step)
 
-            return arrays.computed(number, given, (rows,), compute, rows.zeros(kind), array, step)
+            return arrays.computed(number, given, compute, rows.zeros(kind), array, step)
 
         run = jax.jit(encode, out_shardings=places)
         parts.append(jax.block_until_ready(run(values.pop(key), count)))

@@ -239,12 +239,10 @@ def _applied(
     done: list[tuple[jax.Array, Parts, Parts]] = []
     for number, (path, weight) in enumerate(paths):
         check_gradient(path, weight, slopes[number])
-        kept = rows[0][number], rows[1][number]
+        compute = partial(_one, given, (rows[0][number], rows[1][number]))
         held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[update_dtype(weight.dtype)])
-        done.append(
-            arrays.computed(number, weights, kept, partial(_one, given), held, slopes[number], numbers)
-        )
+        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
     return new, _state(given, arrays, count, weights, parts)
@@ -257,7 +255,7 @@ def _one(
     gradient: jax.Array,
     numbers: tuple[jax.Array, StepScalars],
 ) -> tuple[jax.Array, Parts, Parts]:
-    """Weights and moments of one array, or of a part of it, after the step."""
+    """Weights and moments of one array, or of the shard that a device has of it, after the step."""
     (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     wide = weight.astype(update_dtype(weight.dtype))

@@ -341,7 +341,7 @@ def _applied(
     rate: Any = given.learning_rate
     if callable(rate):
         rate = scheduled(rate, state.count, _NAME)
-    rows: list[Any] = arrays.rows(given.trace, own)
+    rows = arrays.rows(given.trace, own)
     moments = arrays.parts(rows, own, state.trace, state.trace_scale)
     stored = []
     last: Any = ()

@@ -150,8 +150,8 @@ def _applied(
         check_gradient(path, weight, slopes[number], _NAME)
         held = weight, moments[number]
         numbers = count, negative(rate, update_dtype(weight.dtype))
-        kept, compute = (rows[number],), partial(_one, given)
-        done.append(arrays.computed(number, weights, kept, compute, held, slopes[number], numbers))
+        compute = partial(_one, given, rows[number])
+        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _ in done])
     return new, _state(given, arrays, count, weights, [moment for _, moment in done])
 
@@ -166,9 +166,9 @@ def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> A
 
 
 def _one(
-    given: _SGD, rows: tuple[MomentRows], held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
+    given: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
 ) -> tuple[jax.Array, Parts]:
-    """Weights and momentum of one array, or of a part of it, after the step."""
+    """Weights and momentum of one array, or of the shard that a device has of it, after the step."""
     (weight, stored), (count, step_size) = held, numbers
     w = weight.astype(update_dtype(weight.dtype))
     number = w.dtype.type
@@ -185,10 +185,10 @@ def _one(
         g = w * number(given.weight_decay) + g
     if not given.momentum:
         return as_stored(w + step_size * g, weight.dtype), stored
-    m = rows[0].decode(stored)
+    m = rows.decode(stored)
     # Momentum begins with zeros.
     share = jnp.where(count == 1, number(1), number(1 - given.dampening)) if given.dampening else number(1)
     m = share * g + opaque(m * number(given.momentum), m)
-    new = rows[0].encode(given.trace, m, count)
+    new = rows.encode(given.trace, m, count)
     g = m * number(given.momentum) + g if given.nesterov else m
     return as_stored(w + step_size * g, weight.dtype), new

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -32,28 +31,24 @@ from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
 from jax_impl.optimizer.shard_rows import ShardRows
 from jax_impl.runtime.flat_group import FlatGroup
 from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.row_arrays import SCALES, VALUES
+from jax_impl.runtime.row_arrays import SCALES
 from jax_impl.runtime.sharding_plan import ShardingPlan
 from jax_impl.runtime.unit_plan import Group
 
+VALUES = ""
 # The arrays of a moment of one array of weights, by suffix of their keys.
 Parts = Mapping[str, jax.Array]
-Compute = Callable[[Any, Any, Any, Any], Any]
+Compute = Callable[[Any, Any, Any], Any]
 
 
-class Kept(Protocol):
-    """In which arrays a moment of one array of weights is stored."""
+class MomentRows(Protocol):
+    """How a moment of one array of weights is stored."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Of its arrays' keys."""
 
     def zeros(self, kind: MomentFormat) -> Parts: ...
-
-
-class MomentRows(Protocol):
-    """How these are read and written."""
-
     def decode(self, parts: Parts) -> jax.Array: ...
     def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts: ...
 
@@ -105,11 +100,11 @@ class MomentArrays(ABC):
     """How moments of all weights make an optimizer's state."""
 
     @abstractmethod
-    def rows(self, kind: MomentFormat, weights: Any) -> list[Kept]:
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
         """Of each array of the weights."""
 
     @abstractmethod
-    def parts(self, rows: list[Kept], weights: Any, values: Any, scales: Any) -> list[Parts]:
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
         """Of each array of the weights, from the two trees of the state."""
 
     @abstractmethod
@@ -118,34 +113,25 @@ class MomentArrays(ABC):
 
     @abstractmethod
     def computed(
-        self,
-        number: int,
-        weights: Any,
-        rows: Sequence[Kept],
-        compute: Compute,
-        held: Any,
-        given: Any,
-        numbers: Any,
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
     ) -> Any:
-        """``compute(rows, held, given, numbers)`` for an array of the weights, or for one part of it after another:
-        ``held`` anew.
+        """``compute(held, given, numbers)`` for an array of the weights, where its rows are known: ``held`` anew.
 
-        ``held`` and ``given`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars. ``rows``: how
-        the moments among them are stored; ``compute`` gets ``MomentRows`` of what it is given.
+        ``held`` and ``given`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
         """
 
 
 class TreeMoments(MomentArrays):
     """Of any pytree."""
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[Kept]:
-        def of(leaf: Any) -> Kept:
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        def of(leaf: Any) -> MomentRows:
             scaled = kind.scaled and rows_of(leaf.shape)[0] > 1
             return (ArrayRows if scaled else Alike)(tuple(leaf.shape), leaf.dtype)
 
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
-    def parts(self, rows: list[Kept], weights: Any, values: Any, scales: Any) -> list[Parts]:
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
         structure: Any = jax.tree.structure(weights)
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
@@ -159,16 +145,9 @@ class TreeMoments(MomentArrays):
         return values, scales if kind.scaled else None
 
     def computed(
-        self,
-        number: int,
-        weights: Any,
-        rows: Sequence[Kept],
-        compute: Compute,
-        held: Any,
-        given: Any,
-        numbers: Any,
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
     ) -> Any:
-        return compute(rows, held, given, numbers)
+        return compute(held, given, numbers)
 
 
 class PlanMoments(MomentArrays):
@@ -180,8 +159,8 @@ class PlanMoments(MomentArrays):
             key: group for unit in plan.units.values() for group in unit.groups for key in group.stored
         }
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[Kept]:
-        def of(key: str, array: Any) -> Kept:
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+        def of(key: str, array: Any) -> MomentRows:
             shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
             if not kind.scaled or key + SCALES not in self._plan.row_arrays:
                 return Alike(shape, dtype)
@@ -189,7 +168,7 @@ class PlanMoments(MomentArrays):
 
         return [of(*item) for item in _items(weights)]
 
-    def parts(self, rows: list[Kept], weights: Any, values: Any, scales: Any) -> list[Parts]:
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
         return [
             {suffix: (scales if suffix == SCALES else values)[key + suffix] for suffix in one.suffixes}
             for (key, _), one in zip(_items(weights), rows, strict=True)
@@ -204,22 +183,11 @@ class PlanMoments(MomentArrays):
         return values, scales if kind.scaled else None
 
     def computed(
-        self,
-        number: int,
-        weights: Any,
-        rows: Sequence[Kept],
-        compute: Compute,
-        held: Any,
-        given: Any,
-        numbers: Any,
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
     ) -> Any:
         key, _ = _items(weights)[number]
         group = self._groups[key]
-        one: Callable[..., Any]
-        if isinstance(group, FlatGroup) and any(isinstance(kept, ShardRows) for kept in rows):
-            one = partial(ShardRows(group).computed, rows, compute)
-        else:
-            one = _by_layer(partial(compute, rows), group.layers)
+        one = compute if group.layers is None else _by_layer(compute, group.layers)
         if not isinstance(group, FlatGroup):
             return one(held, given, numbers)
         specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, given)]
@@ -233,7 +201,7 @@ class PlanMoments(MomentArrays):
 class ParameterMoments(PlanMoments):
     """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[Kept]:
+    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
         scaled = self._plan.row_arrays if kind.scaled else {}
         return [
             (ArrayRows if path + SCALES in scaled else Alike)(tuple(array.shape), array.dtype)
@@ -241,19 +209,13 @@ class ParameterMoments(PlanMoments):
         ]
 
     def computed(
-        self,
-        number: int,
-        weights: Any,
-        rows: Sequence[Kept],
-        compute: Compute,
-        held: Any,
-        given: Any,
-        numbers: Any,
+        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
     ) -> Any:
         path, _ = _items(weights)[number]
         unit = self._plan.units[self._plan.parameters[path].unit]
         layers = next(group.layers for group in unit.groups if path in group.paths)
-        return _by_layer(partial(compute, rows), layers)(held, given, numbers)
+        one = compute if layers is None else _by_layer(compute, layers)
+        return one(held, given, numbers)
 
 
 def _items(weights: Any) -> list[tuple[str, Any]]:
@@ -261,10 +223,8 @@ def _items(weights: Any) -> list[tuple[str, Any]]:
     return sorted(weights.items())
 
 
-def _by_layer(compute: Callable[..., Any], layers: int | None) -> Callable[..., Any]:
-    """``compute`` on one layer of a stack after the other, in place: what it needs is as large as one layer."""
-    if layers is None:
-        return compute
+def _by_layer(compute: Compute, layers: int) -> Compute:
+    """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
 
     def computed(held: Any, given: Any, numbers: Any) -> Any:
         def layer(number: Any, held: Any) -> Any:

@@ -32,7 +32,7 @@ from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup
 from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.unit_plan import Group, Stored
 
-VALUES, SCALED, SCALES, UNSCALED = "", " (scaled)", " (scales)", " (unscaled)"
+SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
 _SCALE = np.dtype(np.float32)
 
 

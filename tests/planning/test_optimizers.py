@@ -22,7 +22,6 @@ from bridge.planning import (
     make_plan,
     parse_policy,
     resolve_models,
-    row_moments,
 )
 from bridge.planning.adapt import with_frozen
 from bridge.planning.comparison import compare
@@ -34,8 +33,7 @@ from bridge.planning.optimizers import CONSTANTS, NAMES, OF_MAIN_WEIGHTS, Optimi
 from bridge.planning.report import notes, overview
 from bridge.planning.shipped_models import shipped_model
 from bridge.planning.target_step import StepRequest
-from jax_impl.optimizer import shard_rows
-from tests.planning.test_plan_jax import Whole, frozen_paths, loss
+from tests.planning.test_plan_jax import Whole, frozen_paths
 from tests.planning.test_plan_peak import WITHIN, policy
 from tests.planning.test_plan_torch import model_of, policy_text
 from tests.support.parity.optimizer_runs import peak_bytes, state_bytes, update_bytes
@@ -327,45 +325,6 @@ def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
     found = document(moved)
     assert found["plans"][0]["host"] == torch_plan.at_rest.host
     assert found["optimizer"] == {"name": "adamw", "moments": [None, None], "offload": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtypes", "piece"),
-    [
-        ("adamw", ("float8_e4m3fn", "float8_e4m3fn"), 1 << 14),
-        *(
-            pytest.param(name, dtypes, piece, marks=pytest.mark.slow)
-            for name, dtypes, piece in (
-                ("adamw", ("float16", "float32"), 1 << 14),
-                ("adamw", ("float8_e4m3fn", "float16"), 1 << 20),
-                ("sgd-momentum", ("float8_e5m2", None), 1 << 14),
-            )
-        ),
-    ],
-)
-def test_an_update_of_scaled_moments_in_jax_holds_one_piece(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtypes: tuple[str, str | None], piece: int
-) -> None:
-    for module in (shard_rows, row_moments):
-        assert module.PIECE == 1 << 20
-        monkeypatch.setattr(module, "PIECE", piece)
-    text = policy_text((2,), "optim_grads_params", "optim_grads_params", {})
-    parts, own = [[Spec((256, 1024)), Spec((77,))]] * 2, [Spec((9, 5))]
-    model = nnx.eval_shape(lambda: Whole(parts, own))
-    mesh, sharding = jax_impl.data_parallel_mesh({"axis0": 2}), jax_impl.ShardingPolicy.parse(text, "test")
-    sharded = jax_impl.plan_sharding(model, mesh, sharding)
-    chosen = Optimizer(name, dtypes)
-    state = jax_impl.abstract_state(sharded, chosen.transformation())
-    step = jax_impl.make_train_step(sharded, loss, chosen.transformation())
-    _, update = step.lower_programs(state, jax.ShapeDtypeStruct((2, 9), jax.numpy.float32))
-    found = update.compile().memory_analysis()
-    plan = make_plan(model_of(parts, own), parse_policy(text, "test"), 2, "jax", Workload(), optimizer=chosen)
-    arguments, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
-    planned = staged(chosen, plan.placed(), "jax", 0)
-    assert arguments + planned == pytest.approx(arguments + temporary, rel=WITHIN)
-    # XLA:CPU copies moments in float8, too.
-    whole = 256 * 1024 // 2
-    assert (temporary < 4 * whole) == (piece < 1 << 20)
 
 
 def test_jax_brings_stacks_and_what_sees_parameters_at_once() -> None:

@@ -32,7 +32,6 @@ from tests.jax_impl.compilers.expected import (
 )
 from tests.jax_impl.compilers.updates import (
     assert_gradients_leave,
-    assert_one_piece,
     assert_planned,
     assert_streamed,
     assert_units_travel,
@@ -306,9 +305,3 @@ def test_units_come_from_the_hosts_memory_and_their_gradients_leave_one_by_one(g
 def test_bytes_of_scaled_moments_are_planned(gpu: Compile, tmp_path: Path):
     setting = Setting("h100:8", "shard_map", "1024x6", offload=0.5, moments=("float8_e4m3fn", "float8_e5m2"))
     assert_planned(setting, gpu(setting), 8, tmp_path)
-
-
-@pytest.mark.parametrize("second", ["float8_e5m2", pytest.param("float32", marks=pytest.mark.slow)])
-def test_an_update_of_scaled_moments_holds_one_piece(gpu: Compile, second: str, tmp_path: Path):
-    setting = Setting("h100:4", "shard_map", "256", offload=0.0, moments=("float8_e4m3fn", second))
-    assert_one_piece(setting, gpu(setting), 4, tmp_path)

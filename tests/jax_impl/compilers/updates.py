@@ -6,9 +6,7 @@ import math
 from fractions import Fraction
 from pathlib import Path
 
-import pytest
-
-from bridge.planning import Plan, Workload, make_plan, resolve_models
+from bridge.planning import Workload, make_plan, resolve_models
 from bridge.planning.moments import staged
 from bridge.planning.optimizers import Optimizer
 from bridge.sharding import ShardingPolicy, UnitPolicy
@@ -36,23 +34,6 @@ def assert_streamed(setting: Setting, found: Compiled, tiles: float = 1.0) -> No
 
 def assert_planned(setting: Setting, found: Compiled, devices: int, folder: Path, tiles: float = 1.0) -> None:
     """What lies on the device and on the host is what ``twinshard plan`` says."""
-    plan = plan_of(setting, devices, folder)
-    rest = plan.at_rest
-    assert rest.host == sum(found.travelling)
-    gradients = rest.main_weights.allocated
-    here = rest.main_weights.allocated + rest.moments.allocated + gradients
-    # The step count and the loss are arguments, too.
-    assert here < found.arguments <= tiles * here + 2**12
-    assert found.temporary <= staged(plan.optimizer, plan.placed(), "jax", 0) + gradients + 2**16
-
-
-def assert_one_piece(setting: Setting, found: Compiled, devices: int, folder: Path) -> None:
-    """What an update converts of scaled moments is what ``twinshard plan`` says."""
-    plan = plan_of(setting, devices, folder)
-    assert staged(plan.optimizer, plan.placed(), "jax", 0) == pytest.approx(found.temporary, rel=0.10)
-
-
-def plan_of(setting: Setting, devices: int, folder: Path) -> Plan:
     policy = ShardingPolicy((UnitPolicy("layers.*"), UnitPolicy("")))
     sizes = folder / "sizes.toml"
     sizes.write_text(
@@ -61,7 +42,14 @@ def plan_of(setting: Setting, devices: int, folder: Path) -> Plan:
     share = Fraction(setting.offload or 0).limit_denominator(1000)
     chosen = Optimizer("adamw", setting.moments, share)
     model = resolve_models(f"decoder:{sizes}", ["jax"])["jax"]
-    return make_plan(model, policy, devices, "jax", Workload(1, 16), optimizer=chosen)
+    plan = make_plan(model, policy, devices, "jax", Workload(1, 16), optimizer=chosen)
+    rest = plan.at_rest
+    assert rest.host == sum(found.travelling)
+    gradients = rest.main_weights.allocated
+    here = rest.main_weights.allocated + rest.moments.allocated + gradients
+    # The step count and the loss are arguments, too.
+    assert here < found.arguments <= tiles * here + 2**12
+    assert found.temporary <= staged(chosen, plan.placed(), "jax", 0) + gradients + 2**16
 
 
 def assert_units_travel(found: Compiled, plain: Compiled, units: int) -> None:

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step
-from jax_impl.optimizer import shard_rows
 from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
 from tests.support.jax_impl import checkpoint_runs as runs
 from tests.support.jax_impl.tiny import decoder, loss, tokens
@@ -117,37 +116,6 @@ def test_steps_in_one_program_round_moments_as_steps_of_their_own_do(kind: str) 
     for number in range(4):
         held, _ = single(held, jax.tree.map(lambda x, number=number: x[number], slopes))
     for found, expected in zip(jax.tree.leaves(unrolled), jax.tree.leaves(held), strict=True):
-        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
-
-
-@BITS
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rows_computed_in_pieces_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
-    rng = np.random.default_rng(0)
-    shapes = {"kernel": (23, 11), "bias": (7,), "other": (5, 17)}
-    lead = (2,) if stacked else ()
-    layer = {name: rng.normal(size=(*lead, *shape)).astype(np.float32) for name, shape in shapes.items()}
-    model = {"layers": layer if stacked else [layer, layer], "head": np.ones((3, 50), np.float32)}
-    options: dict[str, Any] = {"stacked": ["layers"]} if stacked else {"units": ["layers/*"]}
-    plan, weights = fully_shard(model, data_parallel_mesh(3), **options)
-    optimizer = main_weight_adamw(1e-2, mu_dtype="float8_e5m2", nu_dtype="float8_e4m3fn")
-    given = init_state(plan, weights, optimizer).opt_state
-    slopes = [
-        {key: jnp.asarray(rng.normal(size=array.shape), array.dtype) for key, array in weights.items()}
-        for _ in range(2)
-    ]
-
-    def trained(piece: int) -> Any:
-        monkeypatch.setattr(shard_rows, "PIECE", piece)
-        step = jax.jit(lambda *arguments: optimizer.on_plan(plan).apply(*arguments))
-        held = weights, given
-        for one in slopes:
-            held = step(one, held[1], held[0])
-        return held
-
-    whole = trained(1 << 20)
-    # Of 23 rows of 11 a rank has 8 at most: pieces of 3, of which the last shares a row with the one before.
-    for found, expected in zip(jax.tree.leaves(trained(40)), jax.tree.leaves(whole), strict=True):
         assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
 
 
