@@ -255,6 +255,7 @@ PRIVATE = {
     "checkpoint/full_state_dict.py",
     "comm/collectives.py",
     "diagnostics/nonfinite.py",
+    "dtensor/local.py",
     "dtensor/operator_rules.py",
     "dtensor/ops.py",
     "dtensor/tensor.py",
@@ -263,6 +264,8 @@ PRIVATE = {
     "optimizer/update.py",
     "parallel/modules.py",
     "runtime/autograd.py",
+    "runtime/ownership.py",
+    "runtime/tensor_parallel.py",
 }
 
 

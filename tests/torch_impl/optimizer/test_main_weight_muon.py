@@ -188,7 +188,8 @@ def continued(path: str, dtype: torch.dtype, name: str, saves: bool) -> list[tor
         random_gradients(model, step)
         optimizer.step()
     tokens, targets = batch(0, dist.get_world_size(), 1)
-    assert torch.isfinite(mse(model, tokens, targets))
+    with torch.no_grad():
+        assert torch.isfinite(mse(model, tokens, targets))
     return [whole(param) for param in model.parameters() if param.ndim >= 2]
 
 
