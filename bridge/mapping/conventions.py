@@ -45,7 +45,7 @@ MODEL_WEIGHTS = f"model.{WEIGHT}"
 _OPTAX: Mapping[Moment, str] = MappingProxyType(
     {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
 )
-# A copy by dict() would have the narrower type of its keys.
+# mypy takes dict(_OPTAX), which C416 asks for, for a dictionary of moments alone, to which no scales can be added.
 _WORDS: dict[Section, str] = {section: word for section, word in _OPTAX.items()}  # noqa: C416
 _WORDS |= {SCALES[moment]: f"{word}_scale" for moment, word in _OPTAX.items()}
 WORDS: Mapping[Section, str] = MappingProxyType(_WORDS)

@@ -95,10 +95,12 @@ class Change:
 
         Raises OverflowError when a finite element would become infinite.
         """
-        flags = ["external_loop", "buffered", "zerosize_ok"]
-        operands = ["readonly"], ["writeonly"]
-        # The stubs want literal flags.
-        with np.nditer([source, target], flags, operands, buffersize=_BUFFER) as pieces:  # type: ignore[arg-type]
+        with np.nditer(
+            [source, target],
+            ["external_loop", "buffered", "zerosize_ok"],
+            [["readonly"], ["writeonly"]],
+            buffersize=_BUFFER,
+        ) as pieces:
             for x, y in pieces:
                 wide = np.complex128 if x.dtype.kind == "c" else np.float64
                 with np.errstate(all="ignore"):

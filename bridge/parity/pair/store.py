@@ -83,8 +83,7 @@ class Store:
         """Write an array of any dtype; a small one is returned as it is. ``OSError`` where the disk is full."""
         if array.nbytes < LEAST or array.nbytes == 0:
             return array
-        # The stubs do not know that an array is a buffer.
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if self._file is None:
             # The file has no name and outlives this call: the system frees it when nothing maps or holds it.

@@ -96,7 +96,9 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: 
             f"grouped_mm of {rows.ndim} and {weights.ndim} dimensions has no float64: run the experts eagerly"
         )
     ends = offs.tolist()
-    parts = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    parts = [
+        rows[start:end] @ weight for start, end, weight in zip([0, *ends[:-1]], ends, weights, strict=True)
+    ]
     return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 

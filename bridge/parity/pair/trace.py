@@ -82,7 +82,7 @@ class Taken:
 
     header: Mapping[str, Any]
     arrays: Leaves
-    statistics: Mapping[str, Mapping[str, object]]
+    statistics: Mapping[str, Mapping[str, Any]]
     sampling: Sampling
 
     @classmethod
@@ -98,7 +98,7 @@ class Taken:
         weights = side.weights()
         sampling = Sampling.of(samples, weights)
         found: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
-        numbers: dict[str, Mapping[str, object]] = {}
+        numbers: dict[str, Mapping[str, Any]] = {}
         runs, trained = {}, {}
         for one in dtypes:
             whole: dict[str, np.ndarray] = {}
@@ -132,8 +132,7 @@ class Taken:
 
         ``ValueError`` for a size of samples that no array has.
         """
-        # Values of the JSON header are objects to the type checker; "shape" is a list of ints (see statistics).
-        shapes = {size for one in self.statistics.values() for size in one["shape"]}  # type: ignore[attr-defined]
+        shapes = {size for one in self.statistics.values() for size in one["shape"]}
         for size in map(int, list(self.header["samples"])[:2]):
             if size not in shapes:
                 raise ValueError(
