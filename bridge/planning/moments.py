@@ -192,7 +192,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
-    dtypes = _of_elements(optimizer)
+    dtypes = optimizer.of_elements
     scaled = sum(dtype in SCALED for dtype in dtypes)
     if scaled and row_moment(group, 0) is not None:
         return _CONVERTED * scaled * _update_bytes(group) * size // 2
@@ -206,7 +206,7 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
         return total, total
     level, main = group.strategy.optimizer, group.main_bytes
     allocated = real = 0
-    for dtype in _of_elements(optimizer):
+    for dtype in optimizer.of_elements:
         rows = row_moment(group, device) if optimizer.name != "lion" and dtype in SCALED else None
         if rows is not None and dtype is not None:
             own = rows.bytes(MOMENT_BYTES[dtype], _update_bytes(group))
@@ -243,15 +243,9 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     return piece.numel * group.grad_bytes
 
 
-def _of_elements(optimizer: Optimizer) -> Sequence[str | None]:
-    """Of the moments of an optimizer that treats elements alike."""
-    return optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]
-
-
 def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequence[str | None]:
     """Of the moments of a parameter."""
-    one = optimizer.name == "sgd-momentum" or _is_matrix(optimizer, shape, runtime)
-    return optimizer.moments[:1] if one else optimizer.moments
+    return optimizer.moments[:1] if _is_matrix(optimizer, shape, runtime) else optimizer.of_elements
 
 
 def _is_matrix(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> bool:

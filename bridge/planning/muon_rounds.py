@@ -29,13 +29,13 @@ _TOGETHER = 1 << 22
 class MuonRounds:
     """Parameters, given one after another. ``converted``: whether momentum is stored in few bits.
 
-    cut: by number of shards, how many matrices have a height and width. moved, numel: bytes of moments in CPU memory,
-    and elements, that a device has.
+    cut: by number of shards, how many matrices have a height and width. alone: heights and widths of those that lie on
+    one shard. moved, numel: bytes of moments in CPU memory, and elements, that a device has.
     """
 
     converted: bool
     cut: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)
-    alone: Counter[tuple[int, int]] = field(default_factory=Counter)
+    alone: set[tuple[int, int]] = field(default_factory=set)
     moved: int = 0
     numel: int = 0
 
@@ -53,7 +53,7 @@ class MuonRounds:
         if apart:
             self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += len(apart) * times
         if len(apart) < rows // height:
-            self.alone[height, width] += 1
+            self.alone.add((height, width))
         self.moved += moved * times
         self.numel += numel * times
 

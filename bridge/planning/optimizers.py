@@ -6,7 +6,7 @@ What of their state a device holds is told by ``moments``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -29,7 +29,8 @@ main_weight_adamw, main_weight_sgd, main_weight_muon."""
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``name``: one of ``NAMES``. ``moments``: dtypes of the first and second moment, None that of the main weights.
+    """``name``: one of ``NAMES``. ``moments``: dtypes of the first and second moment, None that of the update: of
+    the main weights, but float32 beside those of two bytes.
 
     ``offload``: the share of the state that lies in CPU memory. Raises ``PlanError`` for others.
     """
@@ -50,7 +51,7 @@ class Optimizer:
     def __str__(self) -> str:
         words = [self.name]
         if self.moments != (None, None):
-            words.append(f"moments in {' and '.join(one or 'the main dtype' for one in self.moments)}")
+            words.append(f"moments in {' and '.join(one or 'the main dtype' for one in self.of_elements)}")
         if self.offload:
             words.append(f"{float(100 * self.offload):g} % of the state in CPU memory")
         return ", ".join(words)
@@ -64,6 +65,11 @@ class Optimizer:
         return Optimizer(found["name"], (first, second), Fraction(found["offload"]))
 
     @property
+    def of_elements(self) -> Sequence[str | None]:
+        """Dtypes of the moments of a parameter that it takes for no matrix."""
+        return self.moments if self.name in _TWO_MOMENTS else self.moments[:1]
+
+    @property
     def by_parameter(self) -> bool:
         """Whether JAX gives it parameters instead of buffers."""
         return self.name in ("adafactor", "muon")
@@ -75,12 +81,11 @@ class Optimizer:
 
     def why_not(self, runtime: str, stacks: Collection[str] = ()) -> str | None:
         """The reason why a runtime cannot run it; None where the runtime can."""
-        first, second = (None if one == "float32" else one for one in self.moments)
-        second = second if self.name in _TWO_MOMENTS else None
+        first = None if self.moments[0] == "float32" else self.moments[0]
         if runtime == "torch":
             if self.name == "lion":
                 return "torch: lion: torch.optim has none"
-            if self.name not in OF_MAIN_WEIGHTS and (first or second):
+            if self.name not in OF_MAIN_WEIGHTS and first:
                 return f"torch: --moments: {self.name} keeps its state in the dtype of the gradients"
             if self.name not in OF_MAIN_WEIGHTS and self.offload:
                 return (

@@ -2,8 +2,8 @@
 
 Of a group of which some parameters have rows of several elements (*scaled* ones), ``jax_impl.runtime.row_arrays`` keeps
 three arrays for each moment: one as the weights are, in the moment's dtype; a float32 scale for each scaled row; and
-the elements of all other parameters, in the main dtype. In the latter two each shard has, for each buffer of the
-layout, room for as many rows as the shard with most of them has.
+the elements of all other parameters, in the dtype of the update. In the latter two each shard has, for each buffer of
+the layout, room for as many rows as the shard with most of them has.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class RowMoment:
     real_rows: int
     real_others: int
 
-    def bytes(self, itemsize: int, main: int) -> tuple[int, int]:
-        """Allocated, and the part of it that belongs to parameters."""
+    def bytes(self, itemsize: int, others: int) -> tuple[int, int]:
+        """Allocated, and the part of it that belongs to parameters. ``others``: of an element without a scale."""
         return (
-            self.elements * itemsize + self.rows * _SCALE + self.others * main,
-            self.real_elements * itemsize + self.real_rows * _SCALE + self.real_others * main,
+            self.elements * itemsize + self.rows * _SCALE + self.others * others,
+            self.real_elements * itemsize + self.real_rows * _SCALE + self.real_others * others,
         )
 
 
 def row_moment(group: GroupBuffers, device: int) -> RowMoment | None:
-    """None for a group without scaled parameters, whose moments are in the main dtype."""
+    """None for a group without scaled parameters."""
     sizes = {slot.name: rows_of(slot.shape)[0] for slot in group.layout.slots}
     if not any(size > 1 for size in sizes.values()):
         return None

@@ -488,6 +488,11 @@ def test_bad_words_of_the_command(words: tuple[str, str | None, str | None], mes
         parse_optimizer(*words)
 
 
+def test_only_moments_that_an_optimizer_has_are_named() -> None:
+    assert str(Optimizer("sgd-momentum", ("bfloat16", "bfloat16"))) == "sgd-momentum, moments in bfloat16"
+    assert str(Optimizer("adamw", ("bfloat16", "float32"))) == "adamw, moments in bfloat16 and float32"
+
+
 def test_frozen_patterns_are_those_of_the_runtime() -> None:
     model = resolve_models("decoder:quick", ["jax"])["jax"]
     nnx_model = jax_impl.models.Decoder(jax_impl.models.DecoderConfig(), rngs=nnx.Rngs(0))
