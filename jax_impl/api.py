@@ -56,8 +56,9 @@ def fully_shard(
     it is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives the mesh where
     none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
 
-    Raises ``ValueError`` for unknown or contradicting options, a mesh that does not fit, a pattern that matches
-    nothing, tied weights in different units, and trainable parameters that are not floating point or have 8 bits.
+    Raises ``TypeError`` for unknown keywords, and for ``frozen`` and ``replicated`` of another type; ``ValueError`` for
+    contradicting options, a mesh that does not fit, a pattern that matches nothing, tied weights in different units,
+    and trainable parameters that are not floating point or have 8 bits.
 
     Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
     ``nn.Partitioned``) that name no model axis, and so have no effect.

@@ -30,7 +30,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One parameter group: the trainable or the frozen parameters of a unit.
+    """One parameter group: parameters of a unit that share dtypes, and are all trainable or all frozen.
 
     parameters: paths in the model.
     whole: those of them that the strategy shards but that are whole on every device (pjit engine).
@@ -39,6 +39,7 @@ class GroupReport:
     num_shards: how many the main weights are cut into, over all axes.
     shard_sizes: elements of a shard of one layer, by buffer, multiples of align. In the pjit engine align is 1, and the
     size one number, with the whole ones.
+    strategy: the unit's, or "no_shard" of parameters that are ``replicated``.
     nbytes: of the main weights at rest on each device, of all layers.
     main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``PrecisionPolicy``.
     gather_dtype: in which weights cross the network, compute_dtype or a float8 format; gather_bytes: of the whole group
@@ -55,6 +56,7 @@ class GroupReport:
     num_shards: int
     shard_sizes: tuple[int, ...]
     align: int
+    strategy: str
     nbytes: int
     fingerprint: str
     main_dtype: str
@@ -222,6 +224,7 @@ def _group_report(group: Any) -> GroupReport:
         num_shards=num_shards,
         shard_sizes=sizes,
         align=align,
+        strategy=group.strategy.name,
         nbytes=layers * sum(sizes) * wire.main.itemsize,
         fingerprint=fingerprint,
         main_dtype=wire.main.name,
@@ -260,6 +263,7 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
         + ", ".join(group.over),
         "elements": f"{group.numel:,}",
         "padding": f"{100 * group.padding:.2f} %",
+        "strategy": group.strategy,
         "shards": str(group.num_shards),
         "shard": " + ".join(f"{size:,}" for size in group.shard_sizes) or "0",
         "align": str(group.align),

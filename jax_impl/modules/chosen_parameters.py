@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -16,7 +16,7 @@ Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Varia
 def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
     """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern that matches none.
 
-    ``TypeError`` for a string in place of patterns.
+    ``TypeError`` for anything but patterns or a filter.
     """
     if isinstance(chosen, str):
         raise TypeError(
@@ -26,9 +26,12 @@ def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozens
         matches = nnx.filterlib.to_predicate(chosen)
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         return frozenset(joined(key) for key, variable in flat if matches(key, variable))
+    patterns: tuple[Any, ...] = tuple(chosen) if isinstance(chosen, Iterable) else (chosen,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option}: expected a list of patterns, or an nnx filter, got {chosen!r}")
     parameters = list(parameter_leaves(model))
     found: set[str] = set()
-    for pattern in chosen:
+    for pattern in patterns:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
             raise ValueError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -15,7 +17,8 @@ def check_rate(name: str, value: Any, of: str) -> None:
     if callable(value):
         return
     if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not np.issubdtype(value.dtype, np.number):
+        real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        if value.shape != () or not real:
             raise TypeError(
                 f"{of}: {name}: expected a number or a schedule, got an array of {value.dtype}, shape {value.shape}"
             )
@@ -42,6 +45,18 @@ def check_not_negative(name: str, value: Any, of: str) -> None:
     """``TypeError`` as ``check_number``; ``ValueError`` for a number below 0."""
     check_number(name, value, of)
     _check_range(name, value, of)
+
+
+def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]:
+    """As a tuple. ``TypeError`` unless ``values`` are numbers, ``ValueError`` for more or fewer than ``count``."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
+    found = tuple(values)
+    for value in found:
+        check_number(name, value, of)
+    if len(found) != count:
+        raise ValueError(f"{of}: {name}: expected {count} numbers, got {found!r}")
+    return found
 
 
 def check_flag(name: str, value: Any, of: str) -> None:

@@ -1,39 +1,25 @@
 """Muon on main weights: matrices by ``torch.optim.Muon``'s arithmetic, the rest by ``main_weight_adamw``.
 
-Of each matrix, the list of ``torch_impl.optimizer.muon_update``::
-
-    1   m = lerp(m, g, 1 - momentum)
-    2   u = lerp(g, m, momentum) with nesterov, else m
-    3   o = Newton-Schulz iteration of u                the whole matrix, in bfloat16
-    4   w = w * (1 - lr * weight_decay)
-    5   w = w - adjusted lr * o
-
-All but line 3 has PyTorch's bits; lines 4 and 5 compute in float32 (of float64 weights: float64) and round bfloat16 and
-float16 weights once. Line 3 multiplies bfloat16 matrices, whose sums XLA and PyTorch take in other orders: ``o``, whose
-elements are about one over the root of the longer side, then differs by some units of bfloat16 (2**-8).
-
-On a plan (``optimizer/logical.py``) weights and gradients are brought together unit by unit in each step, and moments
-are cut along a dimension that divides. For line 3 ``u`` travels in bfloat16: a matrix to all devices, each of which
-computes the same; a stack whose number of matrices the number of shards divides to where each device has its share of
-whole matrices, and ``o`` back.
+``muon_update.py`` has the arithmetic by lines, of which line 3 needs whole matrices. On a plan (``logical.py``) weights
+and gradients are brought together unit by unit in each step, and moments are cut along a dimension that divides. For
+line 3 ``u`` travels in bfloat16: a matrix to all devices, each of which computes the same; a stack whose number of
+matrices the number of shards divides to where each device has its share of whole matrices, and ``o`` back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_impl.comm.collectives import fence, round_to
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
+from jax_impl.comm.collectives import fence
+from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate, numbers_of
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
 from jax_impl.optimizer.main_weight_adamw import (
     AdamWState,
@@ -43,10 +29,9 @@ from jax_impl.optimizer.main_weight_adamw import (
     main_weight_adamw,
     scheduled,
 )
-from jax_impl.optimizer.main_weight_sgd import negative
 from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import as_stored, lerp
+from jax_impl.optimizer.muon_update import Constants, accumulated, orthogonal, stepped
 from jax_impl.runtime.precision import update_dtype
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
@@ -83,17 +68,10 @@ class _Muon:
     """What the user gave. ``adamw``: of the rest. ``trace``: how momentum is stored."""
 
     learning_rate: float | optax.Schedule
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: tuple[float, float, float]
-    eps: float
-    ns_steps: int
-    adjust_lr_fn: str | None
+    constants: Constants
     use_muon: Rule
     adamw: MainWeightTransformation
     trace: MomentFormat
-    outputs: int
 
 
 def main_weight_muon(
@@ -152,14 +130,9 @@ def main_weight_muon(
         raise ValueError(f"{_NAME}: outputs: expected -1 or -2, got {outputs}")
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int):
         raise TypeError(f"{_NAME}: ns_steps: expected an integer, got {ns_steps!r}")
-    if not isinstance(ns_coefficients, Sequence) or isinstance(ns_coefficients, str):
-        raise TypeError(f"{_NAME}: ns_coefficients: expected three numbers, got {ns_coefficients!r}")
-    for number in ns_coefficients:
-        check_number("ns_coefficients", number, _NAME)
-    if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
-        raise ValueError(
-            f"{_NAME}: expected 0 <= ns_steps < 100 and three ns_coefficients, got {ns_steps} and {ns_coefficients}"
-        )
+    if not 0 <= ns_steps < 100:
+        raise ValueError(f"{_NAME}: ns_steps: expected 0 <= ns_steps < 100, got {ns_steps}")
+    coefficients = numbers_of("ns_coefficients", ns_coefficients, 3, _NAME)
     rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
     check_rate("adamw_learning_rate", rate, _NAME)
     for name, number in (("eps", adamw_eps), ("weight_decay", adamw_weight_decay)):
@@ -169,19 +142,11 @@ def main_weight_muon(
     adamw = main_weight_adamw(
         rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay, mu_dtype=mu_dtype, nu_dtype=nu_dtype
     )
+    constants = Constants(
+        weight_decay, momentum, nesterov, coefficients, eps, ns_steps, adjust_lr_fn, outputs
+    )
     given = _Muon(
-        learning_rate,
-        weight_decay,
-        momentum,
-        nesterov,
-        ns_coefficients,
-        eps,
-        ns_steps,
-        adjust_lr_fn,
-        use_muon,
-        adamw,
-        MomentFormat.of("momentum_dtype", momentum_dtype),
-        outputs,
+        learning_rate, constants, use_muon, adamw, MomentFormat.of("momentum_dtype", momentum_dtype)
     )
     return _on_tree(given)
 
@@ -349,64 +314,13 @@ def _applied(
         check_gradient((jax.tree_util.DictKey(path),), weight, gradients[path], _NAME)
         # The collectives of one matrix after those of another: see forward.hold.
         (gradient, parts), last = fence(((gradients[path], parts), last))
-        m, direction = _accumulated(given, kept.decode(parts), gradient.astype(update_dtype(weight.dtype)))
+        m, direction = accumulated(
+            given.constants, kept.decode(parts), gradient.astype(update_dtype(weight.dtype))
+        )
         stored.append(kept.encode(given.trace, m, after.count))
         shape = matrices.matrix_shape(path, weight)
         whole = matrices.whole(path, direction, stack=len(shape) > 2)
-        done = orthogonal(given, whole.reshape(shape)).reshape(weight.shape)
-        new[path] = last = _stepped(given, weight, matrices.apart(path, done), rate, shape)
+        done = orthogonal(given.constants, whole.reshape(shape)).reshape(weight.shape)
+        new[path] = last = stepped(given.constants, weight, matrices.apart(path, done), rate, shape)
     trace, trace_scale = arrays.joined(given.trace, own, stored)
     return new, MuonState(after.count, trace, after.mu, after.nu, trace_scale, after.mu_scale, after.nu_scale)
-
-
-def _accumulated(given: _Muon, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lines 1 and 2; the direction in bfloat16."""
-    number = g.dtype.type
-    m = lerp(m, g, number(1 - given.momentum))
-    u = lerp(g, m, number(given.momentum)) if given.nesterov else m
-    # float64 as PyTorch does: first to float32.
-    return m, round_to(u.astype(jnp.float32), np.dtype(jnp.bfloat16))
-
-
-def orthogonal(given: _Muon, direction: jax.Array) -> jax.Array:
-    """Line 3, of bfloat16 ``[..., rows, columns]``."""
-    a, b, c = (np.float32(number) for number in given.ns_coefficients)
-    half = np.dtype(jnp.bfloat16)
-    tall = direction.shape[-2] > direction.shape[-1]
-    x = jnp.swapaxes(direction, -1, -2) if tall else direction
-    wide = x.astype(jnp.float32)
-    norm = round_to(jnp.sqrt(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)), half)
-    least = round_to(jnp.float32(given.eps), half)
-    x = round_to(wide / jnp.maximum(norm, least).astype(jnp.float32), half)
-    for _ in range(given.ns_steps):
-        gram = round_to(_product(x, jnp.swapaxes(x, -1, -2)), half)
-        polynomial = round_to(b * gram.astype(jnp.float32) + c * _product(gram, gram), half)
-        x = round_to(a * x.astype(jnp.float32) + _product(polynomial, x), half)
-    return jnp.swapaxes(x, -1, -2) if tall else x
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32, of bfloat16 matrices."""
-    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
-
-
-def _stepped(
-    given: _Muon, weight: jax.Array, direction: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-    """Lines 4 and 5."""
-    dtype = update_dtype(weight.dtype)
-    kept = -negative(rate, dtype, given.weight_decay) if isinstance(rate, jax.Array) else None
-    w, number = weight.astype(dtype), dtype.type
-    scaled = w * (number(1 - rate * given.weight_decay) if kept is None else number(1) - kept)
-    # Rounded, as behind a choice for each element: see update.py.
-    scaled = jnp.where(w == w, scaled, number(np.nan))
-    step_size = negative(rate, dtype, _adjustment(given, shape))
-    return as_stored(scaled + step_size * direction.astype(dtype), weight.dtype)
-
-
-def _adjustment(given: _Muon, shape: tuple[int, ...]) -> float:
-    """Of the learning rate of a matrix."""
-    outputs, inputs = shape[given.outputs], shape[-3 - given.outputs]
-    if given.adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(outputs, inputs))
-    return math.sqrt(max(1, outputs / inputs))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 
+from jax_impl.optimizer.arguments import check_flag
 from jax_impl.optimizer.in_turn import key_of
 from jax_impl.runtime.memory_kinds import HOST
 from jax_impl.runtime.sharding_plan import ShardingPlan
@@ -39,8 +40,7 @@ class Offload:
     def __post_init__(self) -> None:
         if isinstance(self.moments, bool) or not isinstance(self.moments, int | float):
             raise TypeError(f"Offload: moments: expected a number from 0 to 1, got {self.moments!r}")
-        if not isinstance(self.main_weights, bool):
-            raise TypeError(f"Offload: main_weights: expected True or False, got {self.main_weights!r}")
+        check_flag("main_weights", self.main_weights, "Offload")
         if not 0 <= self.moments <= 1:
             raise ValueError(f"Offload: moments: expected a share from 0 to 1, got {self.moments}")
         if self.update not in ("device", "host"):

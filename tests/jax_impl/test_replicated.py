@@ -19,6 +19,7 @@ from jax_impl import (
     data_parallel_mesh,
     fully_shard,
     init_state,
+    layout_report,
     load_checkpoint,
     make_gradients,
     make_train_step,
@@ -144,6 +145,18 @@ def test_they_are_whole_on_purpose() -> None:
         assert device.moments == 2 * device.main_weights
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+@pytest.mark.filterwarnings("ignore:pjit engine")
+def test_the_report_has_their_own_strategy_on_their_rows(engine: str) -> None:
+    plan, _ = sharded(engine, strategy="optim")
+    by_unit = {unit.name: unit for unit in layout_report(plan).units}
+    for name in ("layers/0", "layers/1"):
+        assert by_unit[name].strategy == "optim"
+        found = {group.parameters: (group.strategy, group.num_shards) for group in by_unit[name].groups}
+        assert found == {(f"{name}/w",): ("optim", 4), (f"{name}/gate",): ("no_shard", 1)}
+    assert [line.count("no_shard") for line in str(plan).splitlines()[2:]] == [0, 1, 0, 0]
+
+
 def test_a_checkpoint_moves_between_plans_with_and_without_them(tmp_path: Path) -> None:
     plan, weights = sharded()
     state, step = init_state(plan, weights, OPTIMIZER), make_train_step(plan, loss, OPTIMIZER)
@@ -192,3 +205,10 @@ def test_one_string_in_place_of_patterns_is_refused(option: str) -> None:
     # Its characters would be patterns, of which "*" is that of all parameters.
     with pytest.raises(TypeError, match=rf"{option}: expected a list of patterns.*use \['\*'\]"):
         plan_sharding(model(), data_parallel_mesh(2), units=[], **{option: "*"})
+
+
+@pytest.mark.parametrize("option", ["replicated", "frozen"])
+@pytest.mark.parametrize("given", [None, 5, [5], True])
+def test_what_is_neither_patterns_nor_a_filter_is_refused(option: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{option}: expected a list of patterns, or an nnx filter, got"):
+        plan_sharding(model(), data_parallel_mesh(2), units=[], **{option: given})

@@ -164,6 +164,7 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
         (lambda: main_weight_sgd(0.1, nesterov=True), "nesterov: expected momentum > 0"),
         (lambda: main_weight_sgd(0.1, 0.9, momentum_dtype="int8"), "momentum_dtype: expected one of"),
         (lambda: main_weight_muon(0.1, ns_steps=100), "expected 0 <= ns_steps < 100"),
+        (lambda: main_weight_muon(0.1, ns_coefficients=(3, 4)), "ns_coefficients: expected 3 numbers, got"),  # type: ignore[arg-type]
         (lambda: main_weight_muon(0.1, adjust_lr_fn="x"), "adjust_lr_fn: expected one of"),
         (lambda: main_weight_muon(0.1, outputs=0), "outputs: expected -1 or -2"),
         (
@@ -189,12 +190,16 @@ def test_what_is_out_of_range_is_refused(make: Any, text: str) -> None:
             lambda: main_weight_sgd(jnp.ones(2)),
             "learning_rate: expected a number or a schedule, got an array",
         ),  # type: ignore[arg-type]
+        (
+            lambda: main_weight_adamw(jnp.complex64(1)),
+            "learning_rate: expected a number or a schedule, got an array of complex64",
+        ),
         (lambda: main_weight_sgd(0.1, None), "main_weight_sgd: momentum: expected a number, got None"),  # type: ignore[arg-type]
         (lambda: main_weight_sgd(0.1, dampening="x"), "dampening: expected a number, got 'x'"),  # type: ignore[arg-type]
         (lambda: main_weight_sgd(0.1, 0.9, nesterov="yes"), "nesterov: expected True or False, got 'yes'"),  # type: ignore[arg-type]
         (lambda: main_weight_muon(0.1, momentum=None), "main_weight_muon: momentum: expected a number"),  # type: ignore[arg-type]
         (lambda: main_weight_muon(0.1, ns_steps=5.5), "ns_steps: expected an integer, got 5.5"),  # type: ignore[arg-type]
-        (lambda: main_weight_muon(0.1, ns_coefficients=3), "ns_coefficients: expected three numbers, got 3"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, ns_coefficients=3), "ns_coefficients: expected 3 numbers, got 3"),  # type: ignore[arg-type]
         (lambda: main_weight_muon(0.1, adamw_eps=None), "main_weight_muon: adamw_eps: expected a number"),  # type: ignore[arg-type]
         (lambda: main_weight_muon(0.1, adamw_b1="x"), "main_weight_muon: adamw_b1: expected a number"),  # type: ignore[arg-type]
         (lambda: main_weight_adamw(0.1, b1="x"), "main_weight_adamw: b1: expected a number, got 'x'"),  # type: ignore[arg-type]
@@ -204,6 +209,30 @@ def test_what_is_out_of_range_is_refused(make: Any, text: str) -> None:
 def test_an_argument_of_another_type_is_named(make: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         make()
+
+
+@pytest.mark.parametrize("make", [main_weight_adamw, main_weight_sgd, main_weight_muon])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_a_rate_may_be_a_scalar_array_of_any_real_dtype(make: Any, dtype: str) -> None:
+    weights = {"a": jnp.ones((2, 2))}
+    found, expected = (
+        jax.jit(optimizer.apply)(weights, optimizer.init(weights), weights)[0]["a"]
+        for optimizer in (make(jnp.asarray(1, dtype)), make(1.0))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_coefficients_may_be_an_array() -> None:
+    weights = {"a": jnp.ones((2, 2))}
+    given = (2.0, -1.5, 0.5)
+    found, expected = (
+        optimizer.apply(weights, optimizer.init(weights), weights)[0]["a"]
+        for optimizer in (
+            main_weight_muon(0.1, ns_coefficients=np.array(given)),
+            main_weight_muon(0.1, ns_coefficients=given),
+        )  # type: ignore[arg-type]
+    )
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("make", [main_weight_adamw, main_weight_sgd, main_weight_muon])

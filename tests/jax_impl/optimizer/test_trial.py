@@ -66,11 +66,11 @@ ON_SHARDS = [
 ]  # fmt: skip
 
 
-def parameters() -> dict[str, Any]:
+def parameters(dtype: str = "float32") -> dict[str, Any]:
     rng = np.random.default_rng(0)
 
     def values(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(shape), dtype)
 
     return {"layers": [{"w": values(3, 5), "b": values(5)}], "head": values(5, 2), "bias": values(2)}
 
@@ -84,19 +84,19 @@ def loss(tree: Any, batch: Any) -> jax.Array:
 def batches() -> list[Any]:
     rng = np.random.default_rng(1)
     return [
-        tuple(rng.standard_normal((8, n)).astype(np.float32) * (1 + np.arange(8))[:, None] for n in (3, 2))
-        for _ in range(3)
+        tuple(rng.standard_normal((8, n)) * (1 + np.arange(8))[:, None] for n in (3, 2)) for _ in range(3)
     ]
 
 
 @functools.cache
-def plan_and_weights(engine: str = "shard_map") -> tuple[Any, Any]:
-    return fully_shard(parameters(), data_parallel_mesh(4), units=["layers/*"], engine=engine)
+def plan_and_weights(engine: str = "shard_map", dtype: str = "float32") -> tuple[Any, Any]:
+    return fully_shard(parameters(dtype), data_parallel_mesh(4), units=["layers/*"], engine=engine)
 
 
 @functools.cache
 def gradients_of_shards() -> Any:
-    return jax.jit(unchecked_gradients(plan_and_weights()[0], loss, 1), static_argnames="to_host")
+    plan, _ = plan_and_weights(dtype="float64")
+    return jax.jit(unchecked_gradients(plan, loss, 1), static_argnames="to_host")
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def plain_gradients() -> Any:
 
 
 def trained(optimizer: optax.GradientTransformation) -> dict[str, jax.Array]:
-    plan, weights = plan_and_weights()
+    plan, weights = plan_and_weights(dtype="float64")
     weights = jax.tree.map(jnp.copy, weights)
     step = make_train_step(plan, loss, optimizer)
     # One program of the gradients for all optimizers; the update is the step's own.
@@ -123,7 +123,7 @@ class Everything:
 
 
 def plainly_trained(optimizer: optax.GradientTransformation) -> Any:
-    weights = parameters()
+    weights = parameters("float64")
     state = optimizer.init(weights)
     able = optax.with_extra_args_support(optimizer)
 
@@ -148,9 +148,11 @@ def by_path(tree: Any) -> dict[str, jax.Array]:
 
 
 def assert_trains_as_unsharded(name: str) -> None:
+    """In float64: some divide by statistics of tiny gradients, and magnify what programs round otherwise."""
     make = {**transformations(), **COMPOSED}[name]
-    found = trained(make())
-    expected = by_path(plainly_trained(PLAIN.get(name, make)()))
+    with jax.enable_x64(True):
+        found = trained(make())
+        expected = by_path(plainly_trained(PLAIN.get(name, make)()))
     for path, value in expected.items():
         np.testing.assert_allclose(
             found[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
@@ -162,14 +164,7 @@ def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") 
     return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # It divides by statistics of tiny gradients, and magnifies what quickly compiled programs round otherwise.
-        pytest.param(name, marks=pytest.mark.optimized) if name == "adafactor" else name
-        for name in ON_PARAMETERS
-    ],
-)
+@pytest.mark.parametrize("name", ON_PARAMETERS)
 def test_what_looks_at_shapes_or_names_is_given_the_models_parameters(name: str) -> None:
     assert form_of({**transformations(), **COMPOSED}[name]()) == "name"
     assert_trains_as_unsharded(name)

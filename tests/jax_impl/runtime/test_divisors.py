@@ -83,14 +83,21 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
 
 
 # Where gradients stay whole, each device's own are kept in the grad dtype, and so rounded, before they are summed.
+@ENGINES
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_narrow_gradients_are_means_rounded_once(strategy: str) -> None:
+@pytest.mark.filterwarnings("ignore:pjit engine")
+def test_narrow_gradients_are_means_rounded_once(engine: str, strategy: str) -> None:
     # Three devices: the sum of three, rounded to bfloat16, and a third of that, rounded again, would differ.
     rows = jax.tree.map(lambda x: x[:9], batch())
     found = {}
     for dtype in ("float32", "bfloat16"):
         plan, weights = fully_shard(
-            parameters(), data_parallel_mesh(3), units=["layers/*"], strategy=strategy, grad_dtype=dtype
+            parameters(),
+            data_parallel_mesh(3),
+            units=["layers/*"],
+            strategy=strategy,
+            engine=engine,
+            grad_dtype=dtype,
         )
         step = make_train_step(plan, mean, optax.sgd(0.1))
         found[dtype] = unshard(plan, step.gradients(weights, rows)[1])
