@@ -19,8 +19,8 @@ make a vector, ``new_zeros`` and its kind, ``state_dict()`` with plain ``dcp.sav
 or whole tensors, ``distribute_tensor`` and ``DTensor.from_local`` with a parameter's mesh and placements,
 ``load_state_dict`` of such tensors with ``assign=True``, ``torch.save`` of state dicts on each rank, torch's ``get_``
 and ``set_model_state_dict`` and their optimizer twins, also with ``full_state_dict=True`` and
-``broadcast_from_rank0=True``. All else that depends on the cut raises and names ``full_tensor()``: other views, matrix
-products. ``.data =`` raises, too.
+``broadcast_from_rank0=True``. Other operators that depend on the cut raise and name ``full_tensor()``: other views,
+matrix products. ``tolist()``, ``numpy()`` and ``.data =`` raise, too.
 
 **Programs that import FSDP2 themselves**, such as accelerate, transformers and TRL, get this package's ``fully_shard``
 after ``torch_impl.install()``, until ``torch_impl.uninstall()``.

@@ -193,16 +193,21 @@ class FSDPModule(Unavailable):
         _check_bool("set_force_sum_reduction_for_comms", enable)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Have ``hook(sums)`` change this unit's reduced gradients in place: replicas of another mesh, as of torchft.
 
         ``sums``, one flat tensor for each group in the dtype of the reduction, padding included, are reduced over all
         axes of the mesh, and divided after the hook (float16 ones before). The hook is not called for sums that wait
-        for the last microbatch. ``stream``: on which it runs on a mesh of one axis.
+        for the last microbatch. ``stream``: on which it runs on a mesh of one axis. None: no hook any longer.
 
-        Raises ValueError for a stream on a mesh of two axes, and for a unit whose parameters have several meshes.
+        Raises TypeError for a hook that cannot be called; ValueError for a stream on a mesh of two axes, and for a unit
+        whose parameters have several meshes.
         """
+        if hook is not None and not callable(hook):
+            raise TypeError(
+                f"set_all_reduce_hook: expected a function of the summed gradients or None, got {hook!r}"
+            )
         meshes = {group.mesh.mesh for group in self._unit.groups}
         if len(meshes) > 1:
             raise ValueError(

@@ -11,6 +11,7 @@ import importlib
 import sys
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,7 @@ _TORCHS = {name: getattr(fsdp, name) for name in _OURS}
 _KEEP_TORCHS = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 
 
+@dataclass(frozen=True)
 class Installation(AbstractContextManager["Installation"]):
     """What one ``install`` replaced; leaving it as a context manager undoes that.
 
@@ -45,15 +47,8 @@ class Installation(AbstractContextManager["Installation"]):
     replaced: tuple[str, ...]
     bound_before: tuple[str, ...]
 
-    def __init__(self, replaced: tuple[str, ...], bound_before: tuple[str, ...]) -> None:
-        self.replaced = replaced
-        self.bound_before = bound_before
-
     def __exit__(self, *error: object) -> None:
         _put(_OURS, _TORCHS, self.replaced)
-
-    def __repr__(self) -> str:
-        return f"Installation(replaced={self.replaced}, bound_before={self.bound_before})"
 
 
 def install() -> Installation:

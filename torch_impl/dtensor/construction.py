@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -181,6 +182,18 @@ def accept_row_placements() -> None:
 
     DTensor.from_local = staticmethod(making)  # type: ignore[method-assign]  # takes the same arguments
     # Programs import the function by its name, mostly before they shard anything.
+    rebind("distribute_tensor", theirs, distributing)
+
+
+def rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Where a module imported ``old`` by this name, the name is that of ``new`` now, for the module's functions too."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("distribute_tensor") is theirs:
-            module.distribute_tensor = distributing  # type: ignore[attr-defined]  # it is there
+        names = getattr(module, "__dict__", {})
+        if names.get(name) is not old:
+            continue
+        functions = [one for one in names.values() if isinstance(one, FunctionType)]
+        # In a process that multiprocessing spawned, functions of the main module have other globals than the module.
+        own = [one.__globals__ for one in functions if one.__module__ == names.get("__name__")]
+        for scope in (names, *own):
+            if scope.get(name) is old:
+                scope[name] = new

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch_impl.dtensor.local import local_of, row_bounds_of
 from torch_impl.dtensor.placement import is_tensor_parallel
 from torch_impl.dtensor.tensor import wrap_rows
-from torch_impl.dtensor.views import counted_view
+from torch_impl.dtensor.views import counted_view, meant
 
 _aten = torch.ops.aten
 
@@ -34,8 +34,7 @@ def on_whole_matrices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     first, holder = matrices[0], _holder(matrices[0])
     if holder is None or any(_holder(one) != holder for one in matrices):
         return None
-    # Torch says which shapes fit, and what comes out, in its own words.
-    shape = func(*map(_meant, args), **kwargs).shape
+    shape = func(*map(meant, args), **kwargs).shape
     # What a transpose does not change is no other view, and of one dimension there is no matrix.
     if len(shape) != 2:
         return None
@@ -64,10 +63,3 @@ def _holder(matrix: torch.Tensor) -> tuple[Any, int, int] | None:
     # Where it begins, it must end.
     shard = sum(bound == 0 for bound in bounds) - 1
     return (matrix.device_mesh, len(bounds) - 1, shard) if bounds[shard + 1] == matrix.shape[0] else None
-
-
-def _meant(value: Any) -> Any:
-    """An operand without its elements."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")

@@ -60,7 +60,10 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
     origin = next((one for one in sharded if _has_rows_of(one, shape)), first)
     if any(not _fits(one, origin, shape) for one in tensors):
         found = ", ".join(map(_describe, tensors))
-        raise RuntimeError(f"{func}: expected tensors of one shape and placement, got {found}")
+        raise RuntimeError(
+            f"{func}: expected tensors of one shape and placement, got {found}; use full_tensor() of all, or "
+            "distribute_tensor() a plain one like the sharded one"
+        )
     return [_rows_for(one, origin, shape) for one in operands], Placing(origin, shape)
 
 

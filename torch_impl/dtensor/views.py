@@ -13,7 +13,8 @@ with rows of the same length; as a matrix with other rows where the bounds happe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,12 +54,11 @@ def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Row bounds count rows of what the tensor-parallel axes leave, not of the whole whose view is asked for.
         return None
     if func in _RESHAPES:
-        # Torch says what shape is meant, and refuses shapes that do not fit, in its own words.
-        meant = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+        shape = tuple(func(meant(tensor), *args[1:], **kwargs).shape)
         # Expanding repeats elements.
-        return None if meant.numel() != tensor.numel() else in_shape(tensor, tuple(meant.shape))
+        return in_shape(tensor, shape) if math.prod(shape) == tensor.numel() else None
     options = dict(zip(_PARTS[func], args[1:], strict=False)) | kwargs
-    if not tensor.ndim or options.get("dim", 0) % tensor.ndim:
+    if not tensor.ndim or options.get("dim", 0) not in (0, -tensor.ndim):
         return None
     if func is _aten.select.int:
         return _item(tensor, options["index"])
@@ -68,16 +68,19 @@ def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten.slice.Tensor:
         start, stop, step = slice(*map(options.get, ("start", "end", "step"))).indices(length)
         return _part(tensor, start, max(start, stop)) if step == 1 else None
-    sizes = options["split_sizes"] if "split_sizes" in options else _equal(length, options["split_size"])
-    if sum(sizes) != length or min(sizes) < 0:
-        return None
+    sizes = [len(part) for part in func(meant(tensor), *args[1:], **kwargs)]
     edges = (0, *itertools.accumulate(sizes))
     return tuple(_part(tensor, start, stop) for start, stop in itertools.pairwise(edges))
 
 
-def _equal(length: int, size: int) -> Sequence[int]:
-    # Torch splits a dimension without elements into one part.
-    return [min(size, length - start) for start in range(0, length, size)] if length and size else [length]
+def meant(value: Any) -> Any:
+    """A tensor without its elements, for which torch says what shapes come out, and which do not fit, in its own words.
+
+    Anything else as it is.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def in_shape(tensor: Any, shape: tuple[int, ...]) -> Any:

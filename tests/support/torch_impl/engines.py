@@ -83,8 +83,9 @@ def on_both(scenario: Scenario, args: tuple[Any, ...]) -> list[Any]:
     return facts
 
 
-def agree(ranks: RankGroup, scenario: Scenario, *args: Any, world: int = 2) -> list[Any]:
+def agree(ranks: RankGroup, case: Case) -> list[Any]:
     """Run the scenario on all ranks with both engines; returns each rank's facts, which are the same for both."""
+    scenario, args, world = case
     found = []
     for rank, (stock, ours) in enumerate(ranks.run(world, on_both, scenario, args)):
         require_same(stock, ours, f"{scenario.__name__}, rank {rank}")
@@ -155,6 +156,15 @@ def rows(step: int, rank: int | None = None, *shape: int) -> torch.Tensor:
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
+
+
+def backward_as_one(
+    reference: nn.Module, step: int = 0, *, loss: Loss = squares, shape: tuple[int, ...] = (3, 8)
+) -> None:
+    """Add the gradients of the mean loss over all ranks' data of a step, in this process alone."""
+    world = dist.get_world_size()
+    for rank in range(world):
+        (loss(reference, rows(step, rank, *shape)) / world).backward()
 
 
 def gradients_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:

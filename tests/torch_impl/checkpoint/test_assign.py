@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.support.torch_impl.toy import (
     sharded_toy,
     whole,
 )
+from torch_impl.dtensor.construction import rebind
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.tensor import RowDTensor
@@ -338,6 +341,25 @@ def made_from_local() -> None:
 
 def test_from_local_is_the_inverse_of_to_local(ranks: RankGroup) -> None:
     ranks.run(4, made_from_local)
+
+
+def test_names_are_bound_anew_in_modules_and_in_functions_that_have_other_globals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As multiprocessing makes the main module of a process that it spawns: a copy of what it ran."""
+
+    def old() -> None: ...
+    def new() -> None: ...
+
+    ran: dict[str, Any] = {"__name__": "spawned", "made": old, "other": old}
+    exec("def main(): return made", ran)
+    module = ModuleType("spawned")
+    vars(module).update(ran)
+    monkeypatch.setitem(sys.modules, "another name", module)
+    monkeypatch.setitem(sys.modules, "spawned", module)
+    rebind("made", old, new)
+    assert (module.made, module.main()) == (new, new)
+    assert (module.other, ran["other"]) == (old, old)
 
 
 def torchs_own() -> None:

@@ -444,3 +444,23 @@ def backward_through_a_whole_tensor() -> None:
 
 def test_a_backward_through_a_whole_tensor_is_refused(ranks: RankGroup) -> None:
     ranks.run(2, backward_through_a_whole_tensor)
+
+
+def whole_tensors_of_shown_weights() -> None:
+    model = sharded_toy(reshard_after_forward=False)
+    wanted = Toy().head.weight.detach()
+    model(torch.arange(4))
+    with pytest.raises(
+        TypeError,
+        match=r"got a plain Parameter of shape \(1, 5\); a module that was not resharded .* reshard\(\)",
+    ):
+        torch_impl.full_tensor(model.head.weight)
+    assert torch.equal(torch_impl.full_tensor(model.state_dict()["head.weight"]), wanted)
+    model.reshard()
+    assert torch.equal(torch_impl.full_tensor(model.head.weight), wanted)
+    with pytest.raises(TypeError, match=r"full_tensor: expected a sharded parameter .*, got a plain Linear;"):
+        torch_impl.full_tensor(model.head)
+
+
+def test_whole_tensors_of_weights_that_are_shown_whole_are_refused_with_the_way_out(ranks: RankGroup) -> None:
+    ranks.run(2, whole_tensors_of_shown_weights)

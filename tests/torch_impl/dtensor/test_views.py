@@ -97,6 +97,8 @@ REFUSED: dict[str, tuple[set[int], Callable[[Any], Any]]] = {
     "stack": ({1, 2}, lambda t: torch.stack([t, t])),
     "random values": ({1, 2}, lambda t: torch.rand_like(t)),
     "repeated": ({2}, lambda t: t.expand(2, *t.shape)),
+    "no such dimension": ({1, 2, 3}, lambda t: t.unbind(dim=2 * t.ndim)),
+    "sum with a plain tensor": ({1, 2, 3}, lambda t: t + torch.ones(t.shape)),
 }
 
 
@@ -131,6 +133,11 @@ def views() -> None:
             torch.select(tensor, 0, len(full))
         with pytest.raises(RuntimeError, match="is invalid for input of size"):
             tensor.view(full.numel() + 1)
+        for sizes in (0, -1, [1, len(full)], [-1, len(full) + 1], []):
+            with pytest.raises(RuntimeError, match="split_size"):
+                tensor.split(sizes)
+        assert [len(part) for part in tensor[:0].split(2)] == [0]
+        assert not tensor[:0].split([])
 
 
 def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(ranks: RankGroup) -> None:

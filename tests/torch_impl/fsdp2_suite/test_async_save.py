@@ -71,5 +71,4 @@ CASES: list[Any] = [(saved_while_trained, (), 2)]
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_async_save(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.support.ranks import RankGroup
@@ -17,6 +16,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     gradients_are,
     name_of,
     rows,
@@ -70,12 +70,11 @@ def unused_module(engine: Engine, reshard: bool) -> list[bool]:
     reference = copy.deepcopy(model)
     engine.shard_all(model.first, model.second, model, reshard_after_forward=reshard)
     engine.package.register_fsdp_forward_method(model, "encode")
-    world, nones = dist.get_world_size(), []
+    nones = []
     for step in range(3):
         model.second(model.encode(rows(step)).detach())
         model.encode(rows(step)).sum().backward()
-        for rank in range(world):
-            (reference.encode(rows(step, rank)).sum() / world).backward()
+        backward_as_one(reference, step, loss=lambda one, x: one.encode(x).sum())
         gradients_are(model, reference)
         nones += [param.grad is None for param in model.parameters()]
         for one in (model, reference):
@@ -146,13 +145,12 @@ def optimizer_in_backward(engine: Engine) -> list[float]:
         updates[param] = torch.optim.Adam([param], lr=1e-2)
         param.register_post_accumulate_grad_hook(update)
     plain = torch.optim.Adam(reference.parameters(), lr=1e-2)
-    world, losses = dist.get_world_size(), []
+    losses = []
     for step in range(3):
         loss = squares(model, rows(step))
         loss.backward()
         assert all(param.grad is None for param in model.parameters())
-        for rank in range(world):
-            (squares(reference, rows(step, rank)) / world).backward()
+        backward_as_one(reference, step)
         plain.step()
         plain.zero_grad()
         weights_are(model, reference)
@@ -176,5 +174,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_autograd(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -17,6 +17,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     gradients_are,
     name_of,
     rows,
@@ -38,11 +39,10 @@ def clipped(engine: Engine, kind: float, foreach: bool | None, replicas: bool, t
     reference = copy.deepcopy(model)
     engine.shard_all(*model.blocks, model, **options)
     updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, norms = dist.get_world_size(), []
+    norms = []
     for step in range(3):
         squares(model, rows(step, None, *shape)).backward()
-        for rank in range(world):
-            (squares(reference, rows(step, rank, *shape)) / world).backward()
+        backward_as_one(reference, step, shape=shape)
         # Small enough that it clips, in every norm.
         limit = 1e-2
         wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, kind, foreach=foreach)
@@ -91,5 +91,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_clip_grad_norm(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -17,6 +17,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     counting,
     gradients_are,
     name_of,
@@ -144,8 +145,7 @@ def backward_after_unshard(engine: Engine) -> list[float]:
         block.unshard()
     with counting(engine, model) as backward:
         loss.backward()
-    for rank in range(dist.get_world_size()):
-        (squares(reference, rows(0, rank)) / dist.get_world_size()).backward()
+    backward_as_one(reference)
     gradients_are(model, reference)
     return [loss.item(), float(backward["all_gather"])]
 
@@ -165,11 +165,9 @@ def unit_of_several_unused(engine: Engine) -> list[bool]:
     reference = copy.deepcopy(model)
     engine.shard([model.used, model.unused])
     engine.shard(model)
-    world = dist.get_world_size()
     for step in range(2):
         squares(model, rows(step)).backward()
-        for rank in range(world):
-            (squares(reference, rows(step, rank)) / world).backward()
+        backward_as_one(reference, step)
         gradients_are(model, reference)
     return [param.grad is None for param in model.parameters()]
 
@@ -227,5 +225,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_comm(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

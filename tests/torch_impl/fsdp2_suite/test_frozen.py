@@ -15,6 +15,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     counting,
     gradients_are,
     name_of,
@@ -92,15 +93,14 @@ def toggled(engine: Engine) -> list[float]:
     reference = copy.deepcopy(model)
     engine.shard_all(*model, model)
     updates = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, losses = dist.get_world_size(), []
+    losses = []
     for step in range(4):
         for one in (model, reference):
             one[0].requires_grad_(step % 2 == 0)
             one[1].requires_grad_(step % 2 == 1)
         loss = squares(model, rows(step))
         loss.backward()
-        for rank in range(world):
-            (squares(reference, rows(step, rank)) / world).backward()
+        backward_as_one(reference, step)
         gradients_are(model, reference)
         losses.append(loss.item())
         for update in updates:
@@ -137,5 +137,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_frozen(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -17,6 +17,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     gradients_are,
     name_of,
     rows,
@@ -37,12 +38,11 @@ def replicated_around(engine: Engine) -> list[float]:
     replicated = DistributedDataParallel(model)
     assert all(not isinstance(param, DTensor) for param in ignored)
     updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, losses = dist.get_world_size(), []
+    losses = []
     for step in range(3):
         loss = squares(replicated, rows(step))
         loss.backward()
-        for rank in range(world):
-            (squares(reference, rows(step, rank)) / world).backward()
+        backward_as_one(reference, step)
         gradients_are(model, reference)
         for update in updates:
             update.step()
@@ -68,8 +68,7 @@ def alone(engine: Engine) -> list[bool]:
         dist.all_reduce(param.grad)
         assert param.grad is not None
         param.grad /= world
-    for rank in range(world):
-        (squares(reference, rows(0, rank)) / world).backward()
+    backward_as_one(reference)
     gradients_are(model, reference)
     return [isinstance(param, DTensor) for param in model.parameters()]
 
@@ -97,5 +96,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_ignore_params(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -17,6 +17,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     counting,
     gradients_are,
     name_of,
@@ -73,8 +74,7 @@ def one_unit_of_several(engine: Engine) -> dict[str, list[int]]:
     loss = squares(model, rows(0))
     with counting(engine, model) as calls:
         loss.backward()
-    for rank in range(dist.get_world_size()):
-        (squares(reference, rows(0, rank)) / dist.get_world_size()).backward()
+    backward_as_one(reference)
     gradients_are(model, reference)
     return {"reductions": [calls["reduce_scatter"]]}
 
@@ -165,10 +165,8 @@ def from_meta(engine: Engine, axes: int) -> dict[str, list[str]]:
         for name, param in model.named_parameters():
             param.copy_(distribute_tensor(values[name].detach(), param.device_mesh, param.placements))
     weights_are(model, given)
-    world = dist.get_world_size()
     squares(model, rows(0)).backward()
-    for rank in range(world):
-        (squares(given, rows(0, rank)) / world).backward()
+    backward_as_one(given)
     gradients_are(model, given)
     return facts
 
@@ -207,9 +205,7 @@ def all_reduce_hook(engine: Engine) -> list[float]:
     engine.shard(model)
     model.set_all_reduce_hook(lambda sums: sums.mul_(2))
     squares(model, rows(0)).backward()
-    world = dist.get_world_size()
-    for rank in range(world):
-        (2 * squares(reference, rows(0, rank)) / world).backward()
+    backward_as_one(reference, loss=lambda one, x: 2 * squares(one, x))
     gradients_are(model, reference)
     return []
 
@@ -332,5 +328,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_init(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -20,6 +20,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     gradients_are,
     name_of,
     rows,
@@ -60,13 +61,12 @@ def clipped(engine: Engine) -> list[float]:
     reference = copy.deepcopy(model)
     offloaded(engine, model)
     updates = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, norms = dist.get_world_size(), []
+    norms = []
     for step in range(3):
         for part in range(2):
             model.set_requires_gradient_sync(part == 1)
             squares(model, rows(2 * step + part)).backward()
-            for rank in range(world):
-                (squares(reference, rows(2 * step + part, rank)) / world).backward()
+            backward_as_one(reference, 2 * step + part)
         wanted, norm = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (reference, model))
         torch.testing.assert_close(whole(norm), wanted)
         gradients_are(model, reference)
@@ -154,5 +154,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_offload(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -60,5 +60,4 @@ CASES: list[Any] = [(classes, (), 2), (twice, (), 2), (without_forward, (), 2), 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_state(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

@@ -251,5 +251,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_state_dict(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

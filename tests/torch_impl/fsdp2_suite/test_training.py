@@ -21,6 +21,7 @@ from tests.support.torch_impl.engines import (
     Case,
     Engine,
     agree,
+    backward_as_one,
     gradients_are,
     name_of,
     rows,
@@ -131,10 +132,8 @@ def non_root_first(engine: Engine) -> list[float]:
     model = Stack()
     reference = copy.deepcopy(model)
     of_blocks(engine, model)
-    world = dist.get_world_size()
-    for rank in range(world):
-        (squares(reference, rows(0, rank)) / world).backward()
-        (squares(reference.blocks[0], rows(1, rank)) / world).backward()
+    backward_as_one(reference)
+    backward_as_one(reference.blocks[0], 1)
     squares(model, rows(0)).backward()
     squares(model.blocks[0], rows(1)).backward()
     gradients_are(model, reference)
@@ -201,7 +200,7 @@ def microbatches(
     reference = copy.deepcopy(model)
     of_blocks(engine, model, **options)
     updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, losses, count = dist.get_world_size(), [], 3
+    losses, count = [], 3
     for step in range(2):
         for part in range(count):
             last = part == count - 1
@@ -215,8 +214,7 @@ def microbatches(
             loss = squares(model, rows(10 * step + part)) / count
             loss.backward()
             losses.append(loss.item())
-            for rank in range(world):
-                (squares(reference, rows(10 * step + part, rank)) / count / world).backward()
+            backward_as_one(reference, 10 * step + part, loss=lambda one, x: squares(one, x) / count)
         gradients_are(model, reference)
         for update in updates:
             update.step()
@@ -232,7 +230,7 @@ def one_forward_one_backward(engine: Engine) -> list[float]:
     of_blocks(engine, model, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
-    world, count = dist.get_world_size(), 4
+    count = 4
     losses = [squares(model, rows(0))]
     for part in range(1, count):
         losses.append(squares(model, rows(part)))
@@ -242,8 +240,7 @@ def one_forward_one_backward(engine: Engine) -> list[float]:
     model.set_requires_gradient_sync(True)
     losses[-1].backward()
     for part in range(count):
-        for rank in range(world):
-            (squares(reference, rows(part, rank)) / world).backward()
+        backward_as_one(reference, part)
     gradients_are(model, reference)
     return [loss.item() for loss in losses]
 
@@ -265,12 +262,11 @@ def unused(engine: Engine) -> list[bool]:
     sharded, whole_model = Skipping(model), Skipping(reference)
     engine.shard(sharded)
     updates = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (sharded, whole_model)]
-    world, nones = dist.get_world_size(), []
+    nones = []
     for step in range(3):
         skip = step > 0
         sharded(rows(step), skip).square().sum().backward()
-        for rank in range(world):
-            (whole_model(rows(step, rank), skip).square().sum() / world).backward()
+        backward_as_one(whole_model, step, loss=lambda one, x, skip=skip: one(x, skip).square().sum())
         gradients_are(sharded, whole_model)
         nones += [param.grad is None for param in sharded.parameters()]
         for update in updates:
@@ -367,11 +363,9 @@ def own_forward_methods(engine: Engine) -> list[float]:
     engine.package.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
     with pytest.raises(ValueError, match="missing"):
         engine.package.register_fsdp_forward_method(model, "missing")
-    world = dist.get_world_size()
     out = model.decode(model.encode(rows(0))).square().sum()
     out.backward()
-    for rank in range(world):
-        (squares(reference, rows(0, rank)) / world).backward()
+    backward_as_one(reference)
     gradients_are(model, reference)
     return [out.item()]
 
@@ -472,5 +466,4 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_training(ranks: RankGroup, case: Case) -> None:
-    scenario, args, world = case
-    agree(ranks, scenario, *args, world=world)
+    agree(ranks, case)

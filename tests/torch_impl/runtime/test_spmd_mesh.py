@@ -228,6 +228,12 @@ def hooks_of_two_axes() -> None:
     layer = torch_impl.fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(ValueError, match="expected no stream on a mesh of two axes"):
         layer.set_all_reduce_hook(triple, stream=object())
+    with pytest.raises(TypeError, match=r"set_all_reduce_hook: expected a function of .*, got 3"):
+        layer.set_all_reduce_hook(3)
+    layer.set_all_reduce_hook(triple)
+    layer.set_all_reduce_hook(None)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [6.0]
 
 
 def test_hooks_run_after_the_outer_axis_in_the_last_microbatch(ranks: RankGroup) -> None:
