@@ -76,7 +76,7 @@ class Unit:
         self._forwards = 0
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
-            group.when_made(autograd.weakly(self._watch_gradients, index))
+            group.weights.when_made(autograd.weakly(self._watch_gradients, index))
 
     def attach(self, module: nn.Module) -> None:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
@@ -150,7 +150,7 @@ class Unit:
     @property
     def has_weights(self) -> bool:
         """Whether compute weights are there or on their way."""
-        return any(group.gathering or group.allocated for group in self.groups)
+        return any(group.gathering or group.weights.allocated for group in self.groups)
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
@@ -274,7 +274,7 @@ class Unit:
     def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
         """Weights that a module returns must outlive the memory that a reshard frees."""
         groups = [group for group in self.groups if group.strategy.shard_parameters]
-        freed = [tensor for group in groups for tensor in group.weight_tensors if tensor.numel()]
+        freed = [tensor for group in groups for tensor in group.weights.compute_tensors if tensor.numel()]
         storages = {tensor.untyped_storage().data_ptr() for tensor in freed}
         output, left = autograd.copy_aliases(output, storages) if storages else (output, False)
         if left:
