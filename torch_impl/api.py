@@ -29,11 +29,14 @@ from torch_impl.dtensor.construction import accept_row_placements
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
+from torch_impl.runtime.buffer import ShardLevels
 from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.extended_group import ExtendedGroup
+from torch_impl.runtime.extended_weights import ExtendedWeights
 from torch_impl.runtime.extension import check_extension, extended_layout, own_rows
+from torch_impl.runtime.flat_weights import FlatWeights
 from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.group_weights import GroupSpec
 from torch_impl.runtime.host_memory import HostMemory
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
@@ -193,12 +196,21 @@ def _build_unit(
         divisor = its.size if options.grad_divisor is None else options.grad_divisor
         where = torch.device("meta") if first.is_meta else device
         suffix = f" group {index}" if len(plans) > 1 else ""
-        common = (layout, its, where, options.strategy, dtypes, divisor, context, suffix, host)
-        groups.append(
-            ParameterGroup(members, *common, unequal)
-            if shards is None
-            else ExtendedGroup(members, shards, *common, options.policy)
+        spec = GroupSpec(
+            [one.name for one in members],
+            [one.tensor_parallel for one in members],
+            layout,
+            ShardLevels(layout, its, options.strategy.optimizer),
+            options.strategy,
+            dtypes,
+            context,
+            suffix,
+            host,
         )
+        weights = (
+            FlatWeights(spec) if shards is None else ExtendedWeights(spec, members, shards, options.policy)
+        )
+        groups.append(ParameterGroup(members, spec, weights, where, divisor, unequal))
     for one in owned:
         one.take(kind)
         for module, _ in one.sites if options.policy.float8_products else ():

@@ -120,30 +120,30 @@ class FSDPModule(Unavailable):
         Also sets ``set_requires_all_reduce``, as in FSDP2.
         """
         for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
-            unit.requires_all_reduce = requires_gradient_sync
+            unit.gradients.requires_gradient_sync = requires_gradient_sync
+            unit.gradients.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, the next backwards reduce over the axes that gradients are sharded over, not over the others."""
         for unit in self._units(recurse):
-            unit.requires_all_reduce = requires_all_reduce
+            unit.gradients.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, reduction over axes that gradients are not sharded over is put off; the result is the same."""
         for unit in self._units(True):
-            unit.last_backward = is_last_backward
+            unit.gradients.last_backward = is_last_backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Run backwards of microbatches before the last one: ``set_is_last_backward(False)``, restored on leaving."""
         units = list(self._units(True))
-        before = [unit.last_backward for unit in units]
+        before = [unit.gradients.last_backward for unit in units]
         self.set_is_last_backward(False)
         try:
             yield
         finally:
             for unit, value in zip(units, before, strict=True):
-                unit.last_backward = value
+                unit.gradients.last_backward = value
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether sharded parameters free their compute weights between forward and backward."""
@@ -226,10 +226,17 @@ class FSDPModule(Unavailable):
         """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.gradient``."""
         _check_bool("set_main_gradients", enable)
         for unit in self._units(recurse):
-            unit.exposes_main_grad = enable
+            unit.gradients.exposes_main_grad = enable
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make the current stream, and so every gather that is begun from now on, wait for ``event``."""
+        """Make the current stream, and so every gather that is begun from now on, wait for ``event``.
+
+        Raises TypeError for what is no event.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise TypeError(
+                f"set_post_optim_event: expected an event with wait(), as torch.Event has, got {event!r}"
+            )
         event.wait()
 
     def set_buffer_pool(self, enabled: bool) -> None:

@@ -154,7 +154,7 @@ TORCH = [
     ),
     M(
         "weights gathered anew count as the older ones",
-        "torch_impl/runtime/extended_group.py",
+        "torch_impl/runtime/extended_weights.py",
         "[version + self._changed for version in versions]",
         "[version for version in versions]",
         "torch_impl/runtime/test_extension.py",
@@ -486,8 +486,8 @@ TORCH = [
     M(
         "the divisor is forgotten with the meta device",
         "torch_impl/runtime/group.py",
-        "self.params = planned\n        self._connect()",
-        "self.params = planned\n        self._divisor = Divisor(float(self.mesh.size))\n        self._connect()",
+        "self.params[:] = planned\n        self._connect()",
+        "self.params[:] = planned\n        self._divisor = Divisor(float(self.mesh.size))\n        self._connect()",
         "torch_impl/runtime/test_setters.py torch_impl/runtime/test_meta_init.py",
     ),
     M(

@@ -146,7 +146,7 @@ def setters() -> None:
     units = [model._unit, *(block._unit for block in model.blocks)]
 
     def values(name: str) -> list[Any]:
-        return [getattr(unit, name) for unit in units]
+        return [getattr(unit if hasattr(unit, name) else unit.gradients, name) for unit in units]
 
     for name in (
         "requires_gradient_sync",
@@ -164,6 +164,12 @@ def setters() -> None:
     model.set_is_last_backward(False)
     assert values("last_backward") == [False] * 3
     model.set_unshard_in_backward(True)
+    with pytest.raises(
+        TypeError, match=r"set_post_optim_event: expected an event with wait\(\), .* got None"
+    ):
+        model.set_post_optim_event(None)
+    with pytest.raises(TypeError, match="set_all_reduce_hook: expected a function of a tensor, got 'mul_'"):
+        model.set_all_reduce_hook("mul_")
     for name in ("reshard_after_forward", "reshard_after_backward"):
         with pytest.raises(ValueError, match=rf"{name}: expected a bool, got 2"):
             getattr(model, f"set_{name}")(2)

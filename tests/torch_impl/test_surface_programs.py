@@ -168,7 +168,9 @@ def grouped(strategy: str) -> None:
         reference.zero_grad()
     assert_same_weights(model, reference)
     report = model.memory_report()
-    numel = sum(group.main.flat.numel() for unit in {model._unit, model.norm._unit} for group in unit.groups)
+    numel = sum(
+        group.weights.main.flat.numel() for unit in {model._unit, model.norm._unit} for group in unit.groups
+    )
     assert report.main_weights == 4 * numel
 
 

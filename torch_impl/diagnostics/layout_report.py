@@ -9,7 +9,7 @@ from torch import nn
 
 from bridge.sharding import float8
 from torch_impl.diagnostics.tensors import named_units
-from torch_impl.runtime.extended_group import ExtendedGroup
+from torch_impl.runtime.extended_weights import ExtendedWeights
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.unit import Unit
 
@@ -165,8 +165,8 @@ def _group_report(group: ParameterGroup) -> GroupReport:
 def _gathered(group: ParameterGroup) -> tuple[str, int]:
     """In which dtype or format weights cross the network, and how many bytes."""
     layout, dtypes = group.layout, group.dtypes
-    if isinstance(group, ExtendedGroup):
-        return "fsdp_pre_all_gather", group.gather_bytes
+    if isinstance(group.weights, ExtendedWeights):
+        return "fsdp_pre_all_gather", group.weights.gather_bytes
     if dtypes.gather is not None:
         return dtypes.gather, layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
     return str(dtypes.compute).removeprefix("torch."), layout.padded_size * dtypes.compute.itemsize

@@ -81,13 +81,13 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
         if group.on_meta:
             continue
         own = device if group.host is None else host
-        main = _storage_bytes(group.main_tensors)
+        main = _storage_bytes(group.weights.main_tensors)
         own["main_weights"] += main
-        own["padding"] += main - group.real_bytes
-        if group.has_own_weights:
-            weights += group.weight_tensors
-        if group.resident is not None:
-            weights.append(group.resident)
+        own["padding"] += main - group.weights.real_bytes
+        if group.weights.separate:
+            weights += group.weights.compute_tensors
+        if group.weights.resident is not None:
+            weights.append(group.weights.resident)
         held = [local_of(p.grad) for p in group.params if p.grad is not None]
         if group.host is None:
             device["gradients"] += _storage_bytes(held + group.gradient.collecting)

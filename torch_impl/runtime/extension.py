@@ -21,7 +21,7 @@ ranks must agree on all sizes.
     forward     the parameter that post returned, always the same object
     gradient    as of any parameter: what autograd leaves, a plain tensor, in the group's flat buffers
 
-``extended_group`` has the life of a group of them.
+``extended_weights`` has the weights of a group of them.
 """
 
 from __future__ import annotations

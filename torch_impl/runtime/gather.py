@@ -33,17 +33,6 @@ class WeightGather(Protocol):
         ...
 
 
-class ComputeWeights(Protocol):
-    """Whole weights, which are ``aside`` between their gather and ``settle``: see ``PooledWeights``."""
-
-    @property
-    def aside(self) -> bool: ...
-
-    def settle(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class CastGather:
     """Shards are cast to ``compute`` and gathered in it, on ``device``, where main weights may be fetched to."""
 

@@ -1,9 +1,10 @@
-"""A parameter group: the parameters of a unit with one dtype and one trainability, in one set of flat buffers.
+"""A parameter group: the parameters of a unit with one dtype and one trainability, and what becomes of them.
 
 With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one. Those that say themselves
 what is gathered of them are one too, see ``extension``.
 
-The package's note defines the buffers: main weights, resident shard, compute weights, collected gradient, gradient.
+Where the weights lie is the business of ``flat_weights`` or ``extended_weights``. The package's note defines the
+buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
 again when the main weights have changed, whoever changed them. The group decides that from the version counter that
@@ -19,71 +20,60 @@ used the older weights raises autograd's error instead of yielding wrong gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement
 
-from bridge.sharding.layout import Layout
-from bridge.sharding.strategy import Strategy
-from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.comm.streams import Step, Transfer
+from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of
-from torch_impl.dtensor.remainders import attach, split, written_with_remainders
-from torch_impl.dtensor.tensor import make_dtensor
-from torch_impl.runtime import autograd, tensor_parallel
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.float8 import QuantizedGather
-from torch_impl.runtime.gather import CastGather, ComputeWeights, SplitGather, WeightGather
+from torch_impl.runtime import autograd
 from torch_impl.runtime.gradient import GroupGradient
-from torch_impl.runtime.host_memory import HOST, HostMemory
+from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.pool import PooledGradient, PooledWeights
-from torch_impl.runtime.precision import GroupDtypes
+from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import AllReduceHook, Divisor, GradientSpec, GroupReduction
-
-Version: TypeAlias = tuple[int, ...]
 
 
 class ParameterGroup:
-    """Buffers and parameters of one group. ``owned`` names the parameters in the order of ``layout.slots``.
+    """Parameters of one group, which are ``owned`` in the order of ``spec.names``, and what works on their weights.
 
-    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
-    gradients lie there, not on ``device``. ``unequal``: some ranks have no values yet, so all wait for some.
+    ``weights`` have no memory yet, and get it on ``device``. ``unequal``: some ranks have no values yet, so all wait
+    for some.
     """
 
     def __init__(
         self,
         owned: Sequence[OwnedParameter],
-        layout: Layout,
-        mesh: DataParallelMesh,
+        spec: GroupSpec,
+        weights: GroupWeights,
         device: torch.device,
-        strategy: Strategy,
-        dtypes: GroupDtypes,
         divisor: float,
-        context: UnitContext,
-        suffix: str,
-        host: HostMemory | None = None,
-        unequal: bool = False,
+        unequal: bool,
     ) -> None:
-        self.host, self.unequal = host, unequal
-        self.layout, self.mesh, self.strategy, self.dtypes = layout, mesh, strategy, dtypes
-        self.levels = ShardLevels(layout, mesh, strategy.optimizer)
-        self.names = [one.name for one in owned]
-        self.tensor_parallel = [one.tensor_parallel for one in owned]
+        self._group_spec, self.weights, self.unequal = spec, weights, unequal
+        self.names, self.host = spec.names, spec.host
+        self.layout, self.mesh = spec.layout, spec.levels.mesh
+        self.strategy, self.dtypes = spec.strategy, spec.dtypes
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
-        self._context, self._suffix = context, suffix
         self._shows_whole = False
         self._shown_trainable: list[bool] = []
-        self.params: list[nn.Parameter]
-        self._allocate(device, [(one.param, one.local) for one in owned])
+        # Weakly, as above.
+        self._finish = autograd.weakly(self._finish_transfer)
+        weights.allocate(device, [(one.param, one.local) for one in owned], self._finish)
         self._connect()
-        self._first_version = self._main_version
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters, over the main weights."""
+        return self.weights.params
+
+    @property
+    def unsharded(self) -> list[nn.Parameter]:
+        """The whole parameters, over the compute weights."""
+        return self.weights.unsharded
 
     @property
     def divisor(self) -> float:
@@ -97,174 +87,73 @@ class ParameterGroup:
     def materialize(self, device: torch.device) -> None:
         """Give weights that were planned on the meta device memory on ``device``, or where they belong with offload.
 
-        They are zeros.
-
-        The parameters stay the same objects, for an optimizer that holds them already.
+        They are zeros. The parameters stay the same objects, for an optimizer that holds them already.
         """
-        planned = self.params
-        place = device if self.host is None else self._context.device
-        self._allocate(place, [(param, param) for param in planned])
+        planned = list(self.params)
+        place = device if self.host is None else self._group_spec.context.device
+        self.weights.allocate(place, [(param, param) for param in planned], self._finish)
         for param, allocated in zip(planned, self.params, strict=True):
             torch.utils.swap_tensors(param, allocated)
-        self.params = planned
+        self.params[:] = planned
         self._connect()
-        self._first_version = self._main_version
         self._register(self.params)
 
     @property
     def on_meta(self) -> bool:
         """Whether the weights have shapes, but no memory yet."""
-        return self.main.flat.is_meta
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the compute weights have memory; under no_shard always."""
-        return self.compute.allocated
-
-    @property
-    def main_tensors(self) -> list[torch.Tensor]:
-        """The memory of the main weights."""
-        return [self.main.flat]
-
-    @property
-    def weight_tensors(self) -> list[torch.Tensor]:
-        """The memory of the compute weights, which is that of the main weights under no_shard."""
-        return [self.compute.flat]
-
-    @property
-    def has_own_weights(self) -> bool:
-        """Whether the compute weights are others than the main weights."""
-        return self.compute is not self.main
-
-    @property
-    def real_bytes(self) -> int:
-        """Bytes of the main weights without padding."""
-        return sum(local_of(param).numel() for param in self.params) * self.main.flat.element_size()
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        """See the note of the package."""
-        return self.gather.resident
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where the compute weights lie."""
-        return self.compute.flat.device
-
-    def when_made(self, callback: Callable[[], None]) -> None:
-        """Call back when ``unsharded`` are others than now: of a subclass, whose weights are not known before."""
-
-    def _allocate(
-        self,
-        device: torch.device,
-        given: Sequence[tuple[nn.Parameter, torch.Tensor]],
-    ) -> None:
-        """Make buffers and parameters like the given ones, with the values beside them if those have any."""
-        strategy, dtypes = self.strategy, self.dtypes
-        place, pinned = device, False
-        if self.host is not None and device.type != "meta":
-            place, pinned = HOST, self.host.pinned
-        stored = torch.int16 if dtypes.remainders else dtypes.main
-        self.main = self.levels.buffer(strategy.optimizer, stored, place, pinned)
-        self.gather = self._gather_on(device)
-        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and self.host is None
-        if not strategy.optimizer and as_they_are:
-            self.compute = self.main
-            views = [self.main.view(name) for name in self.names]
-        else:
-            self.compute = self.levels.buffer(0, dtypes.compute, device)
-            # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
-            views = [self.compute.view(name).data for name in self.names]
-        # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
-        self.params = [
-            self._main_parameter(index, *one, view)
-            for index, (one, view) in enumerate(zip(given, views, strict=True))
-        ]
-        # On the meta device nothing is to be freed.
-        if not (self.compute is self.main or dtypes.remainders or self.on_meta):
-            self.compute.free()
-        self.unsharded = [
-            nn.Parameter(
-                view if others is None else others.wrap(view),
-                requires_grad=view.is_floating_point() or view.is_complex(),
-            )
-            for view, others in zip(views, self.tensor_parallel, strict=True)
-        ]
-        # Marks that a program put on its parameters steer optimizers, and kernels.
-        for (param, _), *copies in zip(given, self.params, self.unsharded, strict=True):
-            marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
-            for copy in copies:
-                vars(copy).update(marks)
-
-    def _gather_on(self, device: torch.device) -> WeightGather:
-        levels, strategy, dtypes, fetches = self.levels, self.strategy, self.dtypes, self.host is not None
-        if dtypes.remainders:
-            return SplitGather(levels, strategy)
-        if dtypes.gather is not None:
-            return QuantizedGather(levels, strategy, dtypes.gather, device, self.tensor_parallel, fetches)
-        return CastGather(levels, strategy, dtypes.compute, device, fetches)
+        return self.weights.on_meta
 
     def _connect(self) -> None:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
-        context, suffix, dtypes = self._context, self._suffix, self.dtypes
+        its = self._group_spec
         self._rows = [local_of(param) for param in self.params]
         spec = GradientSpec(
-            self.names,
+            its.names,
             self.params,
-            self.tensor_parallel,
-            self.levels,
-            self.strategy,
-            dtypes,
+            its.tensor_parallel,
+            its.levels,
+            its.strategy,
+            its.dtypes,
             self._divisor,
             self.all_reduce_hook,
-            self.host,
+            its.host,
         )
-        size = self.levels.gradient_size(0)
-        memory = PooledGradient(size, dtypes.reduce, self.compute_device, context, suffix)
-        self.reduction = GroupReduction(spec, memory, context)
-        self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, context)
-        self._connect_weights()
+        memory = PooledGradient(
+            its.levels.gradient_size(0),
+            its.dtypes.reduce,
+            self.weights.compute_device,
+            its.context,
+            its.suffix,
+        )
+        self.reduction = GroupReduction(spec, memory, its.context)
+        self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, its.context)
+        self._first_version = self.weights.main_version
         self._transfer: Transfer | None = None
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
         self._started_version: Version | None = None
-
-    def _connect_weights(self) -> None:
-        finish = autograd.weakly(self._finish_transfer)
-        self._pooled = PooledWeights(
-            self.names, self.compute, self.unsharded, finish, self._context, self._suffix
-        )
-        self.weights: ComputeWeights = self._pooled
-
-    @property
-    def gathers(self) -> bool:
-        """Whether compute weights come from a gather; else, under no_shard, they are the main weights."""
-        return self.compute is not self.main and (self.strategy.optimizer > 0 or not self.dtypes.remainders)
-
-    @property
-    def _main_version(self) -> Version:
-        """Another one after each write to the main weights."""
-        if self.dtypes.remainders:
-            return tuple(local_of(param)._version for param in self.params)
-        return (self.main.flat._version,)
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
 
         A collective when it returns True; else nothing is to be done, or it has begun already.
         """
-        if not self.gathers or self._transfer is not None:
+        weights = self.weights
+        if not weights.gathers or self._transfer is not None:
             return False
-        version, gathered = self._main_version, self._gathered_version
+        version, gathered = weights.main_version, self._gathered_version
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
-        if self.allocated and gathered is not None and not (refresh and version != gathered):
+        if weights.allocated and gathered is not None and not (refresh and version != gathered):
             return False
+        changed, current = version != gathered, version == self._kept_version
         self._gathered_version = None  # until it has succeeded
+        if not current:
+            self._kept_version = None
         with torch.no_grad():
-            steps = self._steps(changed=version != gathered)
+            steps = weights.steps(changed, current)
             # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
-            version = self._main_version
-            self._transfer = self._context.streams.start(steps)
+            version = weights.main_version
+            self._transfer = self._group_spec.context.streams.start(steps)
         self._started_version = version
         return True
 
@@ -282,7 +171,7 @@ class ParameterGroup:
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
-        if self.has_own_weights:
+        if self.weights.separate:
             # Else the gather would write to memory that others have by then.
             self._finish_transfer()
             self.weights.release()
@@ -298,15 +187,6 @@ class ParameterGroup:
             transfer.finish()
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
-
-    def _steps(self, changed: bool) -> list[Step]:
-        """What gathers the main weights; ``changed``: they are others than at the last gather."""
-        with written_with_remainders(map(local_of, self.params)):
-            target = self._pooled.prepare(changed)
-        current = self._kept_version == self._main_version
-        if not current:
-            self._kept_version = None  # until it has succeeded
-        return self.gather.steps(self.main.flat, target, current)
 
     def show(self, unsharded: bool) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
@@ -358,7 +238,7 @@ class ParameterGroup:
                 f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
                 "the model or load a state dict into it"
             )
-        if self.unequal and self._main_version == self._first_version:
+        if self.unequal and self.weights.main_version == self._first_version:
             raise RuntimeError(
                 f"parameter {self.names[0]!r} was sharded with values on some ranks and on the meta device on others, "
                 "and none were loaded since: load one state dict on all ranks, for example by set_model_state_dict "
@@ -393,35 +273,6 @@ class ParameterGroup:
                     "unfreeze it before fully_shard, or train frozen parameters in the dtype in which they were given "
                     "by MixedPrecisionPolicy(main_dtype=None)"
                 )
-
-    def _main_parameter(
-        self, index: int, param: nn.Parameter, local: torch.Tensor, whole: torch.Tensor
-    ) -> nn.Parameter:
-        axes, given, name = self.strategy.optimizer, self.tensor_parallel[index], self.names[index]
-        stored, bounds = self.main.view(name), None
-        if axes:
-            bounds = self.levels.row_bounds(axes, name)
-        view = stored
-        if self.dtypes.remainders:
-            first = 0 if bounds is None else bounds[self.mesh.index(axes)] * self.layout.slot(name).row_size
-            view = whole.view(-1)[first : first + stored.numel()].view(stored.shape)
-        if axes and bounds is not None and not local.is_meta:
-            here = self.mesh.index(axes)
-            local = (
-                local.reshape(-1, *view.shape[1:])[bounds[here] : bounds[here + 1]] if view.numel() else view
-            )
-        if self.dtypes.remainders:
-            if not local.is_meta:
-                split(local.to(self.dtypes.main), view, stored)
-            attach(view, stored, autograd.weakly(self._finish_transfer))
-        elif not local.is_meta:
-            view.copy_(local)
-        mesh = self.mesh.mesh
-        others: tuple[Placement, ...] = ()
-        if given is not None:
-            mesh, others = given.joint_mesh(mesh), given.placements
-        tensor = make_dtensor(view, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
-        return nn.Parameter(tensor, requires_grad=param.requires_grad)
 
 
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:

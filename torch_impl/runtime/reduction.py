@@ -12,8 +12,10 @@ Sums are divided when they are reduced over the last axis.
 
 Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on every rank, and one
 that none used on no rank, whether it has rows there or not: gradients are clipped by collectives, for which ranks must
-hold the same ones. The buffer that is reduced has a flag for each parameter (``buffer``), 1 on ranks that used it in
-this microbatch or in one whose sums wait. Any sum of flags but 0 means used, however it is rounded.
+hold the same ones. Ranks are those of the group's mesh: ranks that hold other parts of a parameter, by tensor or expert
+parallelism, are not asked, and must use the same ones. The buffer that is reduced has a flag for each parameter
+(``buffer``), 1 on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means used,
+however it is rounded.
 """
 
 from __future__ import annotations

@@ -32,10 +32,12 @@ from torch import nn
 from torch_impl.runtime import autograd
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.unit_gradients import UnitGradients
 
 
 class _Call(NamedTuple):
@@ -59,10 +61,7 @@ class Unit:
         self.reference = weakref.ref(self)
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
-        self.last_backward = True
-        self.exposes_main_grad = False
+        self.gradients = UnitGradients(self.groups)
         self.forward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self._context, self._policy = context, policy
@@ -76,7 +75,7 @@ class Unit:
         self._forwards = 0
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
-            group.when_made(autograd.weakly(self._watch_gradients, index))
+            group.weights.when_made(autograd.weakly(self._watch_gradients, index))
 
     def attach(self, module: nn.Module) -> None:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
@@ -150,7 +149,7 @@ class Unit:
     @property
     def has_weights(self) -> bool:
         """Whether compute weights are there or on their way."""
-        return any(group.gathering or group.allocated for group in self.groups)
+        return any(group.gathering or group.weights.allocated for group in self.groups)
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
@@ -253,7 +252,7 @@ class Unit:
         self.schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
-        output = self._copy_weights_in(output, module)
+        output = copy_weights_in(output, self.groups, type(module).__name__)
         seen = True
         if call.inputs is not None:
             started = autograd.weakly(self._backward_started, call)
@@ -261,27 +260,10 @@ class Unit:
             output = call.inputs.release(output)
         frees = self._frees_after_forward
         # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
-        keeps = not frees and seen and autograd.current_backward() is None and not self._shows(output)
+        keeps = not frees and seen and autograd.current_backward() is None
+        keeps = keeps and not shows_weights(output, self.groups)
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
         self._leave_forward(Event.FORWARD_ENDS, frees and seen, Phase.KEPT if keeps else Phase.REST)
-        return output
-
-    def _shows(self, output: Any) -> bool:
-        """Whether ``output`` is one of the unit's weights itself, at which no hook tells of a backward."""
-        own = {id(param) for group in self.groups for param in group.unsharded}
-        return not own.isdisjoint(map(id, autograd.leaves_of(output)))
-
-    def _copy_weights_in(self, output: Any, module: nn.Module) -> Any:
-        """Weights that a module returns must outlive the memory that a reshard frees."""
-        groups = [group for group in self.groups if group.strategy.shard_parameters]
-        freed = [tensor for group in groups for tensor in group.weight_tensors if tensor.numel()]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in freed}
-        output, left = autograd.copy_aliases(output, storages) if storages else (output, False)
-        if left:
-            raise RuntimeError(
-                f"{type(module).__name__}: an output shares memory with the sharded parameters, inside an object that "
-                "is no tuple, list or dict; return a clone() of it"
-            )
         return output
 
     @property
@@ -336,22 +318,11 @@ class Unit:
         self._backwards[task] = self.schedule.join_backward(self, task)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
-        if self.exposes_main_grad:
-            for group in self.groups:
-                group.gradient.expose(self._keeps_gradient(group))
+        self.gradients.expose()
 
     def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
         self._join_backward()
-        group = self.groups[index]
-        group.gradient.arrived(k, self._keeps_gradient(group))
-
-    @property
-    def _reduces_all(self) -> bool:
-        return self.last_backward and self.requires_all_reduce
-
-    def _keeps_gradient(self, group: ParameterGroup) -> bool:
-        # Gradients that are not sharded are reduced over all axes or over none.
-        return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
+        self.gradients.arrived(index, k)
 
     def _call_done(self, number: int) -> None:
         self._open_calls.discard(number)
@@ -389,21 +360,15 @@ class Unit:
     def _finish_gradients(self) -> None:
         """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""
         with torch.no_grad(), self._range("reduce"):
-            for group in self.groups:
-                if self._keeps_gradient(group):
-                    group.gradient.keep()
-                else:
-                    group.gradient.reduce(self._reduces_all)
+            self.gradients.finish()
             self.schedule.unit_reduces()
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
-        last = self._reduces_all
-        waiting = [g for g in self.groups if g.reduction.waits(last) and not self._keeps_gradient(g)]
+        waiting = self.gradients.waiting()
         if waiting:
             with torch.no_grad(), self._range("reduce"):
-                for group in waiting:
-                    group.gradient.reduce(last, idle=True)
+                self.gradients.reduce_waiting(waiting)
 
     def _rest(self, event: Event) -> None:
         if self._calls:
@@ -430,5 +395,4 @@ class Unit:
         self._backwards.clear()
         self._open_calls.clear()
         self._forwards = 0
-        for group in self.groups:
-            group.gradient.abandon()
+        self.gradients.abandon()

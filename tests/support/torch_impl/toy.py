@@ -124,7 +124,7 @@ def assert_at_rest(model: nn.Module) -> None:
             for group in module._unit.groups:
                 assert group.gradient.collecting == []
                 if group.strategy.shard_parameters:
-                    assert group.compute.flat.untyped_storage().nbytes() == 0
+                    assert group.weights.compute.flat.untyped_storage().nbytes() == 0
 
 
 @contextmanager

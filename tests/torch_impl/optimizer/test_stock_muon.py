@@ -114,8 +114,8 @@ def products() -> None:
         ):
             assert got.shape == expected.shape
             torch.testing.assert_close(whole(got), expected.detach(), msg=name)
-    # A write through a transposed view is seen by the next forward.
-    x = rank_inputs()[dist.get_rank()]
+    # A write through a transposed view is seen by the next forward, for which compute weights were kept.
+    model, x = sharded((4,), "optim_grads"), rank_inputs()[dist.get_rank()]
     model(x)
     with torch.no_grad():
         model.reshard()
@@ -129,13 +129,16 @@ def test_products_and_transposes_of_whole_matrices(ranks: RankGroup) -> None:
 
 
 def other_operands() -> None:
-    """Matrices on different ranks, plain ones, and vectors have no product here."""
+    """Matrices on different ranks or meshes, plain ones, and vectors have no product here."""
     model = sharded((4,), "optim_grads_params")
     first, second = model.layers[1].weight, model.layers[2].weight
     held = [sum(bound == 0 for bound in one.placements[0].bounds) for one in (first, second)]
     assert held[0] != held[1]
+    elsewhere = sharded((2, 2), "hfsdp").layers[1].weight
+    assert elsewhere.placements[0].bounds == first.placements[0].bounds
     for product in (
         lambda: second @ first,
+        lambda: elsewhere @ first.t(),
         lambda: first @ torch.ones(16, 2),
         lambda: first @ torch.ones(16),
     ):

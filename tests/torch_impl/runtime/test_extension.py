@@ -128,7 +128,7 @@ def halves() -> None:
         assert Halved.calls == {"pre": gathers, "post": 2, "post again": gathers - 2}
         assert_trained_alike(model, reference)
         assert type(local_of(weight)) is Halved
-        memory = [one for group in model[0]._unit.groups for one in group.weight_tensors]
+        memory = [one for group in model[0]._unit.groups for one in group.weights.compute_tensors]
         assert sum(one.untyped_storage().nbytes() for one in memory) == 0
         # FSDP2 computes another gradient of uneven rows that were freed.
         theirs = sharded("halved", fsdp.fully_shard, reshard_after_forward=False)

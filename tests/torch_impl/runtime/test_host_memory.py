@@ -154,10 +154,10 @@ def kept_apart() -> None:
     mse(model, tokens, targets).backward()
     for module in (*model.blocks, model):
         (group,) = module._unit.groups
-        assert group.compute is not group.main
+        assert group.weights.compute is not group.weights.main
         homes = {local_of(param).untyped_storage().data_ptr() for param in group.params}
-        assert homes == {group.main.flat.untyped_storage().data_ptr()}
-        assert group.compute.flat.untyped_storage().data_ptr() not in homes
+        assert homes == {group.weights.main.flat.untyped_storage().data_ptr()}
+        assert group.weights.compute.flat.untyped_storage().data_ptr() not in homes
     # No gather is needed until the weights change, and then one is made.
     with torch.no_grad():
         before = model(tokens.reshape(-1)).clone()
@@ -183,7 +183,7 @@ def measured() -> None:
         optimizer.step()
     mine, other = (m.memory_report(o) for m, o in zip((model, plain), optimizers, strict=True))
     groups = [unit.groups[0] for unit in {module._unit for module in (*model.blocks, model)}]
-    shards = sum(group.main.flat.numel() for group in groups)
+    shards = sum(group.weights.main.flat.numel() for group in groups)
     own = sum(local_of(param).numel() for param in model.parameters())
     # With a flag for each parameter.
     gradients = 4 * (shards + len(list(model.parameters())))

@@ -208,6 +208,11 @@ def between(path: str) -> None:
         assert shown(model) == [name for name, _ in model.named_parameters()]
         action()
     assert torch_impl.layout_report(model).ignored == ()
+    # Whole weights that are shown are not taken for plain ones, which to_empty() would give other memory.
+    values = model(x)
+    model.to_empty(device="cpu")
+    assert shown(model) == []
+    torch.testing.assert_close(model(x), values, rtol=0, atol=0)
     model(x)
     with pytest.raises(TypeError, match="a sharded parameter stays"):
         model.half()
@@ -227,6 +232,60 @@ def between(path: str) -> None:
 
 def test_what_programs_do_before_the_backward(ranks: RankGroup, tmp_path: Any) -> None:
     ranks.run(2, between, str(tmp_path / "saved"))
+
+
+class Box:
+    """What no search for tensors looks into."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        self.content = content
+
+
+class Odd(nn.Module):
+    """Its outputs have no hook that could tell of their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, x: torch.Tensor, hidden: bool) -> torch.Tensor | Box:
+        return Box(x @ self.weight.t()) if hidden else self.weight
+
+
+def without_an_end(strategy: str) -> None:
+    everyone = rank_inputs()
+    x = everyone[dist.get_rank()]
+    for hidden in (True, False):
+        model = torch_impl.fully_shard(seeded(Odd), strategy=strategy, reshard_after_forward=False)
+        reference = seeded(Odd)
+        output = model(x, hidden)
+        assert shown(model) == []
+        output = output.content if hidden else output
+        output.square().sum().backward()
+        assert shown(model) == []
+        for rows in everyone:
+            of_rank = reference(rows, hidden)
+            ((of_rank.content if hidden else of_rank).square().sum() / len(everyone)).backward()
+        torch.testing.assert_close(whole(model.weight.grad), reference.weight.grad)
+
+    # A forward in a backward, as that of a second model in a hook, is nobody's to go on with.
+    inner, outer = (torch_impl.fully_shard(seeded(Odd), reshard_after_forward=False) for _ in range(2))
+    seen: list[list[str]] = []
+
+    def evaluate(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            inner(x, True)
+        seen.append(shown(inner))
+
+    output = outer(x.clone().requires_grad_(), True).content
+    output.register_hook(evaluate)
+    output.sum().backward()
+    assert seen == [[]]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_weights_that_no_backward_would_hide_are_not_kept(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(2, without_an_end, strategy)
 
 
 def evaluated() -> None:

@@ -433,7 +433,9 @@ def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
     mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
     mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
     units = [m._unit for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
-    kept: list[object] = [b.flat for u in units for g in u.groups for b in (g.main, g.compute)]
+    kept: list[object] = [
+        b.flat for u in units for g in u.groups for b in (g.weights.main, g.weights.compute)
+    ]
     kept += [p.grad for u in units for g in u.groups for p in g.params]
     return [weakref.ref(one) for one in (*kept, *units)]
 

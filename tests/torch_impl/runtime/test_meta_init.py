@@ -190,7 +190,7 @@ def freed() -> None:
     gc.collect()
     model = sharded(on_meta())
     model.to_empty(device="cpu")
-    storages = [group.main.flat.untyped_storage() for group in model._unit.groups]
+    storages = [group.weights.main.flat.untyped_storage() for group in model._unit.groups]
     pointers = [torch.UntypedStorage._weak_ref(storage) for storage in storages]
     del storages
     gc.disable()
@@ -222,7 +222,7 @@ def set_before_memory() -> None:
     tokens, targets = batch(0, dist.get_world_size(), 1)
     for model in (scaled, plain):
         mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
-    assert scaled._unit.groups[0].compute.allocated
+    assert scaled._unit.groups[0].weights.compute.allocated
     with pytest.raises(RuntimeError, match="Partial"):
         whole(scaled.norm.weight.grad)
     scaled.zero_grad()

@@ -318,7 +318,9 @@ def no_sync_that_raises() -> None:
     model = sharded_toy(strategy="optim")
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
-    assert all(m._unit.last_backward for m in model.modules() if isinstance(m, torch_impl.FSDPModule))
+    assert all(
+        m._unit.gradients.last_backward for m in model.modules() if isinstance(m, torch_impl.FSDPModule)
+    )
 
 
 def test_no_sync_is_restored_on_an_error(ranks: RankGroup) -> None:

@@ -39,7 +39,7 @@ def sharded_tower(pool: bool, **options: Any) -> Tower:
 
 
 def slots_in_use(model: Tower) -> int:
-    return sum(block._unit.groups[0].weights._slot is not None for block in model.blocks)
+    return sum(block._unit.groups[0].weights.pooled._slot is not None for block in model.blocks)
 
 
 def assert_no_memory_at_rest(model: Tower) -> None:
@@ -202,7 +202,7 @@ def test_a_step_allocates_as_often_as_the_plan_says(ranks: RankGroup) -> None:
 
 def live_bytes(model: Tower, gradients: Sequence[weakref.ref[torch.Tensor]]) -> int:
     """Of compute weights, gradient buffers and slots."""
-    storages = [unit.groups[0].compute.flat.untyped_storage() for unit in model._units(True)]
+    storages = [unit.groups[0].weights.compute.flat.untyped_storage() for unit in model._units(True)]
     storages += [flat.untyped_storage() for ref in gradients if (flat := ref()) is not None]
     storages += [slot.storage for slot in model._unit.pool._slots.values()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

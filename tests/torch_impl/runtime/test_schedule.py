@@ -69,7 +69,7 @@ def logged(model: Chain) -> Iterator[list[str]]:
     """What happens, in order: ``gather k`` and ``reduce k`` when issued, ``run k`` when layer k computes."""
     events: list[str] = []
     groups = [layer._unit.groups[0] for layer in model.layers]
-    units = {group.compute.flat.untyped_storage()._cdata: k for k, group in enumerate(groups)}
+    units = {group.weights.compute.flat.untyped_storage()._cdata: k for k, group in enumerate(groups)}
     handles = []
     for k, layer in enumerate(model.layers):
         handles.append(layer.linear.register_forward_pre_hook(lambda *_, k=k: events.append(f"run {k}")))
@@ -202,7 +202,7 @@ def live(recompute: bool | None, microbatches: int, **options: Any) -> tuple[int
     groups = [layer._unit.groups[0] for layer in model.layers]
 
     def look(*_: Any) -> None:
-        most[0] = max(most[0], sum(group.compute.allocated for group in groups))
+        most[0] = max(most[0], sum(group.weights.compute.allocated for group in groups))
         reducing = [group.reduction.under_way for group in groups]
         collecting = [bool(group.gradient.collecting) for group in groups]
         most[1] = max(most[1], sum(reducing) + sum(collecting))
@@ -335,7 +335,9 @@ def separate_roots() -> None:
     torch_impl.fully_shard(outer)
     for _ in range(2):
         output = outer(mine)
-        assert not any(group.compute.allocated for group in outer[0]._unit.groups), "kept as a root's weights"
+        assert not any(group.weights.compute.allocated for group in outer[0]._unit.groups), (
+            "kept as a root's weights"
+        )
         output.square().mean().backward()
         for part in rank_inputs():
             (reference(part).square().mean() / WORLD).backward()
@@ -390,7 +392,7 @@ def weights_beside_new_buffers() -> list[bool]:
         group = layer._unit.groups[0]
 
         def noting(keep: bool, group: Any = group, make: Any = group.gradient._make_buffer) -> None:
-            found.append(group.compute.allocated)
+            found.append(group.weights.compute.allocated)
             make(keep)
 
         group.gradient._make_buffer = noting

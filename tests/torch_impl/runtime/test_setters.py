@@ -166,7 +166,7 @@ def observe(model: Net, seen: dict[str, Any]) -> None:
     unsharded = second._unit.groups[0].unsharded[0]
 
     def weights(of: Any) -> bool:
-        return of._unit.groups[0].gathering or of._unit.groups[0].compute.allocated
+        return of._unit.groups[0].gathering or of._unit.groups[0].weights.compute.allocated
 
     def in_forward(*_: Any) -> None:
         seen["ahead in forward"] = weights(second)
@@ -187,7 +187,7 @@ def summary(model: Net, grads: dict[str, torch.Tensor], seen: dict[str, Any]) ->
     return {
         **seen,
         "partial": is_partial(grads["head.weight"]),
-        "after backward": model.blocks[0]._unit.groups[0].compute.allocated,
+        "after backward": model.blocks[0]._unit.groups[0].weights.compute.allocated,
         "pooled": model._unit.pool.enabled,
     }
 

@@ -141,6 +141,60 @@ def test_parameters_are_sharded_over_the_mesh_of_their_placement(ranks: RankGrou
     ranks.run(4, over_their_own_mesh, str(tmp_path / "checkpoint"))
 
 
+class Routed(nn.Module):
+    """Experts of several kinds, of which a rank uses those that its ``route`` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.dense = nn.Linear(5, WIDTH)
+            self.experts = nn.ParameterDict(
+                {key: nn.Parameter(torch.randn(EXPERTS, WIDTH, 7)) for key in "abc"}
+            )
+
+    def forward(self, x: torch.Tensor, route: str) -> torch.Tensor:
+        used = [self.experts[key] for key in route]
+        own = [one.to_local() if isinstance(one, DTensor) else one for one in used]
+        return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), torch.stack(own).sum(0)).tanh()
+
+
+def used_by_some() -> None:
+    """Flags of parameters are summed over the mesh of their own group: the two ranks with the same experts."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model, reference, rank = Routed(), Routed(), dist.get_rank()
+    for key, whole_experts in model.experts.items():
+        part = whole_experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
+        model.experts[key] = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
+
+    def place(param: nn.Parameter) -> Any:
+        placement = SimpleNamespace(placement=None, mesh_info=mesh_info(root["efsdp"]))
+        return placement if param.ndim == 3 else None
+
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch_impl.fully_shard(model, mesh=everyone, shard_placement_fn=place)
+    for step, routes in enumerate((["a", "a", "ab", "ab"], ["ac", "ac", "a", "a"], ["b"] * 4)):
+        model(inputs(step)[rank], routes[rank]).square().mean().backward()
+        outputs = [reference(x, route) for x, route in zip(inputs(step), routes, strict=True)]
+        of_ranks = [out[:, 2 * (k % 2) : 2 * (k % 2) + 2].square().mean() for k, out in enumerate(outputs)]
+        (sum(of_ranks) / 4).backward()
+        for name, param in reference.named_parameters():
+            got = model.get_parameter(name).grad
+            assert (got is None) == (param.grad is None), (step, name)
+            if param.grad is not None:
+                # Half the experts are those of two ranks, not of four.
+                param.grad.mul_(2 if param.ndim == 3 else 1)
+                torch.testing.assert_close(whole(got), param.grad)
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (model, reference)]
+        torch.testing.assert_close(norms[0], norms[1])
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh(ranks: RankGroup) -> None:
+    ranks.run(4, used_by_some)
+
+
 def hybrid() -> None:
     """Two ranks shard a parameter and two replicate it, beside others that all four shard."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

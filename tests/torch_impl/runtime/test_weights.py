@@ -351,7 +351,7 @@ def freed_between_forward_and_backward() -> None:
     seen: list[list[bool]] = []
     for block in model.blocks:
         block.register_forward_hook(
-            lambda *_: seen.append([b._unit.groups[0].compute.allocated for b in model.blocks])
+            lambda *_: seen.append([b._unit.groups[0].weights.compute.allocated for b in model.blocks])
         )
     tokens, targets = batch(0, dist.get_world_size(), 1)
     mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()

@@ -1,0 +1,256 @@
+"""The weights of a group of parameters with extensions of the all-gather: see ``extension`` for what these are.
+
+A gather asks each parameter what to gather, and fills tensors that stay the same ones, so that whole parameters, which
+share their memory with them or are filled from them, stay the same too. While the weights are free, only the storages
+are empty. What is written there again counts as a change for autograd only if main weights have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from torch_impl.comm import collectives
+from torch_impl.comm.collectives import Work
+from torch_impl.comm.streams import Step
+from torch_impl.dtensor.local import local_of, plain_parts
+from torch_impl.dtensor.tensor import make_dtensor
+from torch_impl.runtime import autograd
+from torch_impl.runtime.extension import WAY_OUT, ExtendedWeight, as_matrix
+from torch_impl.runtime.group_weights import GivenParameter, GroupSpec, Version
+from torch_impl.runtime.host_memory import HOST
+from torch_impl.runtime.ownership import OwnedParameter
+from torch_impl.runtime.precision import MixedPrecisionPolicy
+
+
+class ExtendedWeights:
+    """See ``GroupWeights``. ``shards``: the own rows of the parameters ``owned``, see ``own_rows``.
+
+    There are no flat main weights and no flat compute weights.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        owned: Sequence[OwnedParameter],
+        shards: Sequence[torch.Tensor],
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        mesh = spec.levels.mesh
+        axis = mesh.mesh if mesh.ndim == 1 else mesh.mesh[(mesh.mesh.mesh_dim_names or ())[-1]]
+        self._extended = [
+            ExtendedWeight(one, shard, axis, mesh.sizes[0]) for one, shard in zip(owned, shards, strict=True)
+        ]
+        # Inner tensors of a wrapper are attributes too, which a copy of the wrapper has.
+        self._marks = [
+            {key: value for key, value in vars(one.param).items() if key not in vars(one.param.detach())}
+            for one in owned
+        ]
+        self._group_spec, self._policy = spec, policy
+        self._agreed: list[list[tuple[tuple[int, ...], str]]] | None = None
+        self._on_made: Callable[[], None] | None = None
+        self.params: list[nn.Parameter]
+        self.unsharded: list[nn.Parameter]
+
+    def allocate(
+        self, device: torch.device, given: Sequence[GivenParameter], finish: Callable[[], None]
+    ) -> None:
+        """See ``GroupWeights``; rows were cut from the values before."""
+        place = HOST if self._group_spec.host is not None and device.type != "meta" else device
+        self.compute_device = device
+        for one in self._extended:
+            if one.shard.is_meta and place.type != "meta":
+                one.shard = torch.empty_like(one.shard, device=place)
+                for part in plain_parts(one.shard):
+                    part.zero_()
+            elif one.shard.device != place:
+                one.shard = one.shard.to(place)
+        self.params = [self._sharded(index, param) for index, (param, _) in enumerate(given)]
+        # Their class is known only when they are made of what is gathered first.
+        self.unsharded = [nn.Parameter(torch.empty(0), requires_grad=False) for _ in self.params]
+        for param, marks in zip(self.params, self._marks, strict=True):
+            vars(param).update(marks)
+        self.allocated = self.aside = False
+        self._made = self._changed = False
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
+        spec = self._group_spec
+        name, given, mesh = spec.names[index], spec.tensor_parallel[index], spec.levels.mesh.mesh
+        others: tuple[Placement, ...] = ()
+        if given is not None:
+            mesh, others = given.joint_mesh(mesh), given.placements
+        with torch.no_grad():
+            tensor = make_dtensor(
+                as_matrix(self._extended[index].shard),
+                mesh,
+                param.shape,
+                spec.levels.row_bounds(1, name),
+                axes=1,
+                tensor_parallel=others,
+            )
+        return nn.Parameter(tensor, requires_grad=param.requires_grad)
+
+    def _whole(self, index: int, whole: torch.Tensor) -> nn.Parameter:
+        others = self._group_spec.tensor_parallel[index]
+        param = nn.Parameter(
+            whole if others is None else others.wrap(whole),
+            requires_grad=whole.is_floating_point() or whole.is_complex(),
+        )
+        vars(param).update(self._marks[index])
+        return param
+
+    def when_made(self, callback: Callable[[], None]) -> None:
+        """See ``GroupWeights``: called when the first gather has arrived."""
+        self._on_made = callback
+
+    @property
+    def on_meta(self) -> bool:
+        return self._extended[0].shard.is_meta
+
+    @property
+    def main_tensors(self) -> list[torch.Tensor]:
+        return [part for one in self._extended for part in plain_parts(one.shard)]
+
+    @property
+    def main_version(self) -> Version:
+        # A program may write to the inner tensors, whose wrapper counts nothing of that.
+        shards = [*map(local_of, self.params), *(one.shard for one in self._extended), *self.main_tensors]
+        return tuple(one._version for one in shards)
+
+    @property
+    def real_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self.main_tensors)
+
+    @property
+    def resident(self) -> None:
+        return None
+
+    @property
+    def separate(self) -> bool:
+        return True
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def compute_tensors(self) -> list[torch.Tensor]:
+        return [tensor for one in self._extended for tensor in one.held]
+
+    @property
+    def gather_bytes(self) -> int:
+        """What a gather fills; 0 before the first one."""
+        return sum(one.numel() * one.element_size() for weight in self._extended for one in weight.outputs)
+
+    def steps(self, changed: bool, current: bool) -> list[Step]:
+        """See ``GroupWeights``; nothing is kept of a gather."""
+        # As in ``settle``.
+        with torch.inference_mode(False), torch.no_grad():
+            self._ask()
+            self._prepare(changed)
+        sources = [tensor for one in self._extended for tensor in one.inputs]
+        outputs = [tensor for one in self._extended for tensor in one.outputs]
+        return [("gather", partial(self._gather, _as_bytes(outputs), _as_bytes(sources)))]
+
+    def _ask(self) -> None:
+        cause: Exception | None = None
+        wanted: list[Any] = []
+        for one in self._extended:
+            try:
+                wanted.append(one.pre(self._policy, self._group_spec.context.device))
+            except Exception as error:
+                if self._agreed is not None:
+                    raise
+                cause = error
+                wanted.append(f"{type(error).__name__}: {error}")
+        if self._agreed is None:
+            self._agree(wanted, cause)
+            self._agreed = wanted
+        for one, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
+            if sizes != agreed:
+                raise RuntimeError(
+                    f"{one.name}: expected fsdp_pre_all_gather to return tensors of the sizes of its first call, "
+                    f"{agreed}, got {sizes}"
+                )
+
+    def _agree(self, wanted: list[Any], cause: Exception | None) -> None:
+        """Once: other sizes on another rank would hang its gather, or fill it with what belongs elsewhere."""
+        mesh = self._group_spec.levels.mesh
+        everyone: list[Any] = [None] * mesh.sizes[0]
+        dist.all_gather_object(everyone, wanted, group=mesh.groups[0])
+        for index, one in enumerate(self._extended):
+            for rank, theirs in enumerate(everyone):
+                if isinstance(theirs[index], str) or theirs[index] != everyone[0][index]:
+                    raise RuntimeError(
+                        f"{one.name}: expected fsdp_pre_all_gather to return tensors of equal sizes on all ranks, rows "
+                        f"padded to those of the first rank, got {everyone[0][index]} on rank 0 of the axis and "
+                        f"{theirs[index]} on rank {rank}; {WAY_OUT}"
+                    ) from cause
+
+    def _prepare(self, changed: bool) -> None:
+        """Memory to gather into."""
+        # Filling the memory again counts as a change, which autograd must take for one only where values change.
+        if not self.aside:
+            known = [*self.compute_tensors, *self.unsharded]
+            known += [part for one in self.unsharded for part in plain_parts(one)]
+            self._versions = [(one, one._version) for one in known] if self._made else []
+            self._changed = False
+        self._changed |= changed
+        for one in self._extended:
+            one.allocate()
+        self.allocated = self.aside = True
+
+    def _gather(
+        self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], async_op: bool
+    ) -> Work | None:
+        mesh = self._group_spec.levels.mesh
+        if mesh.sizes[0] > 1:
+            return collectives.all_gather(outputs, sources, mesh.groups[0], async_op)
+        for output, source in zip(outputs, sources, strict=True):
+            output.copy_(source)
+        return None
+
+    def settle(self) -> None:
+        """Make whole parameters of what has arrived, before they are read."""
+        if not self.aside:
+            return
+        self.aside = False
+        # A first evaluation may run in inference mode; training steps could not write to tensors made there.
+        with torch.inference_mode(False), torch.no_grad():
+            for index, one in enumerate(self._extended):
+                whole = one.post(
+                    self._group_spec.dtypes.compute, self.unsharded[index] if self._made else None
+                )
+                if not self._made:
+                    self.unsharded[index] = self._whole(index, whole)
+        if not self._made:
+            self._made = True
+            if self._on_made is not None:
+                self._on_made()
+        self._count()
+
+    def release(self) -> None:
+        """Forget the contents and free the memory."""
+        if self.aside:
+            self._count()
+        self.allocated = self.aside = False
+        for one in self._extended:
+            one.free()
+
+    def _count(self) -> None:
+        if self._versions:
+            tensors, versions = zip(*self._versions, strict=True)
+            autograd.set_versions(tensors, [version + self._changed for version in versions])
+            self._versions = []
+
+
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Backends do not know every dtype that a class may gather.
+    return [one.detach().reshape(-1).view(torch.uint8) for one in tensors if one.numel()]
