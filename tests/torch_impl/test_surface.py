@@ -168,7 +168,10 @@ def setters() -> None:
         TypeError, match=r"set_post_optim_event: expected an event with wait\(\), .* got None"
     ):
         model.set_post_optim_event(None)
-    with pytest.raises(TypeError, match="set_all_reduce_hook: expected a function of a tensor, got 'mul_'"):
+    with pytest.raises(
+        TypeError,
+        match="set_all_reduce_hook: expected a function of the summed gradients or None, got 'mul_'",
+    ):
         model.set_all_reduce_hook("mul_")
     for name in ("reshard_after_forward", "reshard_after_backward"):
         with pytest.raises(ValueError, match=rf"{name}: expected a bool, got 2"):
