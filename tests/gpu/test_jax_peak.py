@@ -1,0 +1,70 @@
+"""The peak of a step on a GPU beside what ``twinshard plan`` says of it.
+
+The plan counts what XLA for CPU keeps, and XLA:GPU keeps less of it: a plan may be too high, never much too low, or a
+step that should fit would not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from jax_impl import Offload
+from tests.gpu.devices import ON_GPU, needs_jax_gpu
+from tests.gpu.jax_jobs import HOST_UPDATE, WIDE, Cell, peaks_by_offload, planned_and_real
+from tests.gpu.jax_process import JaxProcess
+
+pytestmark = needs_jax_gpu
+
+# Scores of 0.5 GB a layer, beside which libraries' own memory is small.
+KEPT = Cell("decoder:default", batch=4, length=2048)
+RECOMPUTED = dataclasses.replace(KEPT, recompute=True)
+SCANNED = dataclasses.replace(KEPT, recompute=True, stacked=True)
+HALF = dataclasses.replace(KEPT, compute="bfloat16")
+CELLS = (KEPT, RECOMPUTED, SCANNED, HALF)
+OFFLOADS = [HOST_UPDATE, Offload(moments=1.0, main_weights=True), None]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[object, JaxProcess]]:
+    """One for each measurement, since a peak is that of a process; all at once."""
+    found: dict[object, JaxProcess] = {cell: JaxProcess(ON_GPU) for cell in CELLS}
+    for cell in CELLS:
+        found[cell].start(planned_and_real, cell)
+    found["offload"] = JaxProcess(ON_GPU)
+    found["offload"].start(peaks_by_offload, OFFLOADS, WIDE)
+    yield found
+    for process in found.values():
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def peaks(processes: dict[object, JaxProcess]) -> dict[Cell, tuple[int, int, str]]:
+    """Of each cell: bytes that the plan says, bytes that the device had at once, and the planned moment."""
+    return {cell: processes[cell].result() for cell in CELLS}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_step_needs_no_more_than_its_plan(peaks: dict[Cell, tuple[int, int, str]], cell: Cell) -> None:
+    planned, real, moment = peaks[cell]
+    print(f"planned {planned / 1e6:.0f} MB {moment}, real {real / 1e6:.0f} MB, {planned / real - 1:+.1%}")
+    assert real <= 1.1 * planned
+    assert real >= 0.5 * planned
+
+
+def test_recomputed_layers_need_less_memory(peaks: dict[Cell, tuple[int, int, str]]) -> None:
+    assert peaks[RECOMPUTED][1] < 0.6 * peaks[KEPT][1]
+
+
+def test_the_device_holds_a_few_units_of_what_lies_in_the_hosts_memory(
+    processes: dict[object, JaxProcess],
+) -> None:
+    """Of twelve layers; without offload weights, two moments and gradients of all are there at once."""
+    (on_host, streamed, whole), weights = processes["offload"].result()
+    print(f"peaks over the weights' bytes: {[peak / weights for peak in (on_host, streamed, whole)]}")
+    assert whole > 4 * weights
+    # Gradients stay until the update.
+    assert weights < streamed < 2 * weights
+    assert on_host < weights
