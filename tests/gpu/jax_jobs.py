@@ -1,4 +1,4 @@
-"""What the processes with JAX on a GPU run: training, host memory, float8 and checkpoints, each beside its reference."""
+"""What processes with JAX on a GPU run: training, host memory, float8 and checkpoints, each beside its reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -248,9 +247,7 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     )
 
     def both(x: jax.Array, w: jax.Array, grad: jax.Array) -> Any:
-        output, back = jax.vjp(
-            lambda x, w: jax_impl.float8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, w
-        )
+        output, back = jax.vjp(lambda x, w: jax_impl.float8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, w)
         return output, *back(grad)
 
     compiled = jax.jit(both).lower(x, w, grad).compile()
@@ -304,7 +301,9 @@ def saved_behind_training(folder: str) -> dict[str, Any]:
     pending = jax_impl.save_checkpoint_async(path / "later", run.plan, run.state, {"step": 2})
     losses = run.train(range(2, 5))
     pending.wait()
-    loaded = {name: jax_impl.load_checkpoint(path / name, run.plan, run.optimizer) for name in ("now", "later")}
+    loaded = {
+        name: jax_impl.load_checkpoint(path / name, run.plan, run.optimizer) for name in ("now", "later")
+    }
     states = {
         name: [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(one.state)]
         for name, one in loaded.items()

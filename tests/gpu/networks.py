@@ -57,21 +57,25 @@ def sharded(
     return shard(model, **options)
 
 
-def rows(step: int, count: int = 64, width: int = WIDTH) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+def rows(step: int, count: int = 64, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(step)).to(DEVICE, dtype)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = (model(x).float() - x.roll(1, 0)).square().mean()
+    result: torch.Tensor = (model(x).float() - x.float().roll(1, 0)).square().mean()
     return result
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(4), count: int = 64
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int] = range(4),
+    dtype: torch.dtype = torch.float32,
 ) -> list[float]:
+    """Losses of inputs in ``dtype``, each before its step."""
     found = []
     for step in steps:
-        loss = loss_of(model, rows(step, count))
+        loss = loss_of(model, rows(step, dtype=dtype))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -37,13 +37,14 @@ def test_losses_and_weights_have_the_bits_of_fsdp2(one_rank: None, kind: str) ->
     found = []
     for ours in (True, False):
         model = engine(ours, kind)
-        found.append((train(model, adamw(model)), values(model)))
+        losses = train(model, adamw(model), dtype=POLICIES[kind][0])
+        found.append((losses, values(model)))
     (losses, weights), (its_losses, its_weights) = found
     assert losses == its_losses
     assert same_bits(weights, its_weights)
 
 
-def peak_of(build: Callable[[], torch.nn.Module], width: int) -> tuple[int, int]:
+def peak_of(build: Callable[[], torch.nn.Module], width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes at rest after two steps, and at most in the third, above what was there before."""
     gc.collect()
     torch.cuda.synchronize()
@@ -54,7 +55,7 @@ def peak_of(build: Callable[[], torch.nn.Module], width: int) -> tuple[int, int]
         torch.cuda.synchronize()
         rest = torch.cuda.memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
-        loss_of(model, rows(step, 64, width)).backward()
+        loss_of(model, rows(step, 64, width, dtype)).backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
@@ -64,11 +65,12 @@ def peak_of(build: Callable[[], torch.nn.Module], width: int) -> tuple[int, int]
 @needs_gpu
 @pytest.mark.parametrize("kind", ["bfloat16 over float32", "bfloat16 as given"])
 def test_a_step_in_bfloat16_needs_no_more_memory_than_in_fsdp2(one_rank: None, kind: str) -> None:
-    width = 2048
+    width, dtype = 2048, POLICIES[kind][0]
     # The libraries' workspaces are taken once.
-    peak_of(lambda: engine(True, kind, width=width, layers=1), width)
+    peak_of(lambda: engine(True, kind, width=width, layers=1), width, dtype)
     mine, theirs = (
-        peak_of(lambda ours=ours: engine(ours, kind, width=width, layers=6), width) for ours in (True, False)
+        peak_of(lambda ours=ours: engine(ours, kind, width=width, layers=6), width, dtype)
+        for ours in (True, False)
     )
     print(f"{kind}: at rest {mine[0]:,} and {theirs[0]:,} B, peak {mine[1]:,} and {theirs[1]:,} B")
     assert mine[0] <= 1.005 * theirs[0]
@@ -77,6 +79,8 @@ def test_a_step_in_bfloat16_needs_no_more_memory_than_in_fsdp2(one_rank: None, k
 
 @needs_gpu
 def test_memory_goes_with_the_model(one_rank: None) -> None:
+    # The libraries' workspaces are taken once.
+    loss_of(network(width=1024), rows(0, 64, 1024)).backward()
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = engine(True, "bfloat16 over float32", width=1024)
@@ -85,4 +89,4 @@ def test_memory_goes_with_the_model(one_rank: None) -> None:
     optimizer.step()
     del model, optimizer
     gc.collect()
-    assert torch.cuda.memory_allocated() - before < 40 * 2**20, "more than the workspaces of products is left"
+    assert torch.cuda.memory_allocated() - before < 8 * 2**20

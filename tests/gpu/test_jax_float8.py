@@ -22,10 +22,11 @@ def test_products_are_made_in_float8_and_are_those_of_rounded_factors(
     jax_process: JaxProcess, dtype: str
 ) -> None:
     found = jax_process.run(jobs.float8_product, dtype, (64, 128, 256))
-    for mine, want, tolerance in zip(found["found"], found["expected"], (1, 1, 2), strict=True):
-        # Of the gradient of a weight factors are not rounded, but TF32 has 10 bits.
-        step = 2.0**-8 if dtype == "bfloat16" else 1e-5 if tolerance == 1 else 2.0**-10
-        np.testing.assert_allclose(mine, want, rtol=step, atol=2 * step * np.abs(want).max() / 4)
+    for mine, want in zip(found["found"], found["expected"], strict=True):
+        # Tensor cores sum float8 products in 14 bits or so before the sums become float32, and TF32, of which the
+        # gradient of the weight is a product, has 11 bits.
+        step = 2.0**-8 if dtype == "bfloat16" else 2.0**-10
+        np.testing.assert_allclose(mine, want, rtol=step, atol=np.abs(want).max() * 2.0**-11)
     if has_float8_kernels():
         assert found["calls"] == 2, "one product forward and one for the gradient of the input"
 
