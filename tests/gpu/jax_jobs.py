@@ -17,6 +17,7 @@ from flax import nnx
 
 import jax_impl
 from bridge.planning import Workload, make_plan, parse_policy, resolve_models
+from bridge.planning.device_bytes import allocated
 from bridge.planning.target_step import StepRequest
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
 
@@ -208,8 +209,18 @@ class Cell:
         )
 
 
-def planned_and_real(cell: Cell) -> tuple[int, int, str]:
-    """Bytes that the plan says, bytes at the device's peak, and the planned moment. In a fresh process."""
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of a device at the peak of a step: as planned, as compiled, and as they were. ``moment``: of the plan."""
+
+    planned: int
+    compiled: int
+    real: int
+    moment: str
+
+
+def peaks_of(cell: Cell) -> Peaks:
+    """In a fresh process, whose peak is the step's."""
     stacks = ("layers",) if cell.stacked else ()
     workload = Workload(cell.batch, cell.length)
     (shapes,) = resolve_models(cell.model, ["jax"], stacks).values()
@@ -222,12 +233,15 @@ def planned_and_real(cell: Cell) -> tuple[int, int, str]:
     optimizer = request.optimizer.transformation()
     state = jax.tree.map(_zeros, jax_impl.abstract_state(plan, optimizer))
     step = jax_impl.make_train_step(plan, request.loss_function(), optimizer)
-    (rows,) = request.global_batch(plan).values()
+    shapes_of_rows = request.global_batch(plan)
+    first, update = (allocated(one.compile())["total"] for one in step.lower_programs(state, shapes_of_rows))
+    moments = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
+    (rows,) = shapes_of_rows.values()
     for number in range(2):
         batch = np.random.default_rng(number).integers(0, 100, rows.shape).astype(np.int32)
         state, metrics = step(state, {"tokens": batch})
     metrics["loss"].block_until_ready()
-    return planned.total, peak(), planned.moment
+    return Peaks(planned.total, max(first + moments, update), peak(), planned.moment)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
