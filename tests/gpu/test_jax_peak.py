@@ -41,7 +41,7 @@ def peaks(processes: dict[object, JaxProcess]) -> dict[Cell, Peaks]:
     return {cell: processes[cell].result() for cell in CELLS}
 
 
-# The plan counts what XLA for CPU keeps. XLA:GPU fuses more, and of unrolled layers that recompute it holds more scores.
+# The plan counts what XLA for CPU keeps. XLA:GPU fuses more; of unrolled layers that recompute it holds more scores.
 LIMITS = {KEPT: (0.6, 1.1), RECOMPUTED: (0.9, 1.25), SCANNED: (0.8, 1.1), HALF: (0.7, 1.1)}
 
 
