@@ -1,4 +1,4 @@
-"""A process group of one rank, and a process in which JAX has the GPU."""
+"""A process group of one rank, and processes in which JAX has the GPU."""
 
 from __future__ import annotations
 
@@ -25,5 +25,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def jax_process() -> Iterator[JaxProcess]:
     """For all tests that do not measure its memory."""
     process = JaxProcess(ON_GPU)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def exact_jax_process() -> Iterator[JaxProcess]:
+    """For tests that compare bits of two runs."""
+    process = JaxProcess(ON_GPU, exact=True)
     yield process
     process.close()

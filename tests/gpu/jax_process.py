@@ -17,11 +17,12 @@ from typing import Any
 _GPU = {
     # Some arrays are computed on the host for comparison.
     "JAX_PLATFORMS": "cuda,cpu",
-    # The tests' own flags are those of simulated devices. Programs are small and many: nothing is tuned for them.
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true",
+    # The tests' own flags are those of simulated devices. To tune programs takes time, and memory that would count.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
+_EXACT = {"XLA_FLAGS": f"{_GPU['XLA_FLAGS']} --xla_gpu_deterministic_ops=true"}
 _REHEARSAL = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_disable_hlo_passes=cse_barrier_expander,small-while-loop-hoisting "
@@ -35,10 +36,13 @@ class JaxProcessError(AssertionError):
 
 
 class JaxProcess:
-    """Starts with its first function, and again after it died or did not answer."""
+    """Starts with its first function, and again after it died or did not answer.
 
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+    ``exact``: a GPU adds in the same order each time, so that two runs have the same bits.
+    """
+
+    def __init__(self, on_gpu: bool, exact: bool = False) -> None:
+        self._environment = {**_GPU, **(_EXACT if exact else {})} if on_gpu else _REHEARSAL
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection
         self._asked = ""
@@ -79,13 +83,13 @@ class JaxProcess:
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._on_gpu), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._environment), daemon=True)
         self._process.start()
         theirs.close()
 
 
-def _serve(pipe: Connection, on_gpu: bool) -> None:
-    os.environ.update(_GPU if on_gpu else _REHEARSAL)
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     while True:
         try:
             module, name, args = pickle.loads(pipe.recv_bytes())

@@ -17,9 +17,9 @@ pytestmark = needs_jax_device
 
 
 def test_a_save_behind_training_holds_the_state_whose_memory_steps_take(
-    jax_process: JaxProcess, tmp_path: Path
+    exact_jax_process: JaxProcess, tmp_path: Path
 ) -> None:
-    found = jax_process.run(jobs.saved_behind_training, str(tmp_path))
+    found = exact_jax_process.run(jobs.saved_behind_training, str(tmp_path))
     for name in ("now", "later"):
         assert verify(tmp_path / name).good
         for mine, want in zip(found["states"][name], found["expected"], strict=True):
@@ -28,6 +28,8 @@ def test_a_save_behind_training_holds_the_state_whose_memory_steps_take(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs orbax-checkpoint")
-def test_stock_orbax_reads_a_checkpoint_that_a_gpu_saved(jax_process: JaxProcess, tmp_path: Path) -> None:
-    weights, same = jax_process.run(jobs.read_by_orbax, str(tmp_path))
+def test_stock_orbax_reads_a_checkpoint_that_a_gpu_saved(
+    exact_jax_process: JaxProcess, tmp_path: Path
+) -> None:
+    weights, same = exact_jax_process.run(jobs.read_by_orbax, str(tmp_path))
     assert weights == same > 0
