@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -19,6 +22,7 @@ import jax_impl
 from bridge.planning import Workload, make_plan, parse_policy, resolve_models
 from bridge.planning.device_bytes import allocated
 from bridge.planning.target_step import StepRequest
+from jax_impl.checkpoint.contents import Contents
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
 
 CONFIG = DecoderConfig(
@@ -306,15 +310,30 @@ def float8_training(gather: str, products: bool) -> tuple[list[float], list[floa
 # Checkpoints
 
 
+@contextmanager
+def held_back() -> Iterator[Callable[[], None]]:
+    """Nothing is written before the function that this gives is called."""
+    gate, write = threading.Event(), Contents.write
+
+    def waiting(self: Contents, *args: Any, **options: Any) -> None:
+        assert gate.wait(60)
+        write(self, *args, **options)
+
+    with mock.patch.object(Contents, "write", waiting):
+        yield gate.set
+
+
 def saved_behind_training(folder: str) -> dict[str, Any]:
     """A save in the background while steps are given the state, beside one that waits; what each loads."""
     run, path = Run.of(), Path(folder)
     run.train(range(2))
     jax_impl.save_checkpoint(path / "now", run.plan, run.state, {"step": 2})
     expected = run.arrays()
-    pending = jax_impl.save_checkpoint_async(path / "later", run.plan, run.state, {"step": 2})
-    losses = run.train(range(2, 5))
-    pending.wait()
+    with held_back() as release:
+        pending = jax_impl.save_checkpoint_async(path / "later", run.plan, run.state, {"step": 2})
+        losses = run.train(range(2, 5))
+        release()
+        pending.wait()
     loaded = {
         name: jax_impl.load_checkpoint(path / name, run.plan, run.optimizer) for name in ("now", "later")
     }

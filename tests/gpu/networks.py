@@ -15,12 +15,17 @@ WIDTH, LAYERS = 128, 4
 
 
 class Layer(nn.Module):
+    """``half``: whether the second product, and with it a parameter of the unit, is left out."""
+
+    half = False
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        y = torch.tanh(self.up(x))
+        return x + (y[..., : x.shape[-1]] if self.half else self.down(y))
 
 
 class Network(nn.Module):

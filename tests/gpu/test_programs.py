@@ -62,10 +62,12 @@ def test_gradients_of_microbatches_add_up(one_rank: None, strategy: str, how: st
 def test_parameters_that_no_rank_used_have_no_gradient(one_rank: None) -> None:
     plain, model = network(), sharded()
     for one in (plain, model):
-        one.skipped = frozenset({1})
+        one.skipped, one.layers[2].half = frozenset({1}), True
         loss_of(one, rows(0)).backward()
     assert_gradients_alike(model, plain)
     assert [param.grad for param in model.layers[1].parameters()] == [None] * 3
+    assert model.layers[2].down.weight.grad is None
+    assert model.layers[2].up.weight.grad is not None
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from bridge.checkpoints.verify import verify
 from tests.gpu.devices import DEVICE, busy, needs_device
 from tests.gpu.networks import Network, same_bits, sharded, train, values
+from tests.support.torch_impl.async_jobs import held_back
 from torch_impl import MainWeightAdamW, load_checkpoint, save_checkpoint, save_checkpoint_async
 from torch_impl.dtensor.local import local_of
 
@@ -49,10 +50,12 @@ def test_a_save_behind_training_holds_what_was_there_when_it_began(
     weights, state = values(model), [one.cpu().clone() for one in state_of(optimizer)]
     # What is still under way on the device when the save begins belongs to the state.
     busy(100)
-    pending = save_checkpoint_async(tmp_path / "later", model, optimizer, {"step": 2})
-    losses = train(model, optimizer, range(2, 5))
-    assert not same_bits(values(model), weights)
-    pending.wait()
+    with held_back() as release:
+        pending = save_checkpoint_async(tmp_path / "later", model, optimizer, {"step": 2})
+        losses = train(model, optimizer, range(2, 5))
+        assert not same_bits(values(model), weights)
+        release()
+        pending.wait()
     assert verify(tmp_path / "later").good
     other, its = built(moments, **options)
     assert load_checkpoint(tmp_path / "later", other, its)["step"] == 2
