@@ -14,7 +14,7 @@ A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (
 * On the CPU the first collective runs on the backend's own threads, after the steps before it; later steps run when
   the transfer is finished.
 
-CUDA has not been run by this repository's tests unless ``tests/gpu`` is: they are skipped without a GPU.
+``tests/gpu`` runs the CUDA lanes, with one rank: no collective of NCCL has run on them.
 """
 
 from __future__ import annotations
