@@ -322,7 +322,7 @@ class Unit:
 
     def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
         self._join_backward()
-        self.gradients.arrived(index, k)
+        self.gradients.arrived(index, k, self.reshard_after_backward)
 
     def _call_done(self, number: int) -> None:
         self._open_calls.discard(number)
