@@ -147,6 +147,11 @@ class Unit:
             group.show(unsharded=True)
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether any parameter belongs to the unit itself."""
+        return bool(self.groups)
+
+    @property
     def has_weights(self) -> bool:
         """Whether compute weights are there or on their way."""
         return any(group.gathering or group.weights.allocated for group in self.groups)
