@@ -52,7 +52,7 @@ class Transfer(Protocol):
 
 
 class Streams(Protocol):
-    """What units need of a device. ``copies``: a collective under way holds a copy of its output."""
+    """What units need of a device. ``copies``: collectives work on copies, of what they reduce and of what they gather."""
 
     @property
     def copies(self) -> bool: ...

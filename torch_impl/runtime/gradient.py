@@ -233,7 +233,7 @@ class GroupGradient:
         # Sums of several microbatches are accumulated in the dtype that the optimizer reads.
         dtype = spec.dtypes.grad if keep or kept else spec.dtypes.reduce
         # Where nothing is scattered, the reduced gradients stay in this buffer.
-        if flat is None and not keep and not kept and spec.strategy.optimizer:
+        if flat is None and not keep and not kept and spec.scatters:
             flat = self._memory.take()
         elif flat is None:
             flat = torch.empty(spec.levels.gradient_size(0), dtype=dtype, device=self._memory.device)

@@ -242,9 +242,10 @@ class Unit:
             self._hide(free=False)
         # Other weights that are shown are gathered, and their unit has its place in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
-            self.start_unshard(refresh)
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
+            # The pool's record of a step begins with the root's weights.
             expected = begins(self)
+            self.start_unshard(refresh)
             given = self.backward_prefetch if in_backward else self.forward_prefetch
             following = expected if given is None else [one for ref in given if (one := ref())]
         self._gather(refresh)
