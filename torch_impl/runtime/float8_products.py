@@ -33,7 +33,7 @@ class Float8Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not can_multiply(input, self.weight):
             return super().forward(input)
-        output: torch.Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight) if input.is_meta else nn.functional.linear(input.reshape(-1, self.in_features), self.weight)
+        output: torch.Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight)
         output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
