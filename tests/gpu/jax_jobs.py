@@ -332,7 +332,9 @@ def float8_training(gather: str, products: bool) -> tuple[list[float], list[floa
         run = Run.of(model=model, param_dtype="bfloat16", gather_dtype=gather if narrow else None)
         if narrow:
             first, _ = run.step.lower_programs(run.state, jax_impl.shard_batch(run.plan, tokens(0)))
-            calls = float8_products(first.compile(compilers().get("without Triton")).as_text()) if products else 0
+            calls = (
+                float8_products(first.compile(compilers().get("without Triton")).as_text()) if products else 0
+            )
         found.append(run.train(range(12)))
     return found[0], found[1], calls
 

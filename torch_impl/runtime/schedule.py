@@ -146,7 +146,7 @@ class Schedule:
     def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
         expected = self._following(self._backward, unit)
-        # All activations are there still: where a copy of what is gathered would be, too, the first unit computes alone.
+        # All activations are there still: where a copy of what is gathered would be too, the first unit computes alone.
         if self._backward_starts and self.streams.copies:
             expected = []
         if unit.has_parameters:
