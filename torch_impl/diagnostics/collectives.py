@@ -96,6 +96,7 @@ class _LabelledStreams:
 
     def __init__(self, streams: Streams, current: list[str]) -> None:
         self._streams, self._current = streams, current
+        self.copies = streams.copies
 
     def start(self, steps: Sequence[Step]) -> Transfer:
         label = self._current[-1]
