@@ -96,7 +96,6 @@ class _LabelledStreams:
 
     def __init__(self, streams: Streams, current: list[str]) -> None:
         self._streams, self._current = streams, current
-        self.copies = streams.copies
 
     @property
     def copies(self) -> bool:
