@@ -197,8 +197,8 @@ TORCH = [
     M(
         "scales of changed weights are kept",
         "torch_impl/runtime",
-        "current = self._kept_version == self._main_version",
-        "current = self._kept_version is not None",
+        "version != gathered, version == self._kept_version",
+        "version != gathered, self._kept_version is not None",
         "torch_impl/runtime/test_float8.py",
     ),
     M(
@@ -1369,8 +1369,8 @@ PLANNING = [
     M(
         "one moment",
         "bridge/planning",
-        'optimizer.moments if optimizer.name == "adamw" else optimizer.moments[:1]',
-        "optimizer.moments[:1]",
+        "return self.moments if self.name in _TWO_MOMENTS else self.moments[:1]",
+        "return self.moments[:1]",
         "planning/test_cost.py",
     ),
     M(
