@@ -171,7 +171,7 @@ def _build_unit(
         for one, its in zip(owned, meshes, strict=True):
             _check_mesh(one, its, options)
         plans = _plan_groups(owned, meshes, options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
@@ -348,6 +348,8 @@ def _check_module(module: object) -> None:
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable | None):
+        raise TypeError(f"ignored_params: expected a set or list of parameters, got {type(params).__name__}")
     listed = list(params or ())
     for param in listed:
         if not isinstance(param, nn.Parameter):

@@ -129,6 +129,11 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: expected shard or replicate, got neither")
+        for kind, given in (("shard", self.shard), ("replicate", self.replicate)):
+            if not isinstance(given, str | list | tuple | None):
+                raise TypeError(
+                    f"DataParallelMeshDims.{kind}: expected a name of a mesh axis or a tuple of names, got {given!r}"
+                )
 
 
 def policy_of(value: object) -> MixedPrecisionPolicy:
@@ -178,6 +183,11 @@ def meshes_of(
     ``Shard(dim)``, alone or in the result, has no influence. Raises ValueError for a dimension that the parameter lacks
     and TypeError for any other result; NotImplementedError for a mesh that does not shard its innermost axis.
     """
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            "shard_placement_fn: expected a function of a parameter, which returns Shard(dim), a ShardPlacementResult "
+            f"or None, got {shard_placement_fn!r}"
+        )
     meshes = {mesh.mesh: mesh}
     chosen = []
     for one in owned:
@@ -233,6 +243,11 @@ def data_parallel_axes(
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
+    if not all(hasattr(dims, kind) for kind in ("replicate", "shard")):
+        raise TypeError(
+            f"dp_mesh_dims: expected a DataParallelMeshDims, got {dims!r}; "
+            'DataParallelMeshDims(shard="dp") names an axis'
+        )
     known = mesh.mesh_dim_names or ()
     axes: list[tuple[str, ...]] = []
     for kind in ("replicate", "shard"):

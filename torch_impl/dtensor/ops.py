@@ -26,6 +26,7 @@ from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_
 from torch_impl.dtensor.matrices import MATRIX_OPERATORS, on_whole_matrices
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
 from torch_impl.dtensor.remainders import main_values, remainder_of, set_main_values
@@ -61,6 +62,12 @@ _NEW = {_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
 # Adafactor estimates second moments by the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
+# How programs run into a refusal that compute with a sharded weight.
+_MULTIPLIES = {*MATRIX_OPERATORS, *_PRODUCTS, _aten.embedding.default}
+_MULTIPLIED = (
+    "; modules have whole weights when they are called, not by their forward(), and after unshard(); for "
+    "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
+)
 
 _ASYNC = (
     "torch.distributed.checkpoint.async_save{which}: use torch_impl.save_checkpoint_async, or CheckpointManager, which "
@@ -111,10 +118,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
-        f"{func} is not supported on a tensor placed as {first.placements}, of shape {tuple(first.shape)}: only "
-        "element-wise operators, reductions and views that leave its rows whole are; use full_tensor() for the whole "
-        "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; for "
-        "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
+        f"{func} is not supported on {described(first)}, placed as {first.placements}: only element-wise operators, "
+        "reductions and views that leave its rows whole are; use full_tensor() for the whole tensor or to_local() for "
+        "this rank's rows, and set all by copy_() of a whole tensor or before sharding"
+        + (_MULTIPLIED if func in _MULTIPLIES else "")
     )
 
 

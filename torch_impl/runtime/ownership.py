@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.callers import warn_caller
@@ -157,6 +158,16 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
         raise ValueError(
             f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
             "inner modules before outer ones"
+        )
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"{name}: expected a parameter with a shape, got one of a lazy module; run a forward of the module before "
+            "fully_shard"
+        )
+    if param.layout is not torch.strided or param.is_quantized:
+        raise ValueError(
+            f"{name}: expected a dense parameter, got {'a quantized one' if param.is_quantized else param.layout}; leave "
+            "it unsharded (ignored_params), or make it dense before fully_shard"
         )
     tensor_parallel_of(name, param, spmd)
     given = param.detach()
