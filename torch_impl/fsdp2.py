@@ -74,6 +74,8 @@ Behave otherwise than in FSDP2:
   parameter that no rank used has no gradient all the same.
 * After a forward without gradients the root reshards as other units do, unless it was given
   ``reshard_after_forward=False``.
+* After a backward modules show sharded parameters, which have the gradients, also with
+  ``set_reshard_after_backward(False)``; FSDP2 then shows whole weights without gradients.
 * A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
   end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.
 * What a program freezes or thaws while whole weights are shown stays so, and ``zero_grad`` of a sharded module clears

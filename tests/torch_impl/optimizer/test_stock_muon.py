@@ -142,7 +142,7 @@ def other_operands() -> None:
         lambda: first @ torch.ones(16, 2),
         lambda: first @ torch.ones(16),
     ):
-        with pytest.raises(RuntimeError, match="is not supported on a tensor placed as"):
+        with pytest.raises(RuntimeError, match=r"is not supported on .*, placed as"):
             product()
 
 
